@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one entry point: `nox` checks everything, `nox -s demo` shows the main job."""
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "typecheck", "tests", "integration"]
+nox.options.default_venv_backend = "uv|venv"
+
+ROOT = Path(__file__).parent
+# Which siblings each package stands on. Its tests get these and nothing else, so an undeclared import fails.
+SIBLINGS = {
+    "sharding": [],
+    "batching": [],
+    "placement": [],
+    "venvs": [],
+    "workergroup": ["sharding", "placement"],
+    "tpu-executor": [],
+}
+RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def package(name: str, extra: str = "") -> str:
+    return f"./packages/{name}{extra}"
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install local paths and requirements in one call, so that siblings are resolved to the tree."""
+    # uv knows nothing of pip's settings: hand on the folder of local wheels, or torch is fetched with CUDA.
+    env = {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if os.environ.get("PIP_FIND_LINKS") else {}
+    session.install("-c", "constraints.txt", *what, env=env)
+
+
+def test_requirements(name: str) -> list[str]:
+    pyproject = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")
+    return nox.project.dependency_groups(pyproject, "test")
+
+
+@nox.session
+@nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
+def tests(session: nox.Session, name: str) -> None:
+    """The tests of one package, with only its declared closure installed."""
+    install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
+    session.run("pytest", f"packages/{name}", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """What crosses packages, on a real local Ray."""
+    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout")
+    session.run("pytest", "integration-tests", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job: a data- and tensor-parallel classifier trained on real data."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
+    session.run("python", "examples/train_digits.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Formatting, lint, and which package may import which."""
+    install(session, "ruff", "import-linter")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in SIBLINGS)
+    session.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": sources})
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, over every package."""
+    install(session, "mypy", *map(package, SIBLINGS))
+    session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheel and sdist of every package, checked."""
+    install(session, "build", "twine")
+    out = Path(session.create_tmp()).resolve() / "dist"
+    session.run("python", "-c", f"import shutil; shutil.rmtree({str(out)!r}, ignore_errors=True)")
+    for name in SIBLINGS:
+        session.run("python", "-m", "build", "--outdir", str(out), package(name), silent=True)
+    files = sorted(map(str, out.iterdir()))
+    if len(files) != 2 * len(SIBLINGS):
+        session.error(f"expected a wheel and an sdist of each of {len(SIBLINGS)} packages, found {files}")
+    session.run("twine", "check", "--strict", *files)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Speed as ratios against hand-written Ray, measured in one run."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session(venv_backend="none")
+def ci(session: nox.Session) -> None:
+    """Everything a change has to pass: the defaults, the built distributions and the demo."""
+    for name in [*nox.options.sessions, "build", "demo"]:
+        for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
+            session.notify(chosen, posargs=[])
+
+
+if __name__ == "__main__":
+    sys.exit("run nox instead: pip install nox && nox")
