@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections off part of a Ray cluster, says why when it cannot, and hands out slots, ports and node agents.
+
+>>> import ray
+>>> from fairlead_placement import RayVirtualCluster, init_ray
+>>> _ = init_ray(address="local", num_cpus=4)
+>>> with RayVirtualCluster([2, 2], use_gpus=False) as cluster:
+...     [(slot.node_idx, slot.local_rank) for slot in cluster.slots()]
+[(0, 0), (0, 1), (1, 2), (1, 3)]
+>>> ray.shutdown()
+"""
+
+from ._agent import NodeAgent
+from ._cluster import RayVirtualCluster
+from ._init import init_ray
+from ._occupancy import SlotClaim, claim_slots
+from ._ports import PortLease, lease_ports
+from ._report import Report
+from ._slot import Slot
+from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NodeAgent",
+    "PlacementError",
+    "PlacementTimeoutError",
+    "PortLease",
+    "PortUnavailableError",
+    "RayVirtualCluster",
+    "Report",
+    "ResourceInsufficientError",
+    "Slot",
+    "SlotClaim",
+    "claim_slots",
+    "init_ray",
+    "lease_ports",
+]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's side of a node agent: one named actor per job and node, made when first needed."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from . import _agent_process
+from .exceptions import PlacementError, PlacementTimeoutError
+
+__all__ = ["AGENT_NAME_PREFIX", "NodeAgent"]
+
+AGENT_NAME_PREFIX = "fairlead-agent-"
+# fairlead-placement need not be installed on the nodes.
+ray.cloudpickle.register_pickle_by_value(_agent_process)
+
+
+# Ray ends a named actor when its creator drops the last handle, so handles are kept, by session, job and node.
+_handles: dict[tuple[str, str, str], Any] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def _actor_class() -> Any:
+    return ray.remote(_agent_process.AgentProcess)
+
+
+def _handle(node_id: str, *, renew: bool) -> Any:
+    """The agent's handle; with `renew`, of a new agent if the one that is known has died."""
+    context = ray.get_runtime_context()
+    key = (context.get_session_name(), context.get_job_id(), node_id)
+    with _lock:
+        if renew or key not in _handles:
+            _handles[key] = (
+                _actor_class()
+                .options(
+                    name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}",
+                    get_if_exists=True,
+                    num_cpus=0,
+                    max_restarts=0,
+                    # It answers while something slow is under way.
+                    max_concurrency=16,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                )
+                .remote()
+            )
+        return _handles[key]
+
+
+class NodeAgent:
+    """Does on one node what has to be done there, such as holding ports, for the whole job.
+
+    The actor needs no resources, lives as long as the job, and is made on first use. When it dies its leases are
+    gone, workers are not touched, and the next request makes a new one.
+
+    Args:
+        node_id: Ray's id of a node that is alive.
+        timeout_s: how long one request may take, the start of the agent's process included.
+
+    >>> NodeAgent("0" * 56)
+    NodeAgent(00000000)
+    """
+
+    def __init__(self, node_id: str, *, timeout_s: float = 60.0) -> None:
+        self.node_id = node_id
+        self.timeout_s = timeout_s
+
+    def __repr__(self) -> str:
+        return f"NodeAgent({self.node_id[:8]})"
+
+    def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
+        """`count` ports in low..high with their lease ids, or none and how many this agent and others hold."""
+        leased: tuple[list[tuple[int, str]], int, int] = self._ask("lease", count, low, high)
+        return leased
+
+    def release(self, lease_ids: list[str]) -> None:
+        """Give ports back, by lease id."""
+        self._ask("release", lease_ids)
+
+    def leased(self) -> list[int]:
+        """The ports held now, ascending."""
+        ports: list[int] = self._ask("leased")
+        return ports
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a function on the node and return what it returns; other requests are answered meanwhile.
+
+        Args:
+            function: shipped by value if its module is registered for that, else by name.
+            args: its arguments.
+            timeout_s: deadline of this request; that of the agent if None. The function itself is not interrupted.
+
+        Raises:
+            PlacementTimeoutError: no answer by then.
+            Exception: what the function raised.
+        """
+        return self._ask("run", function, *args, timeout_s=timeout_s)
+
+    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            try:
+                return self._request(method, *args, timeout_s=limit, renew=False)
+            except ray.exceptions.ActorDiedError:
+                return self._request(method, *args, timeout_s=limit, renew=True)
+        except ray.exceptions.GetTimeoutError as error:
+            raise PlacementTimeoutError(
+                f"The agent of node {self.node_id} did not answer {method!r} within {limit:g} s. "
+                "Its process may be starting on a very busy node: try again, or look at the node."
+            ) from error
+        except ray.exceptions.RayTaskError:
+            raise  # the function's own
+        except ray.exceptions.RayError as error:
+            raise PlacementError(
+                f"The agent of node {self.node_id} could not do {method!r}: {error}. If the node is gone, "
+                "reserve again."
+            ) from error
+
+    def _request(self, method: str, *args: Any, timeout_s: float, renew: bool) -> Any:
+        agent = _handle(self.node_id, renew=renew)
+        return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)

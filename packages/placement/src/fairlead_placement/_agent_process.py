@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs inside a node agent's process, on several threads.
+
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library only and nothing of its
+siblings.
+"""
+
+import random
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["AgentProcess"]
+
+
+class AgentProcess:
+    """Holds the leased ports of one node for one job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[int, socket.socket]] = {}
+        # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
+        # that late connections of its former users do not reach somebody else.
+        self._next = random.randrange(1 << 16)
+
+    def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
+        """Hold `count` ports in low..high (both included), or none.
+
+        Returns (port, lease id) pairs and, when there are too few, how many of the range this agent and others
+        hold. The id is what gives a lease back: a port number may be somebody else's by then.
+        """
+        with self._lock:
+            return self._lease(count, low, high)
+
+    def _lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
+        size = high - low + 1
+        start = (self._next - low) % size
+        mine = {port for port, _ in self._held.values()}
+        found: dict[int, socket.socket] = {}
+        in_use = 0
+        for step in range(size):
+            if len(found) == count:
+                break
+            port = low + (start + step) % size
+            if port in mine:
+                continue
+            held = _hold(port)
+            if held is None:
+                in_use += 1
+            else:
+                found[port] = held
+        if len(found) < count:
+            for held in found.values():
+                held.close()
+            return [], sum(low <= port <= high for port in mine), in_use
+        leases = [(port, uuid.uuid4().hex) for port in found]
+        self._held.update({lease_id: (port, found[port]) for port, lease_id in leases})
+        self._next = leases[-1][0] + 1
+        return leases, 0, 0
+
+    def release(self, lease_ids: list[str]) -> None:
+        """Give ports back; a lease that is not held is not an error, so that a release can be repeated."""
+        with self._lock:
+            for lease_id in lease_ids:
+                _, held = self._held.pop(lease_id, (0, None))
+                if held is not None:
+                    held.close()
+
+    def leased(self) -> list[int]:
+        with self._lock:
+            return sorted(port for port, _ in self._held.values())
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on this node."""
+        return function(*args)
+
+
+def _hold(port: int) -> socket.socket | None:
+    """A bound socket that never listens, or None if the port is taken.
+
+    Bound without SO_REUSEADDR, so neither another lease nor a plain bind can have the port; the option is set
+    afterwards, which lets a server that sets it too (torch's TCPStore, gRPC) listen while the lease is held.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.bind(("", port))
+    except OSError:
+        held.close()
+        return None
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who lives in which slot, so that one group too many is refused instead of pending for ever.
+
+Counted per driver: Ray keeps an actor that a bundle has no room for pending without an error.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+from ._slot import Slot
+from .exceptions import ResourceInsufficientError
+
+__all__ = ["SlotClaim", "claim_slots", "groups_on"]
+
+_Key = tuple[str, int]
+_held: dict[_Key, list["SlotClaim"]] = {}
+_lock = threading.Lock()
+
+
+class SlotClaim:
+    """A holder's right to run in a set of slots; made by `claim_slots`, given back by `release`."""
+
+    def __init__(self, holder: str, keys: frozenset[_Key], group: object | None) -> None:
+        self.holder = holder
+        self._keys = keys
+        # Weak: being registered must not keep a forgotten group alive.
+        self._group = (lambda: None) if group is None else weakref.ref(group)
+
+    def __repr__(self) -> str:
+        return f"SlotClaim({self.holder!r}, {len(self._keys)} slots)"
+
+    def release(self) -> None:
+        """Give the slots back. Can be repeated."""
+        with _lock:
+            for key in self._keys:
+                claims = _held.get(key, [])
+                if self in claims:
+                    claims.remove(self)
+                if not claims:
+                    _held.pop(key, None)
+
+
+def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = None) -> SlotClaim:
+    """Register `holder` in every slot, or in none.
+
+    Args:
+        slots: where its workers will run; a slot may be named several times.
+        holder: the name shown to whoever comes too late.
+        group: what to draw in the cluster's grid: an object with `name_prefix`, `world_size`, `worker_metadata`.
+
+    Raises:
+        ResourceInsufficientError: a slot has as many holders as it has room for; names them.
+    """
+    keys = frozenset(map(_key, slots))
+    claim = SlotClaim(holder, keys, group)
+    with _lock:
+        for slot in slots:
+            there = _held.get(_key(slot), [])
+            if len(there) >= slot.capacity:
+                names = ", ".join(repr(other.holder) for other in there)
+                raise ResourceInsufficientError(
+                    f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: it has "
+                    f"room for {slot.capacity} worker group(s), and {names} is there. Shut one down, or reserve "
+                    f"the cluster with max_colocated_worker_groups={slot.capacity + 1} or enable_colocation=True."
+                )
+        for key in keys:
+            _held.setdefault(key, []).append(claim)
+    return claim
+
+
+def groups_on(slots: Sequence[Slot]) -> list[object]:
+    """The groups registered on any of the slots, in the order they came."""
+    with _lock:
+        claims = dict.fromkeys(claim for slot in slots for claim in _held.get(_key(slot), []))
+    return [group for claim in claims if (group := claim._group()) is not None]
+
+
+def _key(slot: Slot) -> _Key:
+    return slot.placement_group.id.hex(), slot.bundle_index

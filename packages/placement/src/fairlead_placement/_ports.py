@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports that are held, not guessed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import ray
+
+from ._agent import NodeAgent
+from ._slot import Slot
+from .exceptions import PlacementError, PortUnavailableError
+
+__all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports"]
+
+# Below the ephemeral range of every operating system, above the ports reserved for root.
+PORT_LOW = 1400
+PORT_HIGH = 1999
+
+
+@dataclass(frozen=True)
+class PortLease:
+    """A port held on a node until it is released or the driver ends.
+
+    The node's agent has it bound, so no other lease and no plain `bind` gets it. A server that sets SO_REUSEADDR,
+    as torch's TCPStore and gRPC do, can listen on it while it is held.
+
+    >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
+    >>> f"{lease.address}:{lease.port}"
+    '10.0.0.1:1400'
+    """
+
+    address: str
+    port: int
+    node_id: str
+    lease_id: str
+
+    def release(self) -> None:
+        """Give the port back. Can be repeated; does nothing when Ray is down or the node is gone."""
+        _release([self])
+
+    def __enter__(self) -> "PortLease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def lease_ports(
+    slots: Sequence[Slot], *, count: int = 1, low: int = PORT_LOW, high: int = PORT_HIGH
+) -> tuple[tuple[PortLease, ...], ...]:
+    """Lease `count` ports on the node of each slot, asking each node once.
+
+    Args:
+        slots: where the ports are wanted; several slots of one node get different ports.
+        count: ports per slot.
+        low: first port of the range.
+        high: last port of the range, included.
+
+    Returns:
+        For each slot, in order, its `count` leases.
+
+    Raises:
+        ValueError: a count below 1, or a range that is empty or outside 1..65535.
+        PortUnavailableError: a node has too few free ports; nothing stays leased.
+    """
+    check_range(low, high)
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    per_node: dict[str, list[int]] = {}
+    for at, slot in enumerate(slots):
+        per_node.setdefault(slot.node_id, []).append(at)
+    leases: dict[int, tuple[PortLease, ...]] = {}
+    try:
+        for node_id, wanted in per_node.items():
+            total = count * len(wanted)
+            ports, leased, in_use = NodeAgent(node_id).lease(total, low, high)
+            ip = slots[wanted[0]].node_ip
+            if not ports:
+                raise PortUnavailableError(ip, total, low, high, leased, in_use)
+            for nth, at in enumerate(wanted):
+                mine = ports[nth * count : (nth + 1) * count]
+                leases[at] = tuple(PortLease(ip, port, node_id, lease_id) for port, lease_id in mine)
+    except BaseException:
+        _release([lease for group in leases.values() for lease in group])
+        raise
+    return tuple(leases[at] for at in range(len(slots)))
+
+
+def check_range(low: int, high: int) -> None:
+    if not 1 <= low <= high <= 65535:
+        raise ValueError(f"port range must satisfy 1 <= low <= high <= 65535, got low={low}, high={high}")
+
+
+def _release(leases: Sequence[PortLease]) -> None:
+    if not ray.is_initialized():
+        return  # the agents ended with the job, and their sockets with them
+    per_node: dict[str, list[str]] = {}
+    for lease in leases:
+        per_node.setdefault(lease.node_id, []).append(lease.lease_id)
+    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    for node_id, lease_ids in per_node.items():
+        if node_id not in alive:
+            continue
+        try:
+            NodeAgent(node_id).release(lease_ids)
+        except PlacementError:
+            # The node went between the two lines above: its sockets are gone. Anything else is worth hearing of.
+            if any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()):
+                raise

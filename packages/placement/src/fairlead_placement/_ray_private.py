@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call on Ray that is not public, each with its reason and what happens without it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+__all__ = ["draining_nodes", "free_per_node", "job_of_placement_group"]
+
+
+def free_per_node() -> Mapping[str, Mapping[str, float]]:
+    """Free resources by node id. A resource that is used up is absent, not zero.
+
+    `ray.available_resources()` is public but sums over the cluster, and a sum says nothing about what fits where.
+    There is no other way to know, so this has no fallback.
+    """
+    found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    return found
+
+
+def draining_nodes() -> frozenset[str]:
+    """Nodes that are about to go. Without this call they look like any other and are found out when they die."""
+    ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
+    return frozenset(ask()) if ask is not None else frozenset()
+
+
+def job_of_placement_group(placement_group_id: str) -> str:
+    """The job that made a placement group: the last four bytes of its id (the state API says it, given a dashboard)."""
+    return placement_group_id[-8:]

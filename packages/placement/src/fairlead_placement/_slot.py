@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The value that crosses package borders: a place where one worker may live."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ray.util.placement_group import PlacementGroup
+
+__all__ = ["Slot"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A reserved bundle, in physical order, with what a worker in it needs to know.
+
+    Attributes:
+        placement_group: the Ray placement group that holds the bundle.
+        bundle_index: Ray's own index of the bundle in that group (not a physical order).
+        node_idx: number of the logical node (entry of the list the cluster was asked for).
+        node_id: Ray's id of the physical node, hexadecimal.
+        node_ip: address of the physical node.
+        node_rank: number of the physical node among those of the cluster, 0.. in physical order.
+        local_rank: number of the slot on its physical node, 0.. in physical order.
+        accelerator_ids: ids of the accelerators of the bundle, as Ray names them; empty on CPU.
+        labels: labels of the physical node.
+        worker_resources: what one worker here asks Ray for, such as `{"CPU": 1, "GPU": 0.5}`.
+        capacity: how many worker groups may share the slot.
+        env: variables that every process in this slot must have.
+    """
+
+    placement_group: PlacementGroup
+    bundle_index: int
+    node_idx: int
+    node_id: str
+    node_ip: str
+    node_rank: int
+    local_rank: int
+    accelerator_ids: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    worker_resources: Mapping[str, float] = field(default_factory=dict, hash=False)
+    capacity: int = 1
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
