@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of Ray workers, called by rank or along named axes.
+
+>>> from fairlead_placement import RayVirtualCluster, init_ray
+>>> from fairlead_sharding import NamedSharding
+>>> from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+>>> _ = init_ray(address="local", num_cpus=4)
+>>> axes = NamedSharding.from_shape(dp=2, tp=2)
+>>> cluster = RayVirtualCluster([4], use_gpus=False)
+>>> with cluster, RayWorkerGroup(cluster, RayWorkerBuilder("collections.Counter"), sharding_annotations=axes) as group:
+...     future = group.run_all_workers_sharded_data(
+...         "update", ["aab", "c"], in_sharded_axes=["dp"], replicate_on_axes=["tp"], output_is_replicated=["tp"]
+...     )
+...     _ = group.get_all_worker_results(future)
+...     group.get_all_worker_results(group.run_all_workers_single_data("total", run_rank_0_only_axes=["tp"]))
+[3, 1]
+>>> import ray
+>>> ray.shutdown()
+"""
+
+from ._builder import RayWorkerBuilder
+from ._group import RayWorkerGroup
+from ._options import recursive_merge_options
+from ._results import MultiWorkerFuture
+from ._statistics import GroupStatistics
+from .exceptions import RemoteError, WorkerFailure, WorkerFailureError, WorkerGroupError, WorkerStartError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GroupStatistics",
+    "MultiWorkerFuture",
+    "RayWorkerBuilder",
+    "RayWorkerGroup",
+    "RemoteError",
+    "WorkerFailure",
+    "WorkerFailureError",
+    "WorkerGroupError",
+    "WorkerStartError",
+    "recursive_merge_options",
+]

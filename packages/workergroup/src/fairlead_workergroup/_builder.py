@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's class with its constructor arguments: what a worker is made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ._arguments import Arguments
+from ._environment import worker_environment
+from ._options import recursive_merge_options
+from ._worker_class import describe_class, full_name
+
+__all__ = ["RayWorkerBuilder"]
+
+
+class RayWorkerBuilder:
+    """A worker class and the arguments of its constructor, for a group or for one worker at a time.
+
+    Args:
+        worker: the full name of a class (then only the workers import it), a class, or a `@ray.remote` class. One that
+            workers cannot import, from `__main__` or a notebook, is shipped by value.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor.
+
+    Raises:
+        TypeError, ValueError: it is neither a class nor the name of one.
+
+    Attributes:
+        ray_actor_class_fqn: full name of the class.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+
+    >>> RayWorkerBuilder("collections.Counter", "abc").ray_actor_class_fqn
+    'collections.Counter'
+    """
+
+    def __init__(self, worker: Any, /, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn = full_name(worker)
+        self.worker = worker
+        self.args = args
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        return f"RayWorkerBuilder({self.ray_actor_class_fqn!r})"
+
+    def create_worker_async(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, Sequence[int]] | None = None,
+        **extra_options: Any,
+    ) -> tuple[ObjectRef, Any]:
+        """Start one worker in a bundle, outside any group.
+
+        Args:
+            placement_group: a group that Ray has placed.
+            placement_group_bundle_index: the bundle.
+            num_gpus: its share of the bundle's GPUs, unless `configure_worker` says otherwise.
+            bundle_indices: handed to `configure_worker`.
+            extra_options: Ray options, merged over those of the class.
+
+        Returns:
+            A ref that is ready when the worker's constructor has finished, or holds its error; and the actor handle,
+            which has the class's own methods.
+        """
+        node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
+        described = describe_class(
+            self.worker,
+            asks=[{"num_gpus": num_gpus, "bundle_indices": bundle_indices}],
+            node_id=node_ids[placement_group_bundle_index],
+            runtime_env=extra_options.get("runtime_env"),
+            timeout_s=600.0,
+        )
+        resources, env_vars, init_kwargs, overrides = described.configuration(0)
+        options = recursive_merge_options(described.options, {"num_gpus": num_gpus, **resources})
+        options = recursive_merge_options(options, {"runtime_env": overrides} if overrides else {})
+        options = recursive_merge_options(options, extra_options)
+        environment = worker_environment(
+            driver={}, of_class={}, of_slot={}, of_user={}, of_rank={}, configured=env_vars
+        )
+        if environment.loader_variables:
+            loader = {"runtime_env": {"env_vars": dict(environment.loader_variables)}}
+            options = recursive_merge_options(options, loader)
+        options.setdefault("num_cpus", 1)
+        handle = described.actor_class.options(
+            **options,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index, placement_group_capture_child_tasks=True
+            ),
+        ).remote()
+        arguments = Arguments()
+        facts = {"env": dict(environment.variables), "path": list(environment.path)}
+        ready = handle._fairlead_start.remote(
+            facts,
+            [arguments.prepared(described.target)],
+            [arguments.prepared(value) for value in self.args],
+            {name: arguments.prepared(value) for name, value in {**self.kwargs, **init_kwargs}.items()},
+        )
+        return ready, handle
+
+    def __call__(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, Sequence[int]] | None = None,
+        **extra_options: Any,
+    ) -> Any:
+        """As `create_worker_async`, but wait for the constructor and return the handle.
+
+        Raises:
+            Exception: what the constructor raised.
+        """
+        ready, handle = self.create_worker_async(
+            placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
+        )
+        ray.get(ready)
+        return handle

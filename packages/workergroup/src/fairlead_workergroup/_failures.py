@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what Ray raises to what a caller can act on. Decided from exception types and node liveness, never from text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayError,
+    RayTaskError,
+    TaskPlacementGroupRemoved,
+    UnserializableException,
+    WorkerCrashedError,
+)
+
+from .exceptions import RemoteError, WorkerFailure, WorkerFailureError
+
+__all__ = ["WorkerFacts", "as_failure", "explained", "remote_traceback"]
+
+_LOST = (
+    ActorDiedError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    TaskPlacementGroupRemoved,
+    WorkerCrashedError,
+)
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """Who a worker is, for messages about it."""
+
+    rank: int
+    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
+    node_id: str = ""
+    node_ip: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
+        return f"rank {self.rank}{coords} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
+
+
+def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | None:
+    """What became of a worker, if this error says that it was lost."""
+    if not isinstance(error, _LOST):
+        return None
+    if isinstance(error, OutOfMemoryError):
+        kind = "out-of-memory"
+    elif getattr(error, "preempted", False):
+        kind = "preempted"
+    elif isinstance(error, (NodeDiedError, ActorUnschedulableError)) or _node_gone(worker.node_id):
+        kind = "node-lost"
+    else:
+        kind = "killed"
+    cause = " ".join(str(error).split("\n\t")[0].split())
+    return WorkerFailure(worker.rank, kind, worker.coords, worker.node_id, worker.pid, cause)
+
+
+def _node_gone(node_id: str) -> bool:
+    return bool(node_id) and not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes())
+
+
+def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts], method: str) -> BaseException:
+    """One exception for what failing ranks raised, to be raised by the caller.
+
+    Args:
+        errors: what Ray raised, by rank, the one that came first at the front.
+        workers: who the ranks are.
+        method: what they were asked to do; may be empty.
+
+    Returns:
+        `WorkerFailureError` if workers were lost; else the first rank's own exception, with its type, the remote
+        traceback as its cause, and a note for each failing rank; `RemoteError` if its class is not known here.
+    """
+    lost = [failure for rank, error in errors.items() if (failure := as_failure(error, workers[rank])) is not None]
+    rank, first = next(iter(errors.items()))
+    shown: BaseException
+    if lost:
+        shown = WorkerFailureError(tuple(lost))
+        shown.__cause__ = first
+        return shown
+    if isinstance(first, ActorUnavailableError) or not isinstance(first, RayError):
+        return first
+    shown = first
+    cause = getattr(first, "cause", None)
+    if isinstance(first, UnserializableException) or (isinstance(cause, RayError) and type(cause) is RayError):
+        trace = remote_traceback(first)
+        name, _, message = (trace.strip().splitlines() or ["unknown"])[-1].partition(": ")
+        shown = RemoteError(name.strip(), message, trace, rank)
+        shown.__cause__ = first
+    elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
+        shown = cause
+        shown.__cause__ = first
+    doing = f" in {method}()" if method else ""
+    for failing, error in errors.items():
+        said = "" if error is first else f": {type(getattr(error, 'cause', error)).__name__}"
+        shown.add_note(f"raised by {workers[failing]}{doing}{said}")
+    return shown
+
+
+def remote_traceback(error: Any) -> str:
+    """The traceback in the worker as text, as far as Ray carries it."""
+    if isinstance(error, UnserializableException):
+        return str(getattr(error, "_original_stack_trace", error))
+    return str(getattr(error, "traceback_str", "")) or str(error)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of workers: one process per slot, called by rank or along named axes."""
+
+import dataclasses
+import logging
+import math
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn
+
+import ray
+from ray import ObjectRef
+
+from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, Slot, SlotClaim, claim_slots, lease_ports
+from fairlead_sharding import NamedSharding
+
+from ._arguments import Arguments
+from ._builder import RayWorkerBuilder
+from ._classic import ClassicCalls
+from ._environment import check_env_vars
+from ._failures import WorkerFacts
+from ._places import Place, lay_out
+from ._ray_private import actor_id_of, object_sizes
+from ._shutdown import clean_up, kill_and_wait
+from ._start import WorkerPlan, create, plan_workers, wait_started
+from ._statistics import GroupStatistics
+from ._submit import Column, submit
+from ._worker_class import check_python, describe_class
+from .exceptions import WorkerGroupError
+
+__all__ = ["RayWorkerGroup"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """What has to be given back. Apart from the group, so that its finalizer does not keep it alive."""
+
+    claim: SlotClaim | None = None
+    lease: PortLease | None = None
+    workers: list[Any] = field(default_factory=list)
+    processes: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: list[ObjectRef] = field(default_factory=list)
+
+    def give_back(self) -> bool:
+        """End the workers, then release what they stood on; whether all went well."""
+        workers, processes = list(self.workers), list(self.processes)
+        self.workers.clear()
+        self.processes.clear()
+        self.constants.clear()
+        ended = True
+        try:
+            if ray.is_initialized():
+                ended = kill_and_wait(workers, processes)
+                if self.lease is not None:
+                    self.lease.release()
+        except (ray.exceptions.RayError, PlacementError) as error:
+            logger.warning("giving a worker group back: %s", error)
+            ended = False
+        finally:
+            self.lease = None
+            if self.claim is not None:
+                self.claim.release()
+                self.claim = None
+        return ended
+
+
+def _forgotten(held: _Held) -> None:
+    """The safety net under a group nobody shut down; at interpreter exit Ray ends the workers itself."""
+    if not sys.is_finalizing():
+        held.give_back()
+
+
+class RayWorkerGroup(ClassicCalls):
+    """A process per slot, all made from one class, addressed by rank or along named axes.
+
+    Args:
+        cluster: where the workers live: a `RayVirtualCluster` (reserved here if it is not), or slots.
+        worker: a `RayWorkerBuilder`, or a class or its full name, which is then made without arguments.
+        workers_per_node: workers on each logical node: None for one per slot, a number, or a list with a number
+            for each logical node in use.
+        name_prefix: first part of the workers' names; the class's name if empty.
+        bundle_indices_list: instead: `(node_idx, [Ray's bundle indices])` of each *tied group*, workers that share one
+            model copy.
+        sharding_annotations: the axes over the ranks; one axis `worker` if None.
+        env_vars: variables of the workers. The driver's environment is not copied to them.
+        python: path of the interpreter that workers run, equal on all nodes; this one's if None. It must have the
+            cluster's version of Ray, and needs nothing else of ours.
+        start_timeout_s: how long all constructors together may take.
+
+    Raises:
+        TypeError, ValueError: a bad argument; nothing has been launched.
+        ResourceInsufficientError, PlacementTimeoutError: the cluster could not be reserved, or has no room for another
+            group.
+        WorkerStartError: a worker did not start. All of them have been ended.
+
+    The constructor returns when every worker's `__init__` has finished. Use the group as a context manager, or call
+    `shutdown`.
+
+    Attributes:
+        workers: the actor handles, by rank: `group.workers[0].step.remote(x)`.
+        worker_metadata: a dict per worker; empty after `shutdown`.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster | Sequence[Slot],
+        worker: Any,
+        /,
+        workers_per_node: int | Sequence[int] | None = None,
+        name_prefix: str = "",
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        *,
+        python: str | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        builder = worker if isinstance(worker, RayWorkerBuilder) else RayWorkerBuilder(worker)
+        env_vars = dict(env_vars or {})
+        check_env_vars(env_vars)
+        if not 0 < start_timeout_s < math.inf:
+            raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
+        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        places = lay_out(
+            slots,
+            prefix=name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2],
+            workers_per_node=workers_per_node,
+            bundle_indices_list=bundle_indices_list,
+        )
+        self.cluster = cluster
+        self.name_prefix = name_prefix
+        self.sharding_annotations = _sharding(sharding_annotations, len(places))
+        self.world_size = len(places)
+        self.workers: list[Any] = []
+        self.worker_metadata: list[dict[str, Any]] = []
+        self._places = places
+        self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(len(places))]
+        self._id = uuid.uuid4().hex[:6]
+        self._lock = threading.Lock()
+        self._counts = GroupStatistics()
+        self._facts: dict[str, WorkerFacts] = {}
+        self._shut: bool | None = None
+
+        self._held = _Held(claim=claim_slots([place.slot for place in places], f"{places[0].name} ...", group=self))
+        self._finalizer = weakref.finalize(self, _forgotten, self._held)
+        try:
+            nodes = [place.slot.node_id for place in places]
+            if python is not None:
+                check_python(python, nodes, timeout_s=start_timeout_s)
+            self._class = describe_class(
+                builder.worker,
+                asks=[_configure_ask(place, slots, cluster) for place in places],
+                node_id=nodes[0],
+                runtime_env={"py_executable": python} if python is not None else None,
+                timeout_s=start_timeout_s,
+            )
+            plans = plan_workers(places, self._class, coords=self._coords, env_vars=env_vars, python=python)
+            self._start(plans, builder, start_timeout_s)
+        except BaseException:
+            self.shutdown(force=True)
+            raise
+
+    def _start(self, plans: Sequence[WorkerPlan], builder: RayWorkerBuilder, timeout_s: float) -> None:
+        self._held.workers = create(plans, self._class, self._id)
+        # The agent that holds the port starts while the workers' processes do.
+        ((self._held.lease,),) = lease_ports([plans[0].place.slot])
+        self.master_address, self.master_port = self._held.lease.address, self._held.lease.port
+
+        arguments = Arguments()
+        args = [arguments.prepared(value) for value in builder.args]
+        target = arguments.prepared(self._class.target)
+        started = []
+        for plan, actor in zip(plans, self._held.workers, strict=True):
+            kwargs = {n: arguments.prepared(v) for n, v in {**builder.kwargs, **plan.init_kwargs}.items()}
+            facts = {
+                "rank": plan.place.rank,
+                "world_size": self.world_size,
+                "name": plan.place.name,
+                "coords": dict(plan.coords),
+                "axes": self.sharding_annotations.shape,
+                "env": {**plan.environment.variables, "MASTER_PORT": str(self.master_port)},
+                "path": list(plan.environment.path),
+            }
+            # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
+            started.append(actor._fairlead_start.remote(facts, [target], args, kwargs))
+        # Kept for as long as the group: a worker that starts again needs them.
+        self._held.constants = arguments.refs
+        self._count(requests=len(started), puts=arguments.puts, bytes_put=arguments.bytes_put)
+
+        answers = wait_started(started, plans, name=self.name_prefix or self._class.name, timeout_s=timeout_s)
+        self._held.processes = [(a["node_id"], a["pid"], a["started"]) for a in answers]
+        self.workers = list(self._held.workers)
+        self.worker_metadata = [_metadata(place) for place in self._places]
+        for plan, answer, actor in zip(plans, answers, self.workers, strict=True):
+            self._facts[actor_id_of(actor)] = dataclasses.replace(plan.facts, pid=answer["pid"])
+
+    def __repr__(self) -> str:
+        state = f"{self.world_size} workers" if self.workers else "shut down"
+        return f"RayWorkerGroup({self.name_prefix!r}, {self.sharding_annotations.shape}, {state})"
+
+    @property
+    def dp_size(self) -> int:
+        """How many tied groups there are."""
+        return self._places[-1].tied_group + 1
+
+    @property
+    def dp_leader_worker_indices(self) -> list[int]:
+        """The rank of the first worker of each tied group."""
+        return [place.rank for place in self._places if place.tied_rank == 0]
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """The rank of the first worker of a tied group.
+
+        Raises:
+            IndexError: there is no such group.
+        """
+        leaders = self.dp_leader_worker_indices
+        if not 0 <= dp_shard_idx < len(leaders):
+            raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
+        return leaders[dp_shard_idx]
+
+    def statistics(self) -> GroupStatistics:
+        """What has been stored, sent and fetched so far."""
+        return self._counts
+
+    def _call(
+        self,
+        method: str,
+        ranks: Sequence[int],
+        args: Sequence[Column],
+        kwargs: Mapping[str, Column],
+        *,
+        answers: Sequence[bool] | None = None,
+    ) -> list[Any]:
+        if not self.workers:
+            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+        wanted = self._class.method(method)
+        with self._lock:  # calls of several threads do not interleave on their way to the workers
+            futures, stored = submit([self.workers[r] for r in ranks], wanted, args, kwargs, answers=answers)
+        self._count(calls=1, requests=len(futures), puts=stored.puts, bytes_put=stored.bytes_put)
+        return futures
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = {name: getattr(self._counts, name) + amount for name, amount in more.items()}
+            self._counts = dataclasses.replace(self._counts, **counts)
+
+    def _count_fetched(self, refs: Sequence[ObjectRef]) -> None:
+        self._count(fetched=len(refs), bytes_fetched=sum(object_sizes(refs)))
+
+    def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
+        return self._facts
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
+        """End the workers, the last rank first, and give back everything the group held.
+
+        Waits until the workers' processes are gone. Can be repeated; safe when workers are dead or hung, and when
+        Ray is down.
+
+        Args:
+            cleanup_method: a method that every living worker runs first.
+            timeout: seconds for all cleanups together; None: no limit.
+            force: no cleanup.
+
+        Returns:
+            Whether all went well; what did not is logged.
+        """
+        if self._shut is not None:
+            return self._shut
+        clean = True
+        try:
+            if cleanup_method is not None and not force and self.workers and ray.is_initialized():
+                clean = clean_up(self.workers, cleanup_method, timeout)
+        finally:
+            self.workers = []
+            self.worker_metadata = []
+            ended = self._held.give_back()
+            self._shut = clean and ended
+        return self._shut
+
+    def __enter__(self) -> "RayWorkerGroup":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
+
+
+def _sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
+    if given is None:
+        return NamedSharding.from_shape(worker=world_size)
+    if not isinstance(given, NamedSharding):
+        raise TypeError(f"sharding_annotations must be a NamedSharding, got {type(given).__name__}")
+    if given.size != world_size:
+        raise ValueError(f"sharding_annotations has {given.size} ranks {given.shape}, the group {world_size} workers")
+    if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
+        raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
+    return given
+
+
+def _configure_ask(place: Place, slots: Sequence[Slot], cluster: Any) -> dict[str, Any]:
+    """What `configure_worker` is asked for one worker."""
+    here = sum(slot.node_id == place.slot.node_id for slot in slots)
+    return {
+        "num_gpus": place.slot.worker_resources.get("GPU", 0),
+        # Only the first worker of a tied group answers for its bundles.
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "num_gpus_per_node": getattr(cluster, "num_gpus_per_node", here),
+    }
+
+
+def _metadata(place: Place) -> dict[str, Any]:
+    return {
+        "node_idx": place.slot.node_idx,
+        "local_rank": place.tied_rank,
+        "global_rank": place.rank,
+        "name": place.name,
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "dp_shard_idx": place.tied_group,
+        "bundle_index": place.slot.bundle_index,
+        "node_id": place.slot.node_id,
+    }

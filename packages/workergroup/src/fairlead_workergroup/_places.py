@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slot each rank lives in, and what it is called. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead_placement import Slot
+
+__all__ = ["Place", "lay_out"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank lives.
+
+    Attributes:
+        rank: number of the worker in the group.
+        slot: its slot.
+        name: its name, as users see it.
+        tied_group: number of its tied group (workers that share one model copy).
+        tied_rank: its number in the tied group.
+        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
+        node_rank: number of its physical node among those of the group, in the order of the ranks.
+        local_rank: its number among the group's workers on that node.
+        local_world_size: how many of the group's workers are on that node.
+    """
+
+    rank: int
+    slot: Slot
+    name: str
+    tied_group: int
+    tied_rank: int
+    tied_bundles: tuple[int, list[int]]
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+
+
+def lay_out(
+    slots: Sequence[Slot],
+    *,
+    prefix: str,
+    workers_per_node: int | Sequence[int] | None = None,
+    bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
+) -> tuple[Place, ...]:
+    """Give each rank a slot, in the physical order of the slots, or in the order of `bundle_indices_list`.
+
+    Args:
+        slots: in physical order.
+        prefix: first part of the workers' names.
+        workers_per_node: how many workers each logical node gets: None for one per slot, a number for all nodes, or a
+            number for each logical node in use.
+        bundle_indices_list: one tied group each: `(node_idx, [bundle indices])`.
+
+    Raises:
+        TypeError, ValueError: what is asked does not fit the slots.
+    """
+    if not slots:
+        raise ValueError("a worker group needs at least one slot, got none")
+    if bundle_indices_list is not None and workers_per_node is not None:
+        raise ValueError("give workers_per_node or bundle_indices_list, not both")
+    if bundle_indices_list is None:
+        chosen = [(slot, (slot.node_idx, [slot.bundle_index])) for slot in _some(slots, workers_per_node)]
+        tied = [(slot, number, 0, bundles) for number, (slot, bundles) in enumerate(chosen)]
+    else:
+        tied = _tied(slots, bundle_indices_list)
+    nodes = list(dict.fromkeys(slot.node_id for slot, *_ in tied))
+    size = {node_id: sum(slot.node_id == node_id for slot, *_ in tied) for node_id in nodes}
+    number = {node_id: at for at, node_id in enumerate(nodes)}
+    seen = dict.fromkeys(nodes, 0)
+    places = []
+    for rank, (slot, group, within, bundles) in enumerate(tied):
+        several = len(bundles[1]) > 1
+        places.append(
+            Place(
+                rank=rank,
+                slot=slot,
+                name=f"{prefix}-grp{group}-{within}" if several else f"{prefix}-{slot.node_idx}-{slot.bundle_index}",
+                tied_group=group,
+                tied_rank=within,
+                tied_bundles=bundles,
+                node_rank=number[slot.node_id],
+                local_rank=seen[slot.node_id],
+                local_world_size=size[slot.node_id],
+            )
+        )
+        seen[slot.node_id] += 1
+    return tuple(places)
+
+
+def _some(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
+    """The first slots of each logical node, as many as asked for."""
+    if workers_per_node is None:
+        return list(slots)
+    by_node: dict[int, list[Slot]] = {}
+    for slot in slots:
+        by_node.setdefault(slot.node_idx, []).append(slot)
+    if isinstance(workers_per_node, (list, tuple)):
+        wanted = list(workers_per_node)
+        if len(wanted) != len(by_node):
+            raise ValueError(
+                f"workers_per_node has {len(wanted)} entries {wanted}, but {len(by_node)} logical nodes are in use: "
+                f"{sorted(by_node)}"
+            )
+    else:
+        wanted = [workers_per_node] * len(by_node)
+    keep: set[int] = set()
+    for (node_idx, there), count in zip(sorted(by_node.items()), wanted, strict=True):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
+        if not 0 <= count <= len(there):
+            raise ValueError(
+                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(there)} slots"
+            )
+        keep.update(map(id, there[:count]))
+    chosen = [slot for slot in slots if id(slot) in keep]
+    if not chosen:
+        raise ValueError(f"workers_per_node={workers_per_node!r} leaves no worker")
+    return chosen
+
+
+def _tied(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple[int, list[int]]]]:
+    """A row per worker: slot, number of its tied group, its number in it, the group's bundles."""
+    # In one placement group over all nodes a bundle index says all, and a tied group may span nodes.
+    unified = len({slot.placement_group.id for slot in slots}) == 1
+    by_bundle = {(None if unified else slot.node_idx, slot.bundle_index): slot for slot in slots}
+    nodes = sorted({slot.node_idx for slot in slots})
+    rows: list[tuple[Slot, int, int, tuple[int, list[int]]]] = []
+    taken: dict[tuple[int | None, int], int] = {}
+    for number, entry in enumerate(groups):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], (list, tuple)):
+            raise TypeError(f"bundle_indices_list must hold (node_idx, [bundle indices]) pairs, got {entry!r}")
+        node_idx, bundles = entry
+        if node_idx not in nodes:
+            raise ValueError(f"bundle_indices_list[{number}] names logical node {node_idx!r}; in use are {nodes}")
+        if not bundles:
+            raise ValueError(f"bundle_indices_list[{number}] names no bundle of logical node {node_idx}")
+        for within, bundle in enumerate(bundles):
+            key = (None if unified else node_idx, bundle)
+            if key not in by_bundle:
+                there = sorted(b for n, b in by_bundle if n in (None, node_idx))
+                raise ValueError(
+                    f"bundle_indices_list[{number}] names bundle {bundle!r} of logical node {node_idx}, "
+                    f"which has {there}"
+                )
+            if key in taken:
+                raise ValueError(
+                    f"bundle {bundle} of logical node {node_idx} is in tied groups {taken[key]} and {number} of "
+                    "bundle_indices_list; a slot holds one worker of a group"
+                )
+            taken[key] = number
+            rows.append((by_bundle[key], number, within, (node_idx, list(bundles))))
+    if not rows:
+        raise ValueError("bundle_indices_list is empty: a worker group needs at least one worker")
+    return rows

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers answer, and when it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import ObjectRef, ObjectRefGenerator
+
+from ._failures import explained
+from ._ray_private import actor_id_of_ref
+
+if TYPE_CHECKING:
+    from ._group import RayWorkerGroup
+
+__all__ = ["MultiWorkerFuture", "fetched"]
+
+
+@dataclass
+class MultiWorkerFuture:
+    """The futures of one call to several workers, and which of them answer.
+
+    Attributes:
+        futures: one for each called worker. That of a worker that does not answer holds None.
+        return_from_workers: ranks whose results are wanted, in the order they are wanted; None for all futures.
+        called_workers: rank of each future; None if future i is rank i's.
+
+    Raises:
+        ValueError: a rank is called twice, or there is not one rank per future.
+    """
+
+    futures: list[Any]
+    return_from_workers: list[int] | None = None
+    called_workers: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.called_workers is not None and len(self.called_workers) != len(self.futures):
+            raise ValueError(f"{len(self.futures)} futures, but {len(self.called_workers)} called_workers")
+        if len(set(self.called_workers or ())) != len(self.called_workers or ()):
+            raise ValueError(f"called_workers names a rank twice: {self.called_workers}")
+
+    def get_results(
+        self, worker_group: RayWorkerGroup | None = None, return_generators_as_proxies: bool = False
+    ) -> list[Any]:
+        """Wait for the workers and fetch what was asked for, and nothing else.
+
+        Every called worker is waited for, also those that do not answer: their errors count too. A worker's generator
+        gives one result for each item, at its place.
+
+        Args:
+            worker_group: the group that was called; with it, errors say who failed.
+            return_generators_as_proxies: leave generators as they are: each an iterator of ObjectRefs.
+
+        Raises:
+            WorkerFailureError: a worker was lost.
+            Exception: a worker's own exception, with its type and notes that name the failing ranks.
+            ValueError: `return_from_workers` names a rank that was not called.
+        """
+        index = {rank: at for at, rank in enumerate(self.called_workers or range(len(self.futures)))}
+        wanted = list(index) if self.return_from_workers is None else self.return_from_workers
+        unknown = [rank for rank in wanted if rank not in index]
+        if unknown:
+            raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
+        silent = [self.futures[at] for rank, at in index.items() if rank not in set(wanted)]
+        return fetched(
+            [self.futures[index[rank]] for rank in wanted],
+            silent=silent,
+            group=worker_group,
+            proxies=return_generators_as_proxies,
+        )
+
+
+def fetched(
+    futures: Sequence[Any], *, silent: Sequence[Any] = (), group: RayWorkerGroup | None = None, proxies: bool = False
+) -> list[Any]:
+    """The values of futures in order; `silent` ones are waited for and not fetched."""
+    refs: list[ObjectRef] = []
+    slots: list[Any] = []
+    for future in futures:
+        if isinstance(future, ObjectRefGenerator):
+            if proxies:
+                slots.append(future)
+                continue
+            new = _streamed(future, group)
+        elif isinstance(future, ObjectRef):
+            new = [future]
+        else:
+            raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
+        slots.extend([_AT] * len(new))
+        refs.extend(new)
+    waited_for = [ref for ref in silent if isinstance(ref, ObjectRef)]
+    try:
+        # Those that do not answer hold None: fetching them moves nothing, and surfaces their errors.
+        values = iter(ray.get([*refs, *waited_for])[: len(refs)])
+    except Exception as error:  # noqa: BLE001  whatever a worker raised
+        raise _explained([*refs, *waited_for], error, group)  # noqa: B904  chained there
+    if group is not None:
+        group._count_fetched(refs)
+    return [next(values) if slot is _AT else slot for slot in slots]
+
+
+_AT = object()
+
+
+def _streamed(generator: ObjectRefGenerator, group: RayWorkerGroup | None) -> list[ObjectRef]:
+    refs: list[ObjectRef] = []
+    try:
+        for ref in generator:
+            refs.append(ref)
+    except Exception as error:  # noqa: BLE001  whatever a worker raised
+        raise _explained(refs, error, group)  # noqa: B904  chained there
+    return refs
+
+
+def _explained(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:
+    """The exception to raise for a fetch that failed: of all ranks that have failed by now."""
+    if group is None:
+        return first
+    known = group._facts_by_actor()
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False) if refs else ([], [])
+    failed: dict[int, BaseException] = {}
+    for ref in done:
+        worker = known.get(actor_id_of_ref(ref))
+        if worker is None:
+            continue
+        try:
+            ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except Exception as error:  # noqa: BLE001  whatever a worker raised
+            failed.setdefault(worker.rank, error)
+    if not failed:
+        return first
+    return explained(failed, {worker.rank: worker for worker in known.values()}, "")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending the workers of a group, in order, and making sure that they are gone."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from fairlead_placement import NodeAgent, PlacementError
+
+from . import _processes
+
+__all__ = ["clean_up", "kill_and_wait"]
+
+logger = logging.getLogger(__name__)
+ray.cloudpickle.register_pickle_by_value(_processes)
+
+# Ray takes about 5 s at worst to end a process that does not end itself.
+GONE_S = 15.0
+
+
+def clean_up(workers: Sequence[Any], method: str, timeout: float | None) -> bool:
+    """Run a method on every worker that lives; whether all went well."""
+    refs = [worker._fairlead_cleanup.remote(method) for worker in workers]
+    done, late = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
+    clean = not late
+    for ref in done:
+        try:
+            ray.get(ref)
+        except Exception as error:  # noqa: BLE001  whatever a cleanup raises: the others still have to be ended
+            logger.warning("cleanup %r of rank %d failed: %s", method, refs.index(ref), error)
+            clean = False
+    if late:
+        ranks = [refs.index(ref) for ref in late]
+        logger.warning("cleanup %r did not end within %s s on ranks %s", method, timeout, ranks)
+    return clean
+
+
+def kill_and_wait(workers: Sequence[Any], processes: Sequence[tuple[str, int, int]]) -> bool:
+    """End the workers, the last rank first, and wait until their processes are gone; whether they are.
+
+    Args:
+        workers: the handles, by rank; rank 0, which holds the store of torch.distributed, is ended last.
+        processes: (node id, pid, start tick) of those that had started.
+    """
+    for worker in reversed(workers):
+        ray.kill(worker)
+    # An actor that is dead answers this at once with an error, and nothing else does after a kill.
+    refs = [worker.__ray_ready__.remote() for worker in workers]
+    deadline = time.monotonic() + GONE_S
+    _, alive = ray.wait(refs, num_returns=len(refs), timeout=GONE_S) if refs else ([], [])
+    there = _remaining(processes, deadline)
+    if alive or there:
+        logger.warning("%d worker(s) did not end within %g s: pids %s", max(len(alive), len(there)), GONE_S, there)
+    return not alive and not there
+
+
+def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> list[int]:
+    """The pids that are still there at the deadline; one request a node each time."""
+    by_node: dict[str, list[tuple[int, int]]] = {}
+    for node_id, pid, started in processes:
+        by_node.setdefault(node_id, []).append((pid, started))
+    pause = 0.01
+    while True:
+        alive_nodes = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        for node_id in list(by_node):
+            there = set(_ask(node_id, by_node[node_id])) if node_id in alive_nodes else set()
+            by_node[node_id] = [one for one in by_node[node_id] if one[0] in there]
+            if not by_node[node_id]:
+                del by_node[node_id]
+        if not by_node or time.monotonic() >= deadline:
+            return [pid for ones in by_node.values() for pid, _ in ones]
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _ask(node_id: str, processes: list[tuple[int, int]]) -> list[int]:
+    try:
+        there: list[int] = NodeAgent(node_id).run(_processes.still_there, processes, timeout_s=GONE_S)
+    except PlacementError as error:
+        logger.warning("cannot ask node %s which workers are still there: %s", node_id[:8], error)
+        return []
+    return there

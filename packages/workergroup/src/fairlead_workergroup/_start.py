@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making the actors of a group, and waiting until every constructor has finished."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ._environment import WorkerEnvironment, worker_environment
+from ._failures import WorkerFacts, as_failure, remote_traceback
+from ._options import actor_options, recursive_merge_options
+from ._places import Place
+from ._worker_class import WorkerClass
+from .exceptions import WorkerStartError
+
+__all__ = ["WorkerPlan", "create", "plan_workers", "venv_variables", "wait_started"]
+
+QUIET_S = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything one worker is made from, before anything is launched."""
+
+    place: Place
+    coords: Mapping[str, int]
+    options: Mapping[str, Any]
+    environment: WorkerEnvironment
+    init_kwargs: Mapping[str, Any]
+
+    @property
+    def facts(self) -> WorkerFacts:
+        slot = self.place.slot
+        return WorkerFacts(self.place.rank, self.coords, slot.node_id, slot.node_ip)
+
+
+def plan_workers(
+    places: Sequence[Place],
+    described: WorkerClass,
+    *,
+    coords: Sequence[Mapping[str, int]],
+    env_vars: Mapping[str, str],
+    python: str | None,
+) -> list[WorkerPlan]:
+    """Options and environment of every worker. Pure but for the driver's environment.
+
+    Raises:
+        ValueError: a worker asks for what its slot does not hold.
+    """
+    class_env = dict(described.options.get("runtime_env") or {})
+    of_class = {**class_env.pop("env_vars", {}), **(venv_variables(python) if python else {})}
+    shared = {**class_env, **({"py_executable": python} if python else {})}
+    plans = []
+    for place in places:
+        configured = described.configuration(place.rank)
+        resources, configured_env, init_kwargs, overrides = configured
+        environment = worker_environment(
+            driver=os.environ,
+            of_class={**of_class, **overrides.get("env_vars", {})},
+            of_slot=place.slot.env,
+            of_user=env_vars,
+            of_rank=_rank_variables(place, len(places), places[0].slot.node_ip),
+            configured=configured_env,
+        )
+        runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
+        if environment.loader_variables:
+            runtime_env["env_vars"] = dict(environment.loader_variables)
+        options = actor_options(place.slot, of_class=described.options, resources=resources, runtime_env=runtime_env)
+        plans.append(WorkerPlan(place, coords[place.rank], options, environment, init_kwargs))
+    return plans
+
+
+def venv_variables(python: str) -> dict[str, str]:
+    """What tools look at to find the virtual environment they run in; empty if `python` is not in one."""
+    venv = os.path.dirname(os.path.dirname(python))
+    if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
+        return {}
+    return {"VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}
+
+
+def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:
+    # MASTER_PORT is leased while the actors start, and added then.
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(world_size),
+        "NODE_RANK": str(place.node_rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": master,
+    }
+
+
+def create(plans: Sequence[WorkerPlan], described: WorkerClass, group_id: str) -> list[Any]:
+    """Launch the actors; returns at once, with their handles by rank."""
+    return [
+        described.actor_class.options(
+            **plan.options,
+            # Two groups may have the same prefix; Ray refuses a second actor of one name.
+            name=f"{plan.place.name}-{group_id}",
+            # The group restarts workers itself: Ray's restarts stay RESTARTING for ever once a placement group is gone.
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                plan.place.slot.placement_group,
+                plan.place.slot.bundle_index,
+                placement_group_capture_child_tasks=True,
+            ),
+        ).remote()
+        for plan in plans
+    ]
+
+
+def wait_started(
+    started: Sequence[ObjectRef], plans: Sequence[WorkerPlan], *, name: str, timeout_s: float
+) -> list[dict[str, Any]]:
+    """What every worker said of itself, by rank, once all constructors have finished.
+
+    Raises:
+        WorkerStartError: the first that failed, or that some had not finished within `timeout_s`.
+    """
+    began = time.monotonic()
+    rank_of = {ref: rank for rank, ref in enumerate(started)}
+    answers: dict[int, dict[str, Any]] = {}
+    pending = list(started)
+    with _Bar(name, len(started)) as bar:
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=0.2)
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
+            for ref in [*done, *more]:
+                rank = rank_of[ref]
+                try:
+                    answers[rank] = ray.get(ref)
+                except Exception as error:
+                    others = _others(answers, len(started), skip=rank)
+                    raise _not_started(error, plans[rank], others) from error
+            slow = sorted(rank_of[ref] for ref in pending)
+            bar.show(len(answers), slow)
+            if pending and time.monotonic() - began >= timeout_s:
+                where = ", ".join(f"{plans[rank].facts}" for rank in slow[:8]) + (
+                    " and others" if len(slow) > 8 else ""
+                )
+                raise WorkerStartError(
+                    f"{len(slow)} of {len(started)} workers had not finished their constructor after {timeout_s:g} s "
+                    f"(start_timeout_s): {where}"
+                )
+    return [answers[rank] for rank in range(len(started))]
+
+
+def _not_started(error: Exception, plan: WorkerPlan, others: str) -> WorkerStartError:
+    lost = as_failure(error, plan.facts)
+    if lost is not None:
+        reason = f"the worker was lost while it started: {lost.kind}: {lost.cause}"
+    else:
+        cause = getattr(error, "cause", None) or error
+        reason = f"its constructor raised {type(cause).__name__}: {cause}"
+    trace = "" if lost is not None else remote_traceback(error)
+    return WorkerStartError(reason, plan.place.rank, plan.coords, plan.place.slot.node_id, trace, others)
+
+
+def _others(answers: Mapping[int, object], total: int, *, skip: int) -> str:
+    waiting = [rank for rank in range(total) if rank not in answers and rank != skip]
+    return f"of the other {total - 1} workers {len(answers)} had started" + (
+        f", {len(waiting)} had not (ranks {', '.join(map(str, waiting[:16]))}{', ...' if len(waiting) > 16 else ''})"
+        if waiting
+        else ""
+    )
+
+
+class _Bar:
+    """A progress bar on the terminal once the start takes over a second; it names the slow ranks."""
+
+    def __init__(self, name: str, total: int) -> None:
+        columns = (
+            TextColumn("Starting {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[slow]}"),
+        )
+        self._console = Console(stderr=True)
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._task = self._progress.add_task(name, total=total, slow="")
+        self._began = time.monotonic()
+        self._shown = False
+
+    def show(self, done: int, slow: Sequence[int]) -> None:
+        names = ", ".join(map(str, slow[:8])) + (", ..." if len(slow) > 8 else "")
+        self._progress.update(self._task, completed=done, slow=f"waiting for ranks {names}" if slow else "")
+        if not self._shown and self._console.is_terminal and time.monotonic() - self._began > QUIET_S:
+            self._progress.start()
+            self._shown = True
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._progress.stop()

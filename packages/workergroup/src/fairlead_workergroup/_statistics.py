@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group has stored, sent and fetched so far."""
+
+from dataclasses import dataclass
+
+__all__ = ["GroupStatistics"]
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Counts since the group was made, its constructor arguments included.
+
+    Attributes:
+        calls: calls made on the group.
+        requests: method calls sent to workers.
+        puts: values stored in the object store for them.
+        bytes_put: their size, as stored.
+        fetched: results fetched to the driver.
+        bytes_fetched: their size, as sent.
+    """
+
+    calls: int = 0
+    requests: int = 0
+    puts: int = 0
+    bytes_put: int = 0
+    fetched: int = 0
+    bytes_fetched: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"put {self.puts} values ({_size(self.bytes_put)}), sent {self.requests} requests in {self.calls} calls, "
+            f"fetched {self.fetched} results ({_size(self.bytes_fetched)})"
+        )
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver knows of a user's class, whether or not it can import it."""
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from . import _host
+from ._failures import remote_traceback
+from .exceptions import WorkerStartError
+
+__all__ = ["Method", "WorkerClass", "check_python", "describe_class", "full_name", "shipped"]
+
+# A worker's Python needs nothing but Ray.
+ray.cloudpickle.register_pickle_by_value(_host)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A public method of the user's class: its kind and, where Python can tell, its parameters."""
+
+    name: str
+    kind: str
+    signature: inspect.Signature | None
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments the method does not take, before any worker is asked.
+
+        Raises:
+            TypeError: as calling the method would.
+        """
+        if self.signature is None:
+            return
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+
+    @property
+    def streams(self) -> bool:
+        return self.kind in ("generator", "async_generator")
+
+
+@dataclass(frozen=True)
+class WorkerClass:
+    """A user's class as described by the process that can import it.
+
+    Attributes:
+        target: what a worker loads it from: its full name, or its pickled bytes.
+        name: its short name.
+        methods: its public methods.
+        options: what its own `@ray.remote(...)` or `_default_options` asks for.
+        configurations: what its `configure_worker` answered for each worker; None if it has none.
+    """
+
+    target: str | bytes
+    name: str
+    methods: Mapping[str, Method]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    configurations: Sequence[tuple[dict[str, Any], ...]] | None = None
+
+    def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """(resources, env_vars, init_kwargs, runtime_env overrides) for one worker, empty where nothing was said."""
+        answer = () if self.configurations is None else self.configurations[rank]
+        resources, env_vars, init_kwargs, overrides = (*answer, {}, {}, {}, {})[:4]
+        return resources, env_vars, init_kwargs, overrides
+
+    @cached_property
+    def actor_class(self) -> Any:
+        """The generated Ray actor class that hosts it."""
+        return ray.remote(_host.host_class(self.name, {m.name: m.kind for m in self.methods.values()}))
+
+    def method(self, name: str) -> Method:
+        """A public method by name.
+
+        Raises:
+            AttributeError: there is none of this name; lists those there are.
+        """
+        if name not in self.methods:
+            raise AttributeError(f"{self.name} has no public method {name!r}; it has {sorted(self.methods)}")
+        return self.methods[name]
+
+
+def full_name(worker: Any) -> str:
+    """`package.module.Class` of a class, a `@ray.remote` class, or of what names itself so.
+
+    Raises:
+        TypeError: neither a class nor a name.
+        ValueError: a name that cannot be one.
+    """
+    if isinstance(worker, str):
+        parts = worker.split(".")
+        if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+            raise ValueError(f"a worker class is named as 'package.module.Class', got {worker!r}")
+        return worker
+    cls = getattr(worker, "__ray_actor_class__", worker)
+    if not isinstance(cls, type):
+        raise TypeError(f"a worker must be a class or its full name, got {worker!r}")
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def shipped(worker: Any) -> str | bytes:
+    """What workers load a class from: its name if that leads back to it, else the class itself, by value."""
+    name = full_name(worker)
+    if isinstance(worker, str):
+        return name
+    cls = getattr(worker, "__ray_actor_class__", worker)
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if cls.__module__ != "__main__" and (found is worker or found is cls):
+        return name
+    # From __main__, a notebook or a function: workers cannot import it.
+    pickled: bytes = ray.cloudpickle.dumps(worker)
+    return pickled
+
+
+def describe_class(
+    worker: Any,
+    *,
+    asks: Sequence[dict[str, Any]],
+    node_id: str,
+    runtime_env: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> WorkerClass:
+    """Look at a class: here if it is an object, by one short task if it is a name.
+
+    Args:
+        worker: the class or its full name.
+        asks: keyword arguments for its `configure_worker`, a dict per worker.
+        node_id: where the task runs.
+        runtime_env: what the workers will run in.
+        timeout_s: how long the task may take.
+
+    Raises:
+        WorkerStartError: the class cannot be imported or configured where it would run.
+        TypeError, ValueError: it is not a class, or uses what workers of a group cannot have.
+    """
+    target = shipped(worker)
+    if isinstance(worker, str):
+        task = ray.remote(_host.describe).options(
+            num_cpus=0,
+            max_retries=0,
+            runtime_env=dict(runtime_env or {}) or None,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        ref = task.remote(target, list(asks))
+        try:
+            told = ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            ray.cancel(ref, force=True)
+            raise WorkerStartError(
+                f"importing {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_timeout_s)"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise WorkerStartError(
+                f"{worker!r} cannot be used as a worker on node {node_id[:8]}: {error.cause}. Install it in the "
+                "workers' Python, or give the group the python that has it.",
+                remote_traceback=remote_traceback(error),
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise WorkerStartError(f"looking at {worker!r} on node {node_id[:8]} failed: {error}") from error
+    else:
+        told = _host.describe(worker, list(asks))
+    if told["refused"]:
+        raise ValueError(
+            f"{told['name']}: {'; '.join(told['refused'])}: a worker of a group has plain, generator and async methods "
+            "with one answer each. Remove the option, or create this actor by hand."
+        )
+    methods = {n: Method(n, kind, _signature(p)) for n, (kind, p) in told["methods"].items()}
+    return WorkerClass(target, told["name"], methods, told["options"], told["configurations"])
+
+
+def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Signature | None:
+    if parameters is None:
+        return None
+    kinds = list(inspect._ParameterKind)
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kinds[kind], default=inspect.Parameter.empty if required else ...)
+            for name, kind, required in parameters
+        ]
+    )
+
+
+def check_python(python: str, node_ids: Sequence[str], *, timeout_s: float) -> None:
+    """Ask every node whether an interpreter runs there and has the cluster's Python and Ray.
+
+    Ray itself notices a broken one only after minutes.
+
+    Raises:
+        WorkerStartError: names each node where it does not, and what was found.
+    """
+    refs = {
+        node_id: ray.remote(_host.python_facts)
+        .options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(python)
+        for node_id in dict.fromkeys(node_ids)
+    }
+    wanted = _host.python_facts()
+    try:
+        answers = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
+    except ray.exceptions.RayError as error:
+        raise WorkerStartError(f"looking at {python!r} on {len(refs)} node(s) failed: {error}") from error
+    faults = []
+    for node_id, (version, ray_version) in answers.items():
+        if ray_version is None:
+            faults.append(f"node {node_id[:8]}: it does not run: {version}")
+        elif (version, ray_version) != wanted:
+            has = f"Ray {ray_version}" if ray_version else "no Ray"
+            faults.append(f"node {node_id[:8]}: it is Python {version} with {has}")
+    if faults:
+        raise WorkerStartError(
+            f"{python!r} cannot run workers of this cluster, which is Python {wanted[0]} with Ray {wanted[1]}: "
+            + "; ".join(faults)
+            + f". Give a python with `ray=={wanted[1]}` installed."
+        )
