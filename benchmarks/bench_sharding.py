@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast sharding is: ratios against the obvious way to do the same, measured in one run.
+
+python benchmarks/bench_sharding.py
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fairlead_sharding import NamedSharding
+
+NAMES = ["dp", "pp", "tp"]
+SMALL, LARGE, HUGE = (2, 2, 2), (1024, 8, 8), (16384, 8, 8)
+
+
+class Row(NamedTuple):
+    what: str
+    measured: str
+    must_reach: str
+    ok: bool
+
+
+def rows() -> list[Row]:
+    """Every row of the table; takes a few seconds."""
+    return [*_building(), *_coords(), *_planning(), *_cached(), *_huge()]
+
+
+def _layouts(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Ranks that count up, for which there are short cuts, and ranks in no order, for which there are none."""
+    size = int(np.prod(shape))
+    return {
+        "counting": np.arange(size).reshape(shape),
+        "shuffled": np.random.default_rng(0).permutation(size).reshape(shape),
+    }
+
+
+def _seconds(*functions: Callable[[], object], repeats: int = 15, calls: int = 1) -> list[float]:
+    """The median time of one call of each function, taken in turns so that a busy moment hits all alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            taken.append((time.perf_counter() - start) / calls)
+    return [statistics.median(taken) for taken in times]
+
+
+def _building() -> Iterator[Row]:
+    for kind, layout in _layouts(LARGE).items():
+        ours, unique = _seconds(lambda: NamedSharding(layout, NAMES), lambda: np.unique(layout))  # noqa: B023
+        ratio = ours / unique
+        yield Row(f"build 65,536 {kind} ranks, against np.unique", f"{ratio:.2f}x", "< 3x", ratio < 3)
+
+
+def _coords() -> Iterator[Row]:
+    for kind, layout in _layouts(LARGE).items():
+        sharding = NamedSharding(layout, NAMES)
+        small = NamedSharding(_layouts(SMALL)[kind], NAMES)
+        rank, small_rank = int(layout[700, 3, 5]), int(small.layout[1, 0, 1])
+        known = {int(rank): place for place, rank in np.ndenumerate(layout)}
+
+        def by_dict(known: dict[int, tuple[int, ...]] = known, rank: int = rank) -> dict[str, int]:
+            dp, pp, tp = known[rank]
+            return {"dp": dp, "pp": pp, "tp": tp}
+
+        assert sharding.get_worker_coords(rank) == by_dict()
+        ours, of_few, by_hand = _seconds(
+            lambda: sharding.get_worker_coords(rank),  # noqa: B023
+            lambda: small.get_worker_coords(small_rank),  # noqa: B023
+            by_dict,
+            calls=2000,
+        )
+        ratio, growth = ours / by_hand, ours / of_few
+        yield Row(f"coords of one of 65,536 {kind} ranks, against a dict", f"{ratio:.1f}x", "< 10x", ratio < 10)
+        yield Row(f"  the same, against one of 8 {kind} ranks", f"{growth:.2f}x", "about 1x", growth < 2)
+
+
+def _planning() -> Iterator[Row]:
+    for kind, layout in _layouts(LARGE).items():
+        # The ranks are scanned for one at a time: some of them say how long all would take.
+        some = layout.ravel()[:: layout.size // 64].tolist()
+        ours, scan = _seconds(
+            lambda: NamedSharding(layout, NAMES).plan("dp", ["pp", "tp"], "tp"),  # noqa: B023
+            lambda: [np.where(layout == rank) for rank in some],  # noqa: B023
+        )
+        ratio = scan / len(some) * layout.size / ours
+        what = f"build and plan 65,536 {kind} ranks, against np.where per rank"
+        yield Row(what, f"{ratio:,.0f}x faster", ">= 500x", ratio >= 500)
+
+
+def _cached() -> Iterator[Row]:
+    shardings = [NamedSharding.from_shape(**dict(zip(NAMES, shape, strict=True))) for shape in (SMALL, LARGE)]
+    few, many = _seconds(
+        *(lambda sharding=sharding: sharding.plan(["dp"], ["pp", "tp"], ["tp"]) for sharding in shardings), calls=2000
+    )
+    yield Row("plan of 65,536 ranks, asked for again", f"{many * 1e6:.1f} us", "< 5 us", many < 5e-6)
+    yield Row("  the same, against 8 ranks", f"{many / few:.2f}x", "about 1x", many / few < 2)
+
+
+def _huge() -> Iterator[Row]:
+    for kind, layout in _layouts(HUGE).items():
+        (seconds,) = _seconds(lambda: NamedSharding(layout, NAMES).plan("dp", ["pp", "tp"], "tp"), repeats=5)  # noqa: B023
+        yield Row(f"build and plan 1,048,576 {kind} ranks", f"{seconds:.2f} s", "< 0.5 s", seconds < 0.5)
+
+
+def main() -> None:
+    header = Row("what", "measured", "must reach", True)
+    table = [header, *rows()]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for row in table:
+        verdict = "" if row is header else "ok" if row.ok else "MISSED"
+        print(
+            f"{row.what:<{widths[0]}}  {row.measured:>{widths[1]}}  {row.must_reach:>{widths[2]}}  {verdict}".rstrip()
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example that a reader sees is run."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import fairlead_sharding
+from fairlead_sharding import DispatchPlan, NamedSharding
+
+SOURCES = sorted(Path(fairlead_sharding.__file__).parent.glob("*.py"))
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_examples_in_docstrings():
+    """The examples show what the code does."""
+    attempted = 0
+    for source in SOURCES:
+        name = fairlead_sharding.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
+        results = doctest.testmod(importlib.import_module(name), extraglobs={"NamedSharding": NamedSharding})
+        assert results.failed == 0, source.name
+        attempted += results.attempted
+    assert attempted > 40
+
+
+def public_members():
+    return [
+        pytest.param(member, id=f"{owner.__name__}.{name}")
+        for owner in (NamedSharding, DispatchPlan)
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_") and (callable(member) or isinstance(member, property))
+    ]
+
+
+@pytest.mark.parametrize("member", public_members())
+def test_public_members_are_documented(member):
+    """Each public member says what it is for."""
+    assert inspect.getdoc(member)
+
+
+def test_all_is_sorted_and_complete():
+    """What is exported is listed, in order."""
+    assert fairlead_sharding.__all__ == sorted(fairlead_sharding.__all__)
+    assert all(hasattr(fairlead_sharding, name) for name in fairlead_sharding.__all__)
+
+
+def test_readme():
+    """The python blocks of the README run, in order, and what they promise in comments holds.
+
+    A line `expression  # value` says that the expression has the value.
+    """
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    scope, checked = {}, 0
+    for block in blocks:
+        for statement in ast.parse(block).body:
+            source = ast.get_source_segment(block, statement)
+            comment = block.splitlines()[statement.end_lineno - 1][statement.end_col_offset :].strip()
+            if isinstance(statement, ast.Expr) and comment.startswith("# "):
+                assert repr(eval(source, scope)) == comment.removeprefix("# "), source
+                checked += 1
+            else:
+                exec(source, scope)
+    assert checked > 10

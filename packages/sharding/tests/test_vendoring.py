@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package can be copied into another one, where it needs numpy and nothing else."""
+
+import ast
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import fairlead_sharding
+
+SOURCE = Path(fairlead_sharding.__file__).parent
+TESTS = Path(__file__).parent
+MODULES = sorted(SOURCE.glob("*.py"))
+each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+
+
+@each_module
+def test_imports(module):
+    """Imports are relative, of the standard library, or of numpy."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [] if node.level else [node.module]
+        else:
+            continue
+        for name in names:
+            assert name.partition(".")[0] in {*sys.stdlib_module_names, "numpy"}
+
+
+@each_module
+def test_nothing_names_the_package(module):
+    """No string, comment or name holds the package's name: the copy has another."""
+    assert "fairlead" not in module.read_text(encoding="utf-8").lower()
+
+
+@each_module
+def test_nothing_is_read_at_import_time(module):
+    """Neither the environment nor files nor metadata: the modules that would read them are not imported."""
+    code = module.read_text(encoding="utf-8")
+    names = {
+        token.string for token in tokenize.generate_tokens(io.StringIO(code).readline) if token.type == tokenize.NAME
+    }
+    assert not names & {"os", "environ", "pathlib", "open", "metadata", "resources", "pkgutil", "logging"}
+
+
+@each_module
+def test_python_310_syntax(module):
+    """The hosts of copies may support older Pythons than we do."""
+    ast.parse(module.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+@each_module
+def test_licence(module):
+    """Each file says under which licence it is."""
+    assert module.read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+def test_size():
+    """Small enough to be copied: under 1,000 lines, no file over 300."""
+    lengths = [len(module.read_text(encoding="utf-8").splitlines()) for module in MODULES]
+
+    assert sum(lengths) < 1000
+    assert max(lengths) < 300
+
+
+def test_works_without_ray_torch_and_jax(run_python):
+    """Importing the package and using all of it but the conversions needs none of them, and loads none."""
+    script = f"""
+        import importlib, pickle, sys
+        sharding = importlib.import_module({fairlead_sharding.__name__!r})
+        grid = sharding.NamedSharding.from_shape(dp=2, tp=4)
+        plan = pickle.loads(pickle.dumps(grid)).plan("dp", "tp", "tp")
+        plan.pieces([1, 2]), plan.explain(), grid.render(), grid._repr_html_(), grid.groups("dp")
+        for convert in (lambda: grid.to_device_mesh("cpu"), lambda: grid.to_jax_mesh([0] * 8)):
+            try:
+                convert()
+            except ImportError as error:
+                assert "pip install" in str(error), error
+            else:
+                raise AssertionError("the library was not blocked")
+        print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"ray", "torch", "jax"}}))
+    """
+    assert run_python(script, block=["ray", "torch", "jax"]).strip() == "[]"
+
+
+def test_import_is_light(run_python):
+    """Where torch, jax or ray could be imported, importing the package does not."""
+    script = f"""
+        import importlib, sys
+        importlib.import_module({fairlead_sharding.__name__!r}).NamedSharding.from_shape(dp=2).plan("dp")
+        print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"ray", "torch", "jax", "logging"}}))
+    """
+    assert run_python(script).strip() == "[]"
+
+
+needs_original = pytest.mark.skipif("SHARDING_UNDER_TEST" in os.environ, reason="this is the run of the copy")
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A folder with a package `host` that has vendored this one under another name."""
+    vendor = tmp_path / "host" / "_vendor"
+    shutil.copytree(SOURCE, vendor / "sharding", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "host" / "__init__.py").touch()
+    (vendor / "__init__.py").touch()
+    return tmp_path
+
+
+@needs_original
+def test_copy(host, run_python):
+    """A copy imports, plans and pickles under its own name, and reads what the original wrote."""
+    data = fairlead_sharding.NamedSharding([[3, 1], [2, 0]], ["dp", "tp"]).to_dict()
+    script = f"""
+        import pickle, sys
+        from host._vendor.sharding import NamedSharding
+        grid = NamedSharding.from_dict({data!r})
+        plan = grid.plan("dp", "tp", "tp")
+        pickled = pickle.dumps((grid, plan))
+        assert b"host._vendor.sharding" in pickled and b"fairlead" not in pickled
+        assert pickle.loads(pickled) == (grid, plan)
+        assert "fairlead_sharding" not in sys.modules
+        print(NamedSharding.__module__, plan.returned.tolist())
+    """
+    assert run_python(script, block=["fairlead_sharding"]) == "host._vendor.sharding._sharding [2, 3]\n"
+
+
+@needs_original
+def test_whole_suite_against_a_copy(host):
+    """Everything that holds for the package holds for a copy, with the original out of reach."""
+    shutil.copytree(TESTS, host / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TESTS.parent / "README.md", host)
+    (host / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=host,
+        env={**os.environ, "PYTHONPATH": str(host), "SHARDING_UNDER_TEST": "host._vendor.sharding"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
