@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
                 accuracy = train(group, dp=options.dp, epochs=options.epochs)
                 print(group.statistics())
                 group.shutdown(cleanup_method="disconnect")
-    except PlacementError as error:
+    except (PlacementError, ValueError) as error:
         Console(stderr=True).print(f"train_digits: {error}", markup=False, highlight=False)
         return 1
     finally:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from . import _agent_process
 from .exceptions import PlacementError, PlacementTimeoutError
 
-__all__ = ["AGENT_NAME_PREFIX", "NodeAgent"]
+__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents"]
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # fairlead-placement need not be installed on the nodes.
@@ -123,3 +123,12 @@ class NodeAgent:
     def _request(self, method: str, *args: Any, timeout_s: float, renew: bool) -> Any:
         agent = _handle(self.node_id, renew=renew)
         return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)
+
+
+def known_agents() -> list[NodeAgent]:
+    """The agents this process has made or found and whose nodes are alive."""
+    context = ray.get_runtime_context()
+    here = (context.get_session_name(), context.get_job_id())
+    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    with _lock:
+        return [NodeAgent(node_id) for *where, node_id in _handles if tuple(where) == here and node_id in alive]

@@ -2,21 +2,21 @@
 """Attach to a Ray cluster, or start one on this machine."""
 
 import hashlib
-import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from ._ray_private import find_cluster
 from .exceptions import PlacementError
 
 __all__ = ["init_ray"]
 
-logger = logging.getLogger(__name__)
-
 # A local cluster that this function started carries a resource of this name, so that it can be told from others.
 _TAG = "fairlead-local-"
+CONNECT_S = 5.0
 
 
 def init_ray(
@@ -41,6 +41,7 @@ def init_ray(
         Ray's context, as of `ray.init`. `ray.shutdown()` ends what was started.
 
     Raises:
+        ValueError: an address that cannot be one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
             `address` cannot be reached; or it wants a token that is not there.
 
@@ -51,7 +52,7 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        return ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
+        return ray.init(ignore_reinit_error=True, logging_level="error")
     if address != "local":
         context = _attach(address)
         if context is not None:
@@ -70,28 +71,47 @@ def init_ray(
     )
 
 
-def _attach(address: str | None) -> Any | None:
-    """The cluster at `address`; None if none was named and none runs that is ours to use."""
+def _attach(named: str | None) -> Any | None:
+    """The cluster at `named`; None if none was named and none runs that is ours to use."""
+    address = named if named not in (None, "auto") else find_cluster()
+    named = named or os.environ.get("RAY_ADDRESS")
+    if address is None or not _answers(address):
+        if named:
+            raise PlacementError(
+                f"No Ray cluster answers at {named}. Start one with `ray start --head`, correct the address (also "
+                "RAY_ADDRESS), or leave it out to start a local one."
+            )
+        return None
     try:
-        context = ray.init(address=address or "auto")
+        context = ray.init(address=address)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
-            f"The Ray cluster at {address or 'this machine'} wants a token and this process has none that it takes. "
-            "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the "
-            f"cluster's head. Ray said: {error}"
+            f"The Ray cluster at {address} wants a token and this process has none that it takes. Set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's "
+            f"head. Ray said: {error}"
         ) from error
     except (ConnectionError, ValueError) as error:
-        if address is None and not os.environ.get("RAY_ADDRESS"):
-            logger.info("no running Ray cluster found (%s): starting a local one", error)
-            return None
-        where = address or f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
-        raise PlacementError(f"No Ray cluster answers at {where}: {error}") from error
+        raise PlacementError(f"Ray cannot attach to {address}: {error}") from error
     tags = [name for name in ray.cluster_resources() if name.startswith(_TAG)]
-    if address is None and tags and _tag() not in tags:
+    if not named and tags and _tag() not in tags:
         # Somebody's local cluster for other devices: leave it alone.
         ray.shutdown()
         return None
     return context
+
+
+def _answers(address: str) -> bool:
+    """Whether anybody listens there; Ray itself tries for minutes."""
+    if "://" in address or address == "auto":
+        return True  # Ray's to resolve
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return True
+    except OSError:
+        return False
 
 
 def _tag() -> str:

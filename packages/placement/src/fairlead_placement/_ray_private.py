@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-__all__ = ["draining_nodes", "free_per_node", "job_of_placement_group"]
+__all__ = ["draining_nodes", "find_cluster", "free_per_node", "job_of_placement_group", "live_actors"]
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]]:
@@ -28,3 +28,32 @@ def draining_nodes() -> frozenset[str]:
 def job_of_placement_group(placement_group_id: str) -> str:
     """The job that made a placement group: the last four bytes of its id (the state API says it, given a dashboard)."""
     return placement_group_id[-8:]
+
+
+def find_cluster() -> str | None:
+    """The `host:port` that `ray.init(address="auto")` would attach to, or None.
+
+    Ray says it only by attaching, and attaching to a cluster that has died is tried for minutes. Without this call
+    the address is "auto", and that is what happens.
+    """
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:
+        return "auto"
+    try:
+        found: str | None = canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        return None
+    return found
+
+
+def live_actors() -> Mapping[str, tuple[str, str]]:
+    """(class name, name) of every actor that is not dead, by id.
+
+    `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without. No fallback.
+    """
+    return {
+        actor_id: (row["ActorClassName"], row["Name"])
+        for actor_id, row in ray._private.state.actors().items()
+        if row["State"] != "DEAD"
+    }
