@@ -69,10 +69,16 @@ class RayWorkerBuilder:
             which has the class's own methods.
         """
         node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
+        node_id = node_ids[placement_group_bundle_index]
+        ask = {
+            "num_gpus": num_gpus,
+            "bundle_indices": bundle_indices,
+            "num_gpus_per_node": sum(one == node_id for one in node_ids.values()),
+        }
         described = describe_class(
             self.worker,
-            asks=[{"num_gpus": num_gpus, "bundle_indices": bundle_indices}],
-            node_id=node_ids[placement_group_bundle_index],
+            asks=[ask],
+            node_id=node_id,
             runtime_env=extra_options.get("runtime_env"),
             timeout_s=600.0,
         )

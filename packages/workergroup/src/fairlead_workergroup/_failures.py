@@ -70,13 +70,12 @@ def _node_gone(node_id: str) -> bool:
     return bool(node_id) and not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes())
 
 
-def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts], method: str) -> BaseException:
+def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
     """One exception for what failing ranks raised, to be raised by the caller.
 
     Args:
-        errors: what Ray raised, by rank, the one that came first at the front.
+        errors: what Ray raised, by rank; the first is the one that is shown.
         workers: who the ranks are.
-        method: what they were asked to do; may be empty.
 
     Returns:
         `WorkerFailureError` if workers were lost; else the first rank's own exception, with its type, the remote
@@ -101,10 +100,9 @@ def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerF
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
         shown = cause
         shown.__cause__ = first
-    doing = f" in {method}()" if method else ""
     for failing, error in errors.items():
         said = "" if error is first else f": {type(getattr(error, 'cause', error)).__name__}"
-        shown.add_note(f"raised by {workers[failing]}{doing}{said}")
+        shown.add_note(f"raised by {workers[failing]}{said}")
     return shown
 
 

@@ -25,13 +25,13 @@ from ._classic import ClassicCalls
 from ._environment import check_env_vars
 from ._failures import WorkerFacts
 from ._places import Place, lay_out
-from ._ray_private import actor_id_of, object_sizes
+from ._ray_private import actor_id_of, dead_actors, object_sizes
 from ._shutdown import clean_up, kill_and_wait
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._submit import Column, submit
 from ._worker_class import check_python, describe_class
-from .exceptions import WorkerGroupError
+from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
 
@@ -128,9 +128,10 @@ class RayWorkerGroup(ClassicCalls):
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
         slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
             slots,
-            prefix=name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2],
+            prefix=prefix,
             workers_per_node=workers_per_node,
             bundle_indices_list=bundle_indices_list,
         )
@@ -146,9 +147,10 @@ class RayWorkerGroup(ClassicCalls):
         self._lock = threading.Lock()
         self._counts = GroupStatistics()
         self._facts: dict[str, WorkerFacts] = {}
+        self._lost: dict[int, WorkerFailure] = {}
         self._shut: bool | None = None
 
-        self._held = _Held(claim=claim_slots([place.slot for place in places], f"{places[0].name} ...", group=self))
+        self._held = _Held(claim=claim_slots([place.slot for place in places], prefix, group=self))
         self._finalizer = weakref.finalize(self, _forgotten, self._held)
         try:
             nodes = [place.slot.node_id for place in places]
@@ -242,6 +244,9 @@ class RayWorkerGroup(ClassicCalls):
         if not self.workers:
             raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
         wanted = self._class.method(method)
+        lost = tuple(self._lost[rank] for rank in ranks if rank in self._lost)
+        if lost:
+            raise WorkerFailureError(lost)
         with self._lock:  # calls of several threads do not interleave on their way to the workers
             futures, stored = submit([self.workers[r] for r in ranks], wanted, args, kwargs, answers=answers)
         self._count(calls=1, requests=len(futures), puts=stored.puts, bytes_put=stored.bytes_put)
@@ -254,6 +259,10 @@ class RayWorkerGroup(ClassicCalls):
 
     def _count_fetched(self, refs: Sequence[ObjectRef]) -> None:
         self._count(fetched=len(refs), bytes_fetched=sum(object_sizes(refs)))
+
+    def _note_lost(self, failures: Sequence[WorkerFailure]) -> None:
+        with self._lock:
+            self._lost.update({failure.rank: failure for failure in failures})
 
     def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
         return self._facts
@@ -277,7 +286,9 @@ class RayWorkerGroup(ClassicCalls):
         clean = True
         try:
             if cleanup_method is not None and not force and self.workers and ray.is_initialized():
-                clean = clean_up(self.workers, cleanup_method, timeout)
+                dead = dead_actors() | {actor for actor, who in self._facts.items() if who.rank in self._lost}
+                living = {who.rank: self.workers[who.rank] for actor, who in self._facts.items() if actor not in dead}
+                clean = clean_up(living, cleanup_method, timeout)
         finally:
             self.workers = []
             self.worker_metadata = []

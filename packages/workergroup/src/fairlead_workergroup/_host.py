@@ -240,7 +240,9 @@ def _delegate(method: str, kind: str) -> Any:
     elif kind == "generator":
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (yield from getattr(self._fairlead_instance, method)(*args, **kwargs))
+            # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
+            for item in getattr(self._fairlead_instance, method)(*args, **kwargs):  # noqa: UP028
+                yield item
 
     elif kind == "async":
         # A plain method: one `async def` on the class would make Ray run all of them at the same time.

@@ -4,9 +4,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray import ObjectRef
 
-__all__ = ["actor_id_of", "actor_id_of_ref", "object_sizes"]
+__all__ = ["actor_id_of", "actor_id_of_ref", "dead_actors", "object_sizes"]
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -32,3 +33,14 @@ def actor_id_of_ref(ref: ObjectRef) -> str:
     """The id of the actor whose method makes an object, hexadecimal: part of the object's own id."""
     actor_id: str = ref.task_id().actor_id().hex()
     return actor_id
+
+
+def dead_actors() -> frozenset[str]:
+    """The ids of this job's actors that are dead, in one request.
+
+    `ray.util.state.list_actors` is public but needs the dashboard. Without this call a dead worker is found out when
+    it is asked for something.
+    """
+    job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
+    table = ray._private.state.state.actor_table(None, job, "DEAD")
+    return frozenset(table)

@@ -12,6 +12,7 @@ from ray import ObjectRef, ObjectRefGenerator
 
 from ._failures import explained
 from ._ray_private import actor_id_of_ref
+from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -134,4 +135,7 @@ def _explained(refs: Sequence[ObjectRef], first: BaseException, group: RayWorker
             failed.setdefault(worker.rank, error)
     if not failed:
         return first
-    return explained(failed, {worker.rank: worker for worker in known.values()}, "")
+    shown = explained(dict(sorted(failed.items())), {worker.rank: worker for worker in known.values()})
+    if isinstance(shown, WorkerFailureError):
+        group._note_lost(shown.failures)
+    return shown

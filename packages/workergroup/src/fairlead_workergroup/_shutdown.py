@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,20 +21,20 @@ ray.cloudpickle.register_pickle_by_value(_processes)
 GONE_S = 15.0
 
 
-def clean_up(workers: Sequence[Any], method: str, timeout: float | None) -> bool:
-    """Run a method on every worker that lives; whether all went well."""
-    refs = [worker._fairlead_cleanup.remote(method) for worker in workers]
-    done, late = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
+def clean_up(workers: Mapping[int, Any], method: str, timeout: float | None) -> bool:
+    """Run a method on the workers that live, given by rank; whether all went well."""
+    ranks = {worker._fairlead_cleanup.remote(method): rank for rank, worker in workers.items()}
+    done, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout) if ranks else ([], [])
     clean = not late
     for ref in done:
         try:
             ray.get(ref)
         except Exception as error:  # noqa: BLE001  whatever a cleanup raises: the others still have to be ended
-            logger.warning("cleanup %r of rank %d failed: %s", method, refs.index(ref), error)
+            logger.warning("cleanup %r of rank %d failed: %s", method, ranks[ref], error)
             clean = False
     if late:
-        ranks = [refs.index(ref) for ref in late]
-        logger.warning("cleanup %r did not end within %s s on ranks %s", method, timeout, ranks)
+        where = sorted(ranks[ref] for ref in late)
+        logger.warning("cleanup %r did not end within %s s on ranks %s", method, timeout, where)
     return clean
 
 

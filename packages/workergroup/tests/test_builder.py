@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders: one worker at a time, and what `configure_worker` of a class decides."""
+
+import os
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
+
+
+class Configured:
+    """Answers with what it was asked, through every channel it has."""
+
+    def __init__(self, seed=0, asked=None):
+        self.seed, self.asked = seed, asked
+
+    @staticmethod
+    def configure_worker(num_gpus, bundle_indices, num_gpus_per_node):
+        resources = {"num_gpus": num_gpus / 2}
+        env_vars = {"ASKED": f"{num_gpus} {num_gpus_per_node}", "LOCAL_RANK": "0"}
+        if bundle_indices is None:
+            return resources, env_vars, {}
+        init_kwargs = {"seed": sum(bundle_indices[1]), "asked": bundle_indices}
+        return resources, env_vars, init_kwargs, {"env_vars": {"OVERRIDE": "1"}}
+
+    def told(self):
+        env = {name: os.environ.get(name) for name in ("ASKED", "LOCAL_RANK", "OVERRIDE", "RANK")}
+        return self.seed, self.asked, env, ray.get_runtime_context().get_assigned_resources().get("GPU")
+
+
+class Three:
+    """The short form: two parameters, three answers."""
+
+    def __init__(self, tag="unset"):
+        self.tag = tag
+
+    @staticmethod
+    def configure_worker(num_gpus, bundle_indices):
+        return None, {"TAG": "x"}, {"tag": f"{num_gpus} {bundle_indices}"}
+
+    def told(self):
+        return self.tag, os.environ["TAG"]
+
+
+class Wrong:
+    @staticmethod
+    def configure_worker(num_gpus, bundle_indices):
+        return {}
+
+
+class Plain:
+    def __init__(self, a, b=2):
+        self.sum = a + b
+
+    def total(self):
+        return self.sum, os.environ.get("GIVEN")
+
+    def items(self, n):
+        yield from range(n)
+
+
+def told(group):
+    return group.get_all_worker_results(group.run_all_workers_single_data("told"))
+
+
+class TestConfigureWorker:
+    def test_four_answers(self, local_ray, caplog):
+        """Resources, variables, constructor arguments and runtime_env overrides; only leaders get the bundles."""
+        with (
+            RayVirtualCluster([4], num_gpus_per_node=6) as cluster,
+            RayWorkerGroup(cluster, Configured, bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]) as group,
+        ):
+            answers = told(group)
+        env = {"ASKED": "1.0 6", "LOCAL_RANK": "0"}
+        assert answers[0] == (1, (0, [0, 1]), {**env, "OVERRIDE": "1", "RANK": "0"}, 0.5)
+        assert answers[1] == (0, None, {**env, "OVERRIDE": None, "RANK": "1"}, 0.5)
+        assert answers[2] == (5, (0, [2, 3]), {**env, "OVERRIDE": "1", "RANK": "2"}, 0.5)
+        assert "configure_worker overrides LOCAL_RANK for rank 1" in caplog.messages
+
+    def test_three_answers(self, cluster):
+        """Without overrides, and by full name: the workers' side configures."""
+        with RayWorkerGroup(cluster, f"{Three.__module__}.Three", workers_per_node=2) as group:
+            assert told(group) == [("0 (0, [0])", "x"), ("0 (0, [1])", "x")]
+
+    def test_wrong_answer(self, cluster):
+        """Anything else is refused, wherever the class is looked at."""
+        with pytest.raises(TypeError, match="configure_worker must return"):
+            RayWorkerGroup(cluster, Wrong)
+        with pytest.raises(WorkerStartError, match="configure_worker must return"):
+            RayWorkerGroup(cluster, f"{Wrong.__module__}.Wrong")
+
+    def test_more_than_the_slot_holds(self, cluster):
+        """An answer that the bundle cannot hold is refused before any worker is launched."""
+
+        class Greedy:
+            @staticmethod
+            def configure_worker(num_gpus, bundle_indices):
+                return {"num_gpus": 1}, {}, {}
+
+        with pytest.raises(ValueError, match="a worker asks for 1 GPU, but its bundle holds 0"):
+            RayWorkerGroup(cluster, Greedy)
+
+
+class TestOneWorker:
+    def test_call(self, cluster):
+        """A builder makes one worker in a bundle, and returns its handle when it is ready."""
+        (group,) = cluster.get_placement_groups()
+        worker = RayWorkerBuilder(Plain, 1, b=3)(group, 5, 0, runtime_env={"env_vars": {"GIVEN": "1"}}, name="mine")
+        assert ray.get(worker.total.remote()) == (4, "1")
+        assert [ray.get(item) for item in worker.items.remote(3)] == [0, 1, 2]
+        assert ray.get(ray.get_actor("mine").total.remote()) == (4, "1")
+        ray.kill(worker)
+
+    def test_async(self, local_ray):
+        """Or at once, with a ref to wait on; configure_worker is asked."""
+        with RayVirtualCluster([2]) as cluster:
+            (group,) = cluster.get_placement_groups()
+            ready, worker = RayWorkerBuilder(Configured).create_worker_async(group, 1, 1.0, (0, [1]))
+            assert ray.get(ready)["pid"] > 0
+            seed, asked, _, gpus = ray.get(worker.told.remote())
+            assert (seed, asked, gpus) == (1, (0, [1]), 0.5)
+            ray.kill(worker)
+
+    def test_constructor_fails(self, cluster):
+        """What the constructor raises is raised, and nothing stays."""
+        (group,) = cluster.get_placement_groups()
+        with pytest.raises(TypeError, match="can only concatenate str"):
+            RayWorkerBuilder(Plain, "a")(group, 0, 0)
+
+    def test_attributes(self):
+        """The class's name and the arguments are kept."""
+        builder = RayWorkerBuilder(Plain, 1, b=2)
+        assert builder.ray_actor_class_fqn == f"{Plain.__module__}.Plain"
+        assert (builder.args, builder.kwargs) == ((1,), {"b": 2})
+        assert RayWorkerBuilder("a.b.C").ray_actor_class_fqn == "a.b.C"
+        assert RayWorkerBuilder(ray.remote(Plain)).ray_actor_class_fqn == f"{Plain.__module__}.Plain"

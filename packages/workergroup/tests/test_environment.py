@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which variables workers get: the layers, pure, and then in real processes."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import ray
+
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup._environment import RANK_VARIABLES, check_env_vars, worker_environment
+
+NOTHING: dict[str, str] = {}
+
+
+def layered(**layers):
+    names = ("driver", "of_class", "of_slot", "of_user", "of_rank", "configured")
+    return worker_environment(**{name: layers.get(name, NOTHING) for name in names})
+
+
+class TestLayers:
+    def test_precedence(self):
+        """Class, driver, user, slot, rank, configure_worker: each overrides what stands before it."""
+        layers = ["of_class", "driver", "of_user", "of_slot", "of_rank", "configured"]
+        for at, name in enumerate(layers):
+            given = {one: {"NCCL_DEBUG": one} for one in layers[: at + 1]}
+            assert layered(**given).variables == {"NCCL_DEBUG": name}
+
+    def test_what_is_forwarded(self):
+        """Of the driver's variables only those of communication libraries and shared folders."""
+        forwarded = {"NCCL_DEBUG": "1", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/h"}
+        driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
+        environment = layered(driver=driver)
+        assert environment.variables == forwarded
+        assert (environment.loader_variables, environment.path) == ({}, ())
+
+    @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
+    def test_never_forwarded(self, name):
+        """Ray's choices and rank facts come from nobody's shell, and are refused in env_vars."""
+        assert layered(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
+        with pytest.raises(ValueError, match=f"env_vars may not name '{name}'"):
+            check_env_vars({name: "1"})
+
+    @pytest.mark.parametrize("env_vars", [{"A": 1}, {1: "a"}, {"A": None}])
+    def test_only_text(self, env_vars):
+        """Names and values are strings."""
+        with pytest.raises(TypeError, match="env_vars must map names to strings"):
+            check_env_vars(env_vars)
+
+    def test_ways(self):
+        """PYTHONPATH is appended to sys.path, loader variables need a new process, the rest is set in the process."""
+        environment = layered(of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"})
+        assert environment.path == ("/a", "/b")
+        assert environment.loader_variables == {"LD_PRELOAD": "x", "PYTHONHASHSEED": "0"}
+        assert environment.variables == {"A": "1"}
+
+    def test_configure_worker_warns(self, caplog):
+        """What configure_worker overrides is said."""
+        layered(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
+        assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
+
+
+class Reporter:
+    """Tells its environment, as it was when the class was made, and now."""
+
+    def environment(self):
+        return dict(os.environ)
+
+    def path(self):
+        return sys.path
+
+
+def answers(group, method):
+    return group.get_all_worker_results(group.run_all_workers_single_data(method))
+
+
+class TestWorkers:
+    def test_rank_variables(self, cluster):
+        """Every worker has torch's rank variables, and one master address and leased port for all."""
+        with RayWorkerGroup(cluster, Reporter) as group:
+            found = answers(group, "environment")
+            assert [int(env["RANK"]) for env in found] == list(range(8))
+            assert [int(env["LOCAL_RANK"]) for env in found] == list(range(8))
+            assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["NODE_RANK"]) for env in found} == {
+                ("8", "8", "0")
+            }
+            assert {(env["MASTER_ADDR"], int(env["MASTER_PORT"])) for env in found} == {
+                (group.master_address, group.master_port)
+            }
+
+    def test_what_workers_get(self, cluster, monkeypatch):
+        """The user's variables and the named ones of the driver; what the user gave is not changed."""
+        monkeypatch.setenv("NCCL_DEBUG", "from driver")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "from driver")
+        monkeypatch.setenv("UNNAMED", "from driver")
+        given = {"NCCL_DEBUG": "from user", "MINE": "1", "PYTHONPATH": "/nowhere/at/all"}
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=1, env_vars=given) as group:
+            (env,) = answers(group, "environment")
+            (path,) = answers(group, "path")
+        assert (env["NCCL_DEBUG"], env["GLOO_SOCKET_IFNAME"], env["MINE"]) == ("from user", "from driver", "1")
+        assert "UNNAMED" not in env
+        assert path[-1] == "/nowhere/at/all"
+        assert given == {"NCCL_DEBUG": "from user", "MINE": "1", "PYTHONPATH": "/nowhere/at/all"}
+
+    def test_no_runtime_env_unless_needed(self, cluster):
+        """Without loader variables workers keep Ray's prestarted processes; with them they are set from the start."""
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=1) as group:
+            assert runtime_env(group) == {}
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=2, env_vars={"PYTHONHASHSEED": "7"}) as group:
+            assert runtime_env(group) == {"env_vars": {"PYTHONHASHSEED": "7"}}
+            assert [env["PYTHONHASHSEED"] for env in answers(group, "environment")] == ["7", "7"]
+
+    def test_class_runtime_env(self, cluster):
+        """The class's own runtime_env is the lowest layer."""
+        decorated = ray.remote(runtime_env={"env_vars": {"OF_CLASS": "1", "BOTH": "class"}})(Reporter)
+        with RayWorkerGroup(
+            cluster, RayWorkerBuilder(decorated), workers_per_node=1, env_vars={"BOTH": "user"}
+        ) as group:
+            (env,) = answers(group, "environment")
+        assert (env["OF_CLASS"], env["BOTH"]) == ("1", "user")
+
+
+def runtime_env(group):
+    return ray.get(group.workers[0].__ray_call__.remote(lambda _: dict(ray.get_runtime_context().runtime_env)))
+
+
+DRIVER = """
+import os, sys
+import ray
+from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+
+os.environ["FAIRLEAD_TEST_SECRET"] = "the-secret-value"
+
+
+class Reporter:
+    def environment(self):
+        return "\\n".join(f"{name}={value}" for name, value in os.environ.items())
+
+
+init_ray(address=sys.argv[1], num_cpus=4)
+with RayVirtualCluster([2], use_gpus=False) as cluster:
+    with RayWorkerGroup(cluster, RayWorkerBuilder(Reporter), env_vars={"SHOWN": "1"}) as group:
+        environments = group.get_all_worker_results(group.run_all_workers_single_data("environment"))
+        environments += [
+            str(ray.get(worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_runtime_env_string())))
+            for worker in group.workers
+        ]
+        table = repr(ray._private.state.actors())
+        assert all("SHOWN=1" in environment for environment in environments[:2])
+        print("actors:", table.count("ActorClassName"))
+        print("in table:", "the-secret-value" in table or "FAIRLEAD_TEST_SECRET" in table)
+        print("in runtime_env:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[2:]))
+        print("in workers:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[:2]))
+ray.shutdown()
+"""
+
+
+def drive(address: str, tmp_path) -> list[str]:
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    done = subprocess.run(
+        [sys.executable, str(script), address], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()
+
+
+class TestSecrets:
+    """A variable that the driver did not name stays with the driver."""
+
+    def test_cluster_of_another_process(self, local_ray, tmp_path):
+        """In no worker's environment, no runtime_env, and no row of the actor table."""
+        shown = drive(ray.get_runtime_context().gcs_address, tmp_path)
+        assert shown[-3:] == ["in table: False", "in runtime_env: False", "in workers: False"]
+
+    def test_embedded_cluster(self, tmp_path):
+        """Workers of an embedded Ray are the driver's children and inherit; Ray is told nothing all the same."""
+        shown = drive("local", tmp_path)
+        assert shown[-3:-1] == ["in table: False", "in runtime_env: False"]
+        assert shown[-4] == "actors: 3"  # two workers and the node's agent

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as it is installed: its version, its examples, its errors."""
+
+import doctest
+import importlib
+import importlib.metadata
+import pickle
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import fairlead_workergroup
+from fairlead_workergroup import RemoteError, WorkerFailure, WorkerFailureError, WorkerGroupError, WorkerStartError
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(fairlead_workergroup.__path__))
+
+
+def test_version():
+    """The literal version and the installed metadata agree."""
+    assert fairlead_workergroup.__version__ == importlib.metadata.version("fairlead-workergroup")
+
+
+def test_import_starts_nothing():
+    """Importing does not start Ray, and loads no torch."""
+    code = "import sys, fairlead_workergroup, ray; sys.exit(ray.is_initialized() or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_all_is_sorted():
+    """Everything that is exported is there, and listed once."""
+    names = fairlead_workergroup.__all__
+    assert names == sorted(set(names))
+    assert all(hasattr(fairlead_workergroup, name) for name in names)
+
+
+@pytest.mark.parametrize("name", ["", *MODULES])
+def test_examples(name):
+    """The examples in docstrings work."""
+    module = importlib.import_module(f"fairlead_workergroup.{name}".rstrip("."))
+    assert doctest.testmod(module).failed == 0
+
+
+FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerGroupError("text"), "text"),
+        (
+            WorkerFailureError((FAILURE,), "do this"),
+            "1 worker(s) lost:\n  rank 3 (dp=1) on node abcdef01, pid 77: killed: it was killed\ndo this",
+        ),
+        (
+            WorkerStartError("it failed", 2, {"dp": 0}, "abcdef0123", "Traceback", "others waited"),
+            "rank 2 (dp=0) on node abcdef01: it failed\nothers waited\nTraceback",
+        ),
+        (RemoteError("pkg.Odd", "text", "Traceback", 4), "rank 4 raised pkg.Odd: text\nTraceback"),
+    ],
+)
+def test_errors_pickle(error, text):
+    """Each error survives pickling with its text."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), str(error)) == (type(error), text, text)
+    assert isinstance(again, WorkerGroupError)

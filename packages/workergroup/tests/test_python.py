@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers in another Python: one that has Ray and the user's class, and nothing of ours."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import ray
+
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
+
+ONLY_THERE = '''
+import importlib.util
+import os
+import sys
+
+
+class Worker:
+    """Lives only in that environment."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def gen(self, n):
+        for i in range(n):
+            yield self.start + i
+
+    def facts(self):
+        ours = [n for n in ("fairlead_workergroup", "numpy", "rich") if importlib.util.find_spec(n)]
+        return sys.prefix, ours, os.environ["VIRTUAL_ENV"], os.environ["RANK"]
+
+    def fail(self):
+        raise OnlyThere("text")
+
+
+class OnlyThere(Exception):
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A virtual environment with Ray alone, and a module that only it has."""
+    venv = tmp_path_factory.mktemp("other") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    python = venv / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", f"ray=={ray.__version__}"]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
+    (site / "only_there.py").write_text(ONLY_THERE)
+    return str(python)
+
+
+@pytest.mark.timeout(600)
+def test_class_that_only_they_have(other_python, cluster):
+    """The driver cannot import the class; workers run it by full name, and its generator streams."""
+    with pytest.raises(ImportError):
+        import only_there  # noqa: F401
+    builder = RayWorkerBuilder("only_there.Worker", 5)
+    with RayWorkerGroup(cluster, builder, workers_per_node=2, python=other_python) as group:
+        assert [ray.get(ref) for ref in group.workers[0].gen.remote(3)] == [5, 6, 7]
+        prefix = str(Path(other_python).parent.parent)
+        facts = group.get_all_worker_results(group.run_all_workers_single_data("facts"))
+        assert facts == [(prefix, [], prefix, "0"), (prefix, [], prefix, "1")]
+        with pytest.raises(AttributeError, match=r"it has \['facts', 'fail', 'gen'\]"):
+            group.run_all_workers_single_data("nothing")
+        from fairlead_workergroup import RemoteError
+
+        with pytest.raises(RemoteError, match=r"rank 1 raised only_there.OnlyThere: text"):
+            group.get_all_worker_results([group.run_single_worker_single_data("fail", 1)])
+
+
+def test_no_such_python(cluster):
+    """A path that is not there is said at once, for each node; Ray itself would notice after minutes."""
+    with pytest.raises(WorkerStartError, match=r"node .*: it does not run: FileNotFoundError"):
+        RayWorkerGroup(cluster, "only_there.Worker", python="/nowhere/bin/python")
+
+
+def test_broken_python(cluster, tmp_path):
+    """An interpreter that cannot start is said at once, with its own words."""
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no libpython >&2\nexit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(WorkerStartError, match="exit status 127: no libpython"):
+        RayWorkerGroup(cluster, "only_there.Worker", python=str(broken))
+
+
+def test_python_without_ray(cluster, tmp_path):
+    """Ray of the cluster's version is all that it needs, and has to have."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    with pytest.raises(WorkerStartError, match=rf"with no Ray\. Give a python with `ray=={ray.__version__}`"):
+        RayWorkerGroup(cluster, "only_there.Worker", python=str(venv / "bin" / "python"))

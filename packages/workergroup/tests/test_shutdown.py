@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending a group: in order, bounded, and nothing left."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement.testing import assert_no_leaks
+from fairlead_workergroup import RayWorkerGroup
+
+
+class Cleaner:
+    """Notes in files that it was cleaned up."""
+
+    def __init__(self, folder=None):
+        self.folder = folder
+
+    def cleanup(self):
+        with open(f"{self.folder}/{os.environ['RANK']}", "w") as file:
+            file.write("cleaned")
+
+    def cleanup_fails(self):
+        self.cleanup()
+        if os.environ["RANK"] == "1":
+            raise OSError("disk full")
+
+    def cleanup_hangs(self):
+        self.cleanup()
+        if os.environ["RANK"] == "2":
+            time.sleep(1000)
+
+    def spin(self):
+        while True:
+            pass
+
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def group(cluster, tmp_path):
+    from fairlead_workergroup import RayWorkerBuilder
+
+    made = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=4)
+    yield made
+    made.shutdown(force=True)
+
+
+def pids(group) -> list[int]:
+    return ray.get([worker.pid.remote() for worker in group.workers])
+
+
+def alive(processes: list[int]) -> list[int]:
+    def runs(pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in processes if runs(pid)]
+
+
+def cleaned(tmp_path) -> list[str]:
+    return sorted(os.listdir(tmp_path))
+
+
+def test_processes_are_gone(group):
+    """When shutdown returns, the workers' processes have ended."""
+    processes = pids(group)
+    assert alive(processes) == processes
+    assert group.shutdown() is True
+    assert alive(processes) == []
+
+
+def test_reverse_order(group, monkeypatch):
+    """Rank 0, which holds the store of torch.distributed, is ended last."""
+    killed, kill = [], ray.kill
+    workers = list(group.workers)
+    monkeypatch.setattr(ray, "kill", lambda actor: (killed.append(workers.index(actor)), kill(actor)))
+    group.shutdown()
+    assert killed == [3, 2, 1, 0]
+
+
+def test_cleanup(group, tmp_path):
+    """Every worker runs the cleanup before it is ended."""
+    assert group.shutdown(cleanup_method="cleanup") is True
+    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
+
+
+def test_no_cleanup_when_forced(group, tmp_path):
+    """`force` ends the workers at once."""
+    assert group.shutdown(cleanup_method="cleanup", force=True) is True
+    assert cleaned(tmp_path) == []
+
+
+def test_cleanup_fails(group, tmp_path, caplog):
+    """A cleanup that fails on one worker does not spare the others, and is reported."""
+    processes = pids(group)
+    assert group.shutdown(cleanup_method="cleanup_fails") is False
+    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert alive(processes) == []
+    assert "cleanup 'cleanup_fails' of rank 1 failed" in caplog.text
+    assert "disk full" in caplog.text
+
+
+def test_cleanup_hangs(group, caplog):
+    """A cleanup that hangs is waited for until the deadline, no longer."""
+    processes = pids(group)
+    began = time.monotonic()
+    assert group.shutdown(cleanup_method="cleanup_hangs", timeout=2) is False
+    assert time.monotonic() - began < 20
+    assert alive(processes) == []
+    assert "did not end within 2 s on ranks [2]" in caplog.text
+
+
+def test_unknown_cleanup(group, caplog):
+    """A cleanup method that does not exist is reported, after everything has been ended."""
+    processes = pids(group)
+    assert group.shutdown(cleanup_method="nothing") is False
+    assert alive(processes) == []
+    assert "nothing" in caplog.text
+
+
+def test_dead_worker(group, tmp_path):
+    """A worker that is dead already does not stop the shutdown; the cleanup of the others counts."""
+    os.kill(pids(group)[1], signal.SIGKILL)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(group.workers[1].pid.remote())
+    processes = ray.get([group.workers[rank].pid.remote() for rank in (0, 2, 3)])
+    assert group.shutdown(cleanup_method="cleanup") is True
+    assert cleaned(tmp_path) == ["0", "2", "3"]
+    assert alive(processes) == []
+
+
+@pytest.mark.parametrize("how", ["spin", "stop"])
+def test_hung_worker(group, how):
+    """A worker that never answers again is ended all the same."""
+    processes = pids(group)
+    if how == "spin":
+        group.run_single_worker_single_data("spin", 2)
+    else:
+        os.kill(processes[2], signal.SIGSTOP)
+    began = time.monotonic()
+    ended = group.shutdown()
+    assert time.monotonic() - began < 25
+    assert alive(processes) == []
+    assert ended is True
+
+
+def test_twice(group):
+    """The second time does nothing and answers the same."""
+    assert (group.shutdown(), group.shutdown()) == (True, True)
+
+
+def test_context_manager(cluster):
+    """Leaving the block ends the group, also by an exception."""
+    with pytest.raises(KeyError), assert_no_leaks(), RayWorkerGroup(cluster, Cleaner) as group:
+        raise KeyError
+    assert group.workers == []
+
+
+def test_forgotten_group(cluster):
+    """A group that nobody holds any more gives its slots and its port back."""
+    with assert_no_leaks():
+        RayWorkerGroup(cluster, Cleaner)
+        gc.collect()
+    with RayWorkerGroup(cluster, Cleaner):
+        pass
+
+
+def test_cluster_goes_first(local_ray):
+    """Shutting the cluster down under a group ends its workers; the group's own shutdown still works."""
+    with assert_no_leaks():
+        cluster = RayVirtualCluster([2], use_gpus=False)
+        group = RayWorkerGroup(cluster, Cleaner)
+        processes = pids(group)
+        cluster.shutdown()
+        assert group.shutdown() is True
+    assert alive(processes) == []
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    script = f"""
+import ray, os
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup
+
+class Worker:
+    def pid(self):
+        return os.getpid()
+
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+cluster = RayVirtualCluster([2], use_gpus=False)
+group = RayWorkerGroup(cluster, Worker)
+pids = ray.get([worker.pid.remote() for worker in group.workers])
+{code}
+print(*pids)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        # Ray's own warning about tokens is not ours.
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )
+
+
+def test_after_ray_shutdown():
+    """When Ray has ended there is nothing to end."""
+    done = run("ray.shutdown()\nprint(group.shutdown(), cluster.shutdown(), group.shutdown())")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2] == "True True True"
+
+
+def test_interpreter_exit():
+    """A driver that ends without a shutdown leaves no process and prints nothing."""
+    done = run("")
+    assert (done.returncode, done.stderr) == (0, "")
+    processes = [int(pid) for pid in done.stdout.split()]
+    assert len(processes) == 2
+    deadline = time.monotonic() + 20
+    while alive(processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(processes) == []

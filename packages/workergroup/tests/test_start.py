@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making a group: what is refused before anything is launched, what is waited for, and what a failure leaves."""
+
+import _thread
+import os
+import sys
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement.testing import assert_no_leaks
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
+
+
+class Slow:
+    """A constructor that takes its time, or fails, on some ranks."""
+
+    def __init__(self, seconds=0.0, ranks=(), fail="", payload=None, **more):
+        rank = int(os.environ["RANK"])
+        self.payload, self.more = payload, more
+        if rank in ranks:
+            time.sleep(seconds)
+            if fail == "raise":
+                raise FileNotFoundError(f"no checkpoint for {rank}")
+            if fail == "exit":
+                os._exit(3)
+        self.finished = time.time()
+
+    def when(self):
+        return self.finished
+
+    def arguments(self):
+        return self.payload, self.more
+
+    def where(self):
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+
+def answers(group, method, *args):
+    return group.get_all_worker_results(group.run_all_workers_single_data(method, *args))
+
+
+class TestWaiting:
+    def test_every_constructor_has_finished(self, cluster):
+        """The group is there when the last `__init__` has returned."""
+        with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=1.5, ranks=(7,))) as group:
+            made = time.time()
+            finished = answers(group, "when")
+        assert max(finished) < made
+        assert max(finished) - min(finished) > 1
+
+    def test_first_failure(self, cluster):
+        """The first constructor that raises ends the start: who, where, why, and what the others did."""
+        axes = NamedSharding.from_shape(dp=2, tp=4)
+        builder = RayWorkerBuilder(Slow, ranks=(5,), fail="raise", seconds=0.3)
+        with pytest.raises(WorkerStartError) as caught, assert_no_leaks():
+            RayWorkerGroup(cluster, builder, sharding_annotations=axes)
+        error = caught.value
+        assert (error.rank, error.coords) == (5, {"dp": 1, "tp": 1})
+        assert error.node_id == cluster.slots()[5].node_id
+        assert "its constructor raised FileNotFoundError: no checkpoint for 5" in str(error)
+        assert "in __init__" in error.remote_traceback
+        assert error.others.startswith("of the other 7 workers ")
+        with RayWorkerGroup(cluster, Slow) as group:  # the slots are free again
+            assert group.world_size == 8
+
+    def test_constructor_that_ends_its_process(self, cluster):
+        """A process that dies while it starts is named as such."""
+        with pytest.raises(WorkerStartError, match=r"rank 2 .* lost while it started: killed"):
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(2,), fail="exit"))
+
+    def test_deadline(self, cluster):
+        """After start_timeout_s the slow ranks are named, and all are ended."""
+        began = time.monotonic()
+        with pytest.raises(WorkerStartError, match=r"2 of 8 workers had not finished .* after 4 s .*rank 3 .*rank 6"):
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3, 6)), start_timeout_s=4)
+        assert 4 < time.monotonic() - began < 20
+
+    def test_interrupt(self, cluster):
+        """Ctrl-C while a group starts leaves nothing behind."""
+        timer = threading.Timer(2, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt), assert_no_leaks():
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3,)))
+        timer.join()
+        with RayWorkerGroup(cluster, Slow) as group:
+            assert group.world_size == 8
+
+
+class TestArguments:
+    def test_constructor_arguments(self, cluster):
+        """Large ones are stored once for all workers, refs are resolved, small ones travel."""
+        payload = b"x" * 1_000_000
+        builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
+        with RayWorkerGroup(cluster, builder) as group:
+            assert group.statistics().puts == 1
+            assert 1_000_000 <= group.statistics().bytes_put < 1_001_000
+            assert answers(group, "arguments")[7] == (payload, {"again": payload, "ref": "value", "small": 3})
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            (
+                {"sharding_annotations": NamedSharding.from_shape(dp=4)},
+                ValueError,
+                "has 4 ranks .* the group 8 workers",
+            ),
+            ({"sharding_annotations": NamedSharding.from_shape(dp=8, start=1)}, ValueError, "the ranks 0 to 7"),
+            ({"sharding_annotations": [[0, 1]]}, TypeError, "must be a NamedSharding, got list"),
+            ({"start_timeout_s": 0}, ValueError, "start_timeout_s must be positive"),
+            ({"start_timeout_s": float("inf")}, ValueError, "start_timeout_s must be positive and finite"),
+            ({"env_vars": {"RANK": "0"}}, ValueError, "may not name 'RANK'"),
+            ({"workers_per_node": 9}, ValueError, "asks for 9 workers"),
+            ({"workers_per_node": 2, "bundle_indices_list": [(0, [0])]}, ValueError, "not both"),
+        ],
+    )
+    def test_bad_arguments(self, cluster, arguments, error, message):
+        """Refused before anything is launched: no actor was made, and the slots are free."""
+        made = len(ray._private.state.actors())
+        with pytest.raises(error, match=message):
+            RayWorkerGroup(cluster, Slow, **arguments)
+        assert len(ray._private.state.actors()) == made
+
+    @pytest.mark.parametrize(
+        ("worker", "error", "message"),
+        [
+            (3, TypeError, "must be a class or its full name, got 3"),
+            (len, TypeError, "must be a class or its full name"),
+            ("Slow", ValueError, "named as 'package.module.Class', got 'Slow'"),
+            ("a.b c", ValueError, "named as"),
+        ],
+    )
+    def test_no_worker(self, cluster, worker, error, message):
+        """What cannot be a worker class is refused."""
+        with pytest.raises(error, match=message):
+            RayWorkerGroup(cluster, worker)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("nowhere.to.Be", "No module named 'nowhere'"),
+            ("collections.Nothing", "module 'collections' has no 'Nothing'"),
+            ("os.path.join", "a worker must be a class"),
+        ],
+    )
+    def test_name_that_is_no_class(self, cluster, name, message):
+        """A name that leads nowhere in the workers' Python is one clear error, with the traceback there."""
+        with pytest.raises(WorkerStartError, match=message) as caught:
+            RayWorkerGroup(cluster, name)
+        assert "describe" in caught.value.remote_traceback
+
+    def test_no_slots(self):
+        """A group needs a place."""
+        with pytest.raises(ValueError, match="at least one slot"):
+            RayWorkerGroup([], Slow)
+
+
+class TestClasses:
+    def test_full_name(self, cluster):
+        """By its full name the class is imported by the workers only."""
+        with RayWorkerGroup(cluster, RayWorkerBuilder("decimal.Decimal", "1.50"), workers_per_node=2) as group:
+            assert "decimal.Decimal" not in repr(sys.modules.get("__main__"))
+            assert [str(d) for d in answers(group, "normalize")] == ["1.5", "1.5"]
+
+    def test_local_class(self, cluster):
+        """A class that workers cannot import is shipped by value, with what it closes over."""
+        answer = 42
+
+        class Local:
+            def answer(self):
+                return answer
+
+        with RayWorkerGroup(cluster, Local, workers_per_node=2) as group:
+            assert answers(group, "answer") == [42, 42]
+
+    def test_decorated_class(self, cluster):
+        """A `@ray.remote` class works like the plain one, and its default options are honoured."""
+        decorated = ray.remote(max_concurrency=3, num_cpus=7)(Slow)
+        with RayWorkerGroup(cluster, RayWorkerBuilder(decorated, payload=1)) as group:
+            assert answers(group, "arguments") == [(1, {})] * 8
+
+    def test_what_workers_cannot_have(self, cluster):
+        """Options that a delegated method cannot honour are refused by name."""
+
+        class Two:
+            @ray.method(num_returns=2)
+            def pair(self):
+                return 1, 2
+
+        with pytest.raises(ValueError, match=r"Two: pair uses @ray.method\(num_returns=...\)"):
+            RayWorkerGroup(cluster, Two)
+        grouped = ray.remote(concurrency_groups={"io": 2})(Slow)
+        with pytest.raises(ValueError, match="concurrency_groups"):
+            RayWorkerGroup(cluster, grouped)
+
+    def test_resources_the_slot_does_not_hold(self, cluster):
+        """An actor asking for more than its bundle has would be pending for ever: refused instead."""
+        greedy = ray.remote(resources={"special": 1})(Slow)
+        with pytest.raises(ValueError, match="a worker asks for 1 special, but its bundle holds 0"):
+            RayWorkerGroup(cluster, greedy)
+
+
+class TestManyGroups:
+    def test_only_workers_and_one_agent(self, cluster):
+        """8 workers are 8 actors, and one agent for the node."""
+        with RayWorkerGroup(cluster, Slow):
+            alive = [row for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
+            assert sorted(row["ActorClassName"] for row in alive) == ["AgentProcess"] + ["Slow"] * 8
+
+    def test_default_names_side_by_side(self, local_ray):
+        """Two clusters and two groups with default names live side by side, with ports of their own."""
+        with (
+            RayVirtualCluster([2], use_gpus=False) as one,
+            RayVirtualCluster([2], use_gpus=False) as two,
+            RayWorkerGroup(one, Slow) as first,
+            RayWorkerGroup(two, Slow) as second,
+        ):
+            assert [worker["name"] for worker in first.worker_metadata] == ["Slow-0-0", "Slow-0-1"]
+            assert first.worker_metadata[0]["name"] == second.worker_metadata[0]["name"]
+            assert first.master_port != second.master_port
+
+    def test_one_group_too_many(self, cluster):
+        """A slot without room refuses a second group at once, and says who is there and what to do."""
+        with RayWorkerGroup(cluster, Slow, name_prefix="policy"):
+            began = time.monotonic()
+            with pytest.raises(
+                ResourceInsufficientError, match="'Slow' cannot run .*'policy' is there.*enable_colocation=True"
+            ):
+                RayWorkerGroup(cluster, Slow)
+            assert time.monotonic() - began < 1
+        with RayWorkerGroup(cluster, Slow):
+            pass
+
+    def test_colocated(self, local_ray):
+        """Two groups share the slots of a cluster that was reserved for two, also on parts of a GPU."""
+        with (
+            RayVirtualCluster([2], enable_colocation=True) as cluster,
+            RayWorkerGroup(cluster, Slow, name_prefix="policy") as policy,
+            RayWorkerGroup(cluster, Slow, name_prefix="generation") as generation,
+        ):
+            seen = [ray.get([w.where.remote() for w in group.workers]) for group in (policy, generation)]
+            assert len({pid for group in seen for pid, _ in group}) == 4
+            with pytest.raises(ResourceInsufficientError, match="room for 2 .*'policy', 'generation' is there"):
+                RayWorkerGroup(cluster, Slow)
+
+    def test_bare_slots(self, cluster):
+        """A group runs on any sequence of slots; two groups on disjoint slots."""
+        slots = cluster.slots()
+        with RayWorkerGroup(slots[:3], Slow) as some, RayWorkerGroup(slots[5:], Slow) as others:
+            assert [worker["bundle_index"] for worker in some.worker_metadata] == [0, 1, 2]
+            assert [worker["bundle_index"] for worker in others.worker_metadata] == [5, 6, 7]
+            assert [worker["global_rank"] for worker in others.worker_metadata] == [0, 1, 2]
+
+    def test_metadata(self, cluster):
+        """Metadata, leaders and sizes of tied groups."""
+        tied = [(0, [0, 1]), (0, [4, 5]), (0, [7])]
+        with RayWorkerGroup(cluster, Slow, name_prefix="llm", bundle_indices_list=tied) as group:
+            assert (group.world_size, group.dp_size, group.dp_leader_worker_indices) == (5, 3, [0, 2, 4])
+            assert group.get_dp_leader_worker_idx(1) == 2
+            with pytest.raises(IndexError, match="dp_shard_idx 3 is out of range: valid are 0 to 2"):
+                group.get_dp_leader_worker_idx(3)
+            assert group.worker_metadata[3] == {
+                "node_idx": 0,
+                "local_rank": 1,
+                "global_rank": 3,
+                "name": "llm-grp1-1",
+                "bundle_indices": None,
+                "dp_shard_idx": 1,
+                "bundle_index": 5,
+                "node_id": cluster.slots()[0].node_id,
+            }
+            assert group.worker_metadata[2]["bundle_indices"] == (0, [4, 5])
+            assert group.worker_metadata[4]["name"] == "llm-0-7"
+        assert (group.workers, group.worker_metadata) == ([], [])
