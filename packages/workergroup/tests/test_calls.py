@@ -123,9 +123,9 @@ def shared(local_ray: None) -> Iterator[RayWorkerGroup]:
 
 
 @pytest.fixture
-def group(shared: RayWorkerGroup) -> Iterator[RayWorkerGroup]:
-    """The shared group, and how often its workers were called before."""
-    yield shared
+def group(shared: RayWorkerGroup) -> RayWorkerGroup:
+    """The shared group."""
+    return shared
 
 
 def calls(group: RayWorkerGroup) -> list[int]:
