@@ -51,7 +51,7 @@ def tests(session: nox.Session, name: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
-    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout")
     session.run("pytest", "integration-tests", *session.posargs, env=RAY_ENV)
 
 

@@ -4,24 +4,15 @@
 python benchmarks/bench_sharding.py
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
+from _measure import Row, interleaved, table
 
 from fairlead_sharding import NamedSharding
 
 NAMES = ["dp", "pp", "tp"]
 SMALL, LARGE, HUGE = (2, 2, 2), (1024, 8, 8), (16384, 8, 8)
-
-
-class Row(NamedTuple):
-    what: str
-    measured: str
-    must_reach: str
-    ok: bool
 
 
 def rows() -> list[Row]:
@@ -39,15 +30,7 @@ def _layouts(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def _seconds(*functions: Callable[[], object], repeats: int = 15, calls: int = 1) -> list[float]:
-    """The median time of one call of each function, taken in turns so that a busy moment hits all alike."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            taken.append((time.perf_counter() - start) / calls)
-    return [statistics.median(taken) for taken in times]
+    return [timing.median for timing in interleaved(*functions, repeats=repeats, calls=calls)]
 
 
 def _building() -> Iterator[Row]:
@@ -108,16 +91,5 @@ def _huge() -> Iterator[Row]:
         yield Row(f"build and plan 1,048,576 {kind} ranks", f"{seconds:.2f} s", "< 0.5 s", seconds < 0.5)
 
 
-def main() -> None:
-    header = Row("what", "measured", "must reach", True)
-    table = [header, *rows()]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    for row in table:
-        verdict = "" if row is header else "ok" if row.ok else "MISSED"
-        print(
-            f"{row.what:<{widths[0]}}  {row.measured:>{widths[1]}}  {row.must_reach:>{widths[2]}}  {verdict}".rstrip()
-        )
-
-
 if __name__ == "__main__":
-    main()
+    print(table(rows()))

@@ -228,7 +228,7 @@ class TestManyGroups:
         with RayWorkerGroup(cluster, Slow, name_prefix="policy"):
             began = time.monotonic()
             with pytest.raises(
-                ResourceInsufficientError, match="'Slow' cannot run .*'policy' is there.*enable_colocation=True"
+                ResourceInsufficientError, match=r"'Slow' cannot run .*'policy' is there.*enable_colocation=True"
             ):
                 RayWorkerGroup(cluster, Slow)
             assert time.monotonic() - began < 1
@@ -244,7 +244,7 @@ class TestManyGroups:
         ):
             seen = [ray.get([w.where.remote() for w in group.workers]) for group in (policy, generation)]
             assert len({pid for group in seen for pid, _ in group}) == 4
-            with pytest.raises(ResourceInsufficientError, match="room for 2 .*'policy', 'generation' is there"):
+            with pytest.raises(ResourceInsufficientError, match=r"room for 2 .*'policy', 'generation' is there"):
                 RayWorkerGroup(cluster, Slow)
 
     def test_bare_slots(self, cluster):

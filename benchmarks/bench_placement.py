@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast reservations are: ratios against a hand-written placement group, measured in one run.
+
+python benchmarks/bench_placement.py
+"""
+
+import time
+from collections.abc import Iterator
+
+import ray
+from _measure import Row, interleaved, table
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, init_ray
+
+BUNDLES = 8
+
+
+def rows() -> list[Row]:
+    """Every row of the table; takes half a minute."""
+    init_ray(address="local", num_cpus=2 * BUNDLES)
+    try:
+        return [*_reserving(), *_refusing()]
+    finally:
+        ray.shutdown()
+
+
+def _reserving() -> Iterator[Row]:
+    taken: dict[str, list[float]] = {"by hand": [], "ours": []}
+
+    def wait_until_free() -> None:
+        while ray.available_resources().get("CPU") != 2 * BUNDLES:
+            time.sleep(0.005)
+
+    def by_hand() -> None:
+        start = time.perf_counter()
+        group = placement_group([{"CPU": 1}] * BUNDLES)
+        ray.get(group.ready())
+        taken["by hand"].append(time.perf_counter() - start)
+        remove_placement_group(group)
+        wait_until_free()
+
+    def ours() -> None:
+        start = time.perf_counter()
+        cluster = RayVirtualCluster([BUNDLES], use_gpus=False)
+        cluster.slots()
+        taken["ours"].append(time.perf_counter() - start)
+        cluster.shutdown()
+        wait_until_free()
+
+    interleaved(by_hand, ours, repeats=52)
+    base, mine = (sorted(times[2:])[25] for times in taken.values())
+    more = (mine - base) * 1e3
+    yield Row(f"reserve {BUNDLES} bundles on a node, by hand", f"{base * 1e3:.1f} ms", "", True)
+    yield Row("  by cluster, slots included", f"{more:+.1f} ms", "at most 10 ms more", more <= 10)
+
+
+def _refusing() -> Iterator[Row]:
+    start = time.perf_counter()
+    try:
+        RayVirtualCluster([1000], use_gpus=False).reserve()
+    except ResourceInsufficientError as error:
+        str(error)
+    seconds = time.perf_counter() - start
+    yield Row("refuse what can never fit, message included", f"{seconds * 1e3:.1f} ms", "under 2 s", seconds < 2)
+
+
+if __name__ == "__main__":
+    print(table(rows()))

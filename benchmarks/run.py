@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All benchmarks in one run: prints their tables and writes them to benchmarks/RESULTS.md."""
+
+import argparse
+import datetime
+import os
+import platform
+from pathlib import Path
+
+import bench_placement
+import bench_sharding
+import bench_workergroup
+import ray
+from _measure import table
+
+MODULES = {"sharding": bench_sharding, "placement": bench_placement, "workergroup": bench_workergroup}
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{datetime.date.today()}, {os.cpu_count()} cores of {platform.machine()}, {memory:.0f} GiB, "
+        f"{platform.system()}, Python {platform.python_version()}, Ray {ray.__version__}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("packages", nargs="*", choices=[[], *MODULES], help="by default all; only all are written")
+    chosen = parser.parse_args().packages or list(MODULES)
+    parts = [
+        "# Measured",
+        "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
+        "`nox -s bench` writes this file.",
+        machine(),
+    ]
+    for name in chosen:
+        shown = table(MODULES[name].rows())
+        print(f"\n{name}\n{shown}", flush=True)
+        parts += [f"## fairlead-{name}", shown]
+    if len(chosen) == len(MODULES):
+        Path(__file__).with_name("RESULTS.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

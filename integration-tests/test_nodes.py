@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups over several nodes: raylets that share one address."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+
+QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 500,
+}
+
+
+class Worker:
+    def where(self) -> tuple[int, str, str, str]:
+        ranks = [os.environ[name] for name in ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        return os.getpid(), ray.get_runtime_context().get_node_id(), ":".join(ranks), os.environ["MASTER_ADDR"]
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[Cluster]:
+    """A head without room for workers, and two nodes with four slots each."""
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK_DEATHS},
+    )
+    try:
+        for _ in range(2):  # one after the other: several at once time out on a small machine
+            cluster.add_node(num_cpus=4)
+            cluster.wait_for_nodes()
+        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def answers(group: RayWorkerGroup) -> list[tuple[int, str, str, str]]:
+    return group.get_all_worker_results(group.run_all_workers_single_data("where"))
+
+
+def test_a_group_over_two_nodes(three_nodes):
+    """Ranks follow physical order; node and local ranks count the nodes of the group; one agent a node that is used."""
+    axes = NamedSharding.from_shape(dp=2, tp=3)
+    with RayVirtualCluster([3, 3], use_gpus=False) as cluster:
+        slots = cluster.slots()
+        assert len({slot.node_id for slot in slots}) == 2
+        with RayWorkerGroup(cluster, Worker, sharding_annotations=axes) as group:
+            found = answers(group)
+            assert [node_id for _, node_id, *_ in found] == [slot.node_id for slot in slots]
+            assert [ranks for *_, ranks, _ in found] == ["0:0:3", "0:1:3", "0:2:3", "1:0:3", "1:1:3", "1:2:3"]
+            assert {master for *_, master in found} == {slots[0].node_ip}
+            agents = [
+                row
+                for row in ray._private.state.actors().values()
+                if row["State"] != "DEAD" and row["ActorClassName"] == "AgentProcess"
+            ]
+            assert len(agents) == 1  # only the first node has a port to hold
+
+
+def test_a_node_dies(three_nodes):
+    """Its workers are lost as node-lost, those on the other node answer, and shutdown does not wait for the dead."""
+    with RayVirtualCluster([3, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+        slots = cluster.slots()
+        gone = slots[5].node_id
+        raylet = next(node for node in three_nodes.worker_nodes if node.node_id == gone)
+        os.kill(raylet.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while any(row["NodeID"] == gone and row["Alive"] for row in ray.nodes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with pytest.raises(WorkerFailureError) as caught:
+            answers(group)
+        assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
+        assert {failure.rank for failure in caught.value.failures} <= {3, 4, 5}
+        living = ray.get([group.workers[rank].where.remote() for rank in range(3)])
+        assert [node_id for _, node_id, *_ in living] == [slots[0].node_id] * 3
+        began = time.monotonic()
+        group.shutdown()
+        assert time.monotonic() - began < 20
+        assert not any(psutil.pid_exists(pid) for pid, *_ in living)
