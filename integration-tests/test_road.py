@@ -94,9 +94,11 @@ def test_grid_of_two_groups(local_ray, capsys):
 def test_a_dead_worker_harms_no_other_group(local_ray):
     """A group that lost a worker is shut down, its cluster serves the next one."""
     with RayVirtualCluster([2], use_gpus=False) as cluster:
-        with RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group:
-            with pytest.raises(WorkerFailureError, match="rank 1"):
-                group.get_all_worker_results([group.run_single_worker_single_data("die", 1)])
+        with (
+            RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group,
+            pytest.raises(WorkerFailureError, match="rank 1"),
+        ):
+            group.get_all_worker_results([group.run_single_worker_single_data("die", 1)])
         with RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group:
             group.get_all_worker_results(group.run_all_workers_single_data("load", np.ones(1)))
 

@@ -8,6 +8,7 @@ import pickle
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,14 @@ def test_errors_pickle(error, text):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), str(error)) == (type(error), text, text)
     assert isinstance(again, WorkerGroupError)
+
+
+def test_readme(tmp_path):
+    """The README's first example works as a script."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    script = tmp_path / "example.py"
+    example = readme.split("```python\n")[1].split("```")[0]
+    script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # whatever else runs here
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "put 2 values" in done.stdout
