@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -100,6 +101,12 @@ class Recorder:
     @classmethod
     def of_class(cls, value):
         return cls.__name__, value
+
+    def child_and_own_group(self):
+        def mine():
+            return ray.util.get_current_placement_group().id.hex()
+
+        return mine(), ray.get(ray.remote(num_cpus=0)(mine).remote())
 
     def die(self):
         os._exit(1)
@@ -500,7 +507,31 @@ def test_calls_keep_their_order(group):
     assert [n - counts[0] for n in counts] == list(range(21))
 
 
-def test_a_killed_worker(cluster):
+def test_several_threads(group):
+    """Groups may be called from several threads; each gets its own answers, in its own order."""
+
+    def work(thread: int) -> list[list[int]]:
+        def call(number: int) -> list[int]:
+            refs = group.run_all_workers_multiple_data("give", [1000 * thread + number] * 8)
+            return group.get_all_worker_results(refs)
+
+        return [call(number) for number in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for thread, answers in enumerate(pool.map(work, range(4))):
+            assert answers == [[1000 * thread + number] * 8 for number in range(20)]
+
+
+def test_children_of_workers(group):
+    """What a worker starts runs in its placement group, as engines with workers of their own need."""
+    parents, children = zip(
+        *group.get_all_worker_results(group.run_all_workers_single_data("child_and_own_group")), strict=True
+    )
+    assert len(set(parents)) == 1
+    assert children == parents
+
+
+def test_a_killed_worker(cluster, capsys):
     """A lost worker is a WorkerFailureError that says who and where, soon after; later calls are refused at once."""
     with RayWorkerGroup(cluster, RayWorkerBuilder(Recorder), sharding_annotations=AXES) as group:
         future = group.run_all_workers_single_data("rank")
@@ -517,6 +548,10 @@ def test_a_killed_worker(cluster):
             group.run_all_workers_single_data("rank")
         assert group.statistics().requests == requests
         assert ray.get(group.run_single_worker_single_data("rank", 2)) == 2
+        assert [worker["state"] for worker in group.worker_metadata] == ["alive"] * 3 + ["dead"] + ["alive"] * 4
+        cluster.print_cluster_grid(group)
+        shown = capsys.readouterr().out
+        assert ("W 3" in shown, shown.count("dead"), shown.count("alive")) == (True, 1, 0)
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
             group.run_all_workers_single_data("rank")

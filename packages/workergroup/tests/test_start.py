@@ -272,6 +272,7 @@ class TestManyGroups:
                 "dp_shard_idx": 1,
                 "bundle_index": 5,
                 "node_id": cluster.slots()[0].node_id,
+                "state": "alive",
             }
             assert group.worker_metadata[2]["bundle_indices"] == (0, [4, 5])
             assert group.worker_metadata[4]["name"] == "llm-0-7"

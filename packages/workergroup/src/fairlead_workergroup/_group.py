@@ -263,6 +263,8 @@ class RayWorkerGroup(ClassicCalls):
     def _note_lost(self, failures: Sequence[WorkerFailure]) -> None:
         with self._lock:
             self._lost.update({failure.rank: failure for failure in failures})
+            for failure in failures:
+                self.worker_metadata[failure.rank]["state"] = "dead"
 
     def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
         return self._facts
@@ -341,4 +343,5 @@ def _metadata(place: Place) -> dict[str, Any]:
         "dp_shard_idx": place.tied_group,
         "bundle_index": place.slot.bundle_index,
         "node_id": place.slot.node_id,
+        "state": "alive",
     }
