@@ -56,6 +56,13 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def interop(session: nox.Session) -> None:
+    """What touches torch without needing it: tests that skip where it is not installed."""
+    install(session, package("sharding"), *test_requirements("sharding"), "torch")
+    session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """The main job: a data- and tensor-parallel classifier trained on real data."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
@@ -103,7 +110,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a change has to pass: the defaults, the built distributions and the demo."""
-    for name in [*nox.options.sessions, "build", "demo"]:
+    for name in [*nox.options.sessions, "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
 
