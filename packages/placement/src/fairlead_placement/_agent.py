@@ -21,7 +21,8 @@ ray.cloudpickle.register_pickle_by_value(_agent_process)
 
 # Ray ends a named actor when its creator drops the last handle, so handles are kept, by session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
-_lock = threading.Lock()
+# Reentrant: the finalizer of a forgotten cluster releases ports, and may run in the middle of anything.
+_lock = threading.RLock()
 
 
 @functools.cache
@@ -29,12 +30,14 @@ def _actor_class() -> Any:
     return ray.remote(_agent_process.AgentProcess)
 
 
-def _handle(node_id: str, *, renew: bool) -> Any:
-    """The agent's handle; with `renew`, of a new agent if the one that is known has died."""
+def _handle(node_id: str, *, instead_of: Any = None) -> Any:
+    """The agent's handle; of a new agent if the one that is known is `instead_of`, which has died."""
     context = ray.get_runtime_context()
     key = (context.get_session_name(), context.get_job_id(), node_id)
     with _lock:
-        if renew or key not in _handles:
+        # Only one of several threads that met the dead agent makes a new one: a second handle of the new agent would
+        # replace the first, which is the one that keeps it alive.
+        if _handles.get(key) is instead_of:
             _handles[key] = (
                 _actor_class()
                 .options(
@@ -103,26 +106,29 @@ class NodeAgent:
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
+            agent = _handle(self.node_id)
             try:
-                return self._request(method, *args, timeout_s=limit, renew=False)
-            except ray.exceptions.ActorDiedError:
-                return self._request(method, *args, timeout_s=limit, renew=True)
+                return _request(agent, method, *args, timeout_s=limit)
+            except ray.exceptions.ActorDiedError as error:
+                if isinstance(error, ray.exceptions.RayTaskError):
+                    raise
+                return _request(_handle(self.node_id, instead_of=agent), method, *args, timeout_s=limit)
+        except ray.exceptions.RayTaskError:
+            raise  # the function's own, whatever its class
         except ray.exceptions.GetTimeoutError as error:
             raise PlacementTimeoutError(
                 f"The agent of node {self.node_id} did not answer {method!r} within {limit:g} s. "
                 "Its process may be starting on a very busy node: try again, or look at the node."
             ) from error
-        except ray.exceptions.RayTaskError:
-            raise  # the function's own
         except ray.exceptions.RayError as error:
             raise PlacementError(
                 f"The agent of node {self.node_id} could not do {method!r}: {error}. If the node is gone, "
                 "reserve again."
             ) from error
 
-    def _request(self, method: str, *args: Any, timeout_s: float, renew: bool) -> Any:
-        agent = _handle(self.node_id, renew=renew)
-        return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)
+
+def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
+    return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)
 
 
 def known_agents() -> list[NodeAgent]:

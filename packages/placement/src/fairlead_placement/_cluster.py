@@ -207,7 +207,9 @@ class RayVirtualCluster:
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of the first slot's node and a port leased there until `shutdown()`; each call a new one."""
-        return self._lease(self.slots()[:1])[0]
+        if not self.slots():
+            raise PlacementError(f"{self!r} has no slot, so no node that could have a master address")
+        return self._lease(self._slots[:1])[0]
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Address of a bundle's node and a port leased there until `shutdown()`.
@@ -323,8 +325,8 @@ def _slots_of(
         for g, one in enumerate(reserved)
         for index, node_id in enumerate(one.node_ids)
     )
-    used = list(dict.fromkeys(row[0] for row in rows))
-    on_node = dict.fromkeys(used, 0)
+    node_rank = {at: rank for rank, at in enumerate(dict.fromkeys(row[0] for row in rows))}
+    on_node = dict.fromkeys(node_rank, 0)
     slots = []
     for at, _, node_idx, g, index in rows:
         slots.append(
@@ -334,7 +336,7 @@ def _slots_of(
                 node_idx=node_idx,
                 node_id=nodes[at].node_id,
                 node_ip=nodes[at].ip,
-                node_rank=used.index(at),
+                node_rank=node_rank[at],
                 local_rank=on_node[at],
                 accelerator_ids=tuple(ids[g][index]),
                 labels=dict(nodes[at].labels),
@@ -361,8 +363,6 @@ def _counts(counts: Any) -> tuple[int, ...]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
-    if not any(counts):
-        raise ValueError(f"at least one logical node must have a bundle, got {counts!r}")
     return tuple(counts)
 
 

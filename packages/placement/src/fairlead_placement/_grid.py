@@ -36,7 +36,8 @@ def draw(
             key = (worker["node_idx"], worker["bundle_index"])
             label = f"W {worker['global_rank']}" if len(groups) == 1 else f"G{number}:W{worker['global_rank']}"
             state = worker.get("state", "")
-            text = Text(f"{label} {state}".rstrip(), style=_STYLES.get(state, "green"))
+            # Below the label, and only what is worth a look: a row of eight has to fit a terminal.
+            text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
             workers.setdefault(cell_of.get(key, key), []).append(text)
 
     for node_idx, count in enumerate(counts):

@@ -2,6 +2,7 @@
 """Attach to a Ray cluster, or start one on this machine."""
 
 import hashlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,9 @@ __all__ = ["init_ray"]
 # A local cluster that this function started carries a resource of this name, so that it can be told from others.
 _TAG = "fairlead-local-"
 CONNECT_S = 5.0
+_TOKEN = (
+    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
+)
 
 
 def init_ray(
@@ -52,8 +56,14 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        return ray.init(ignore_reinit_error=True, logging_level="error")
-    if address != "local":
+        logger = logging.getLogger("ray")
+        level = logger.level
+        try:
+            # Not worth a line in the log; but ray.init sets the level for good.
+            return ray.init(ignore_reinit_error=True, logging_level="error")
+        finally:
+            logger.setLevel(level)
+    if (address or os.environ.get("RAY_ADDRESS")) != "local":
         context = _attach(address)
         if context is not None:
             return context
@@ -86,12 +96,15 @@ def _attach(named: str | None) -> Any | None:
         context = ray.init(address=address)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
-            f"The Ray cluster at {address} wants a token and this process has none that it takes. Set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's "
-            f"head. Ray said: {error}"
+            f"The Ray cluster at {address} wants a token and this process has none that it takes. Set {_TOKEN}. "
+            f"Ray said: {error}"
         ) from error
     except (ConnectionError, ValueError) as error:
-        raise PlacementError(f"Ray cannot attach to {address}: {error}") from error
+        # A token that is missing or wrong looks like this too, after Ray has tried for a while.
+        raise PlacementError(
+            f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
+            f"a token, set {_TOKEN}."
+        ) from error
     tags = [name for name in ray.cluster_resources() if name.startswith(_TAG)]
     if not named and tags and _tag() not in tags:
         # Somebody's local cluster for other devices: leave it alone.
@@ -105,7 +118,7 @@ def _answers(address: str) -> bool:
     if "://" in address or address == "auto":
         return True  # Ray's to resolve
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):

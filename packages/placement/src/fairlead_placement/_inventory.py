@@ -20,12 +20,12 @@ def read_nodes() -> tuple[Node, ...]:
             node_id=row["NodeID"],
             ip=row["NodeManagerAddress"],
             total=row["Resources"],
-            free=free[row["NodeID"]],
+            # A node that has just joined is listed before it is known what is free there: nothing, until it is.
+            free=free.get(row["NodeID"], {}),
             labels=row.get("Labels") or {},
         )
         for row in ray.nodes()
-        # A node that has just joined is listed before its free resources are known.
-        if row["Alive"] and row["NodeID"] in free and row["NodeID"] not in leaving
+        if row["Alive"] and row["NodeID"] not in leaving
     ]
     return tuple(sorted(nodes, key=physical_order))
 

@@ -15,7 +15,8 @@ __all__ = ["SlotClaim", "claim_slots", "groups_on"]
 
 _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
-_lock = threading.Lock()
+# Reentrant: a finalizer that releases a claim may run in the middle of anything.
+_lock = threading.RLock()
 
 
 class SlotClaim:

@@ -4,6 +4,7 @@
 Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -53,7 +54,10 @@ def physical_order(node: Node) -> tuple[str, int, str]:
         prefix = "nvlink_domain_"
         domain = min((name.removeprefix(prefix) for name in node.total if name.startswith(prefix)), default="")
     rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
-    return domain, int(float(rank)), node.node_id
+    try:
+        return domain, int(float(rank)), node.node_id
+    except (ValueError, OverflowError):
+        raise ValueError(f"label fairlead.io/topo-rank of node {node.node_id} must be a number, got {rank!r}") from None
 
 
 def plan(
@@ -127,6 +131,9 @@ def _in_order(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
 
 
 def _tightest_first(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
+    """The largest ask first, on the unused node that it fills best."""
+    if all(ask.strategy == "STRICT_PACK" for ask in asks):
+        return _matched(asks, rooms)
     return _largest_first(asks, rooms, share=False)
 
 
@@ -134,8 +141,44 @@ def _sharing(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
     return _largest_first(asks, rooms, share=True)
 
 
+def _matched(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
+    """A node of its own for each ask, found whenever there is such a plan.
+
+    Largest first is not enough where bundles differ: an ask may take the only node that has what a smaller one needs.
+    It then moves on. (This is bipartite matching by augmenting paths, searched by shape, of which there are few.)
+    """
+    fitting: dict[object, list[str]] = {}
+    for ask in asks:
+        if ask.shape not in fitting:
+            holds = {node_id: room.holds(ask.bundle) for node_id, room in rooms.items()}
+            # A stable sort: ties go by physical order.
+            fitting[ask.shape] = sorted((n for n in holds if holds[n] >= ask.count), key=holds.__getitem__)
+    unused = {shape: nodes[::-1] for shape, nodes in fitting.items()}
+    owner: dict[str, Ask] = {}
+    for ask in sorted(asks, key=lambda ask: (-ask.count, ask.node_idx)):
+        paths: deque[tuple[object, tuple[str, ...]]] = deque([(ask.shape, ())])
+        seen = {ask.shape}
+        while paths:
+            shape, path = paths.popleft()
+            while unused[shape] and unused[shape][-1] in owner:
+                unused[shape].pop()  # a node that is taken may change hands, but stays taken
+            if unused[shape]:
+                break
+            for node_id in fitting[shape]:
+                if (other := owner[node_id].shape) not in seen:
+                    seen.add(other)
+                    paths.append((other, (*path, node_id)))
+        else:
+            return None
+        mover: Ask | None = ask
+        for node_id in (*path, unused[shape][-1]):
+            assert mover is not None
+            owner[node_id], mover = mover, owner.get(node_id)
+    return {ask.node_idx: (node_id,) * ask.count for node_id, ask in owner.items()}
+
+
 def _largest_first(asks: Sequence[Ask], rooms: Rooms, *, share: bool) -> Chosen | None:
-    """The largest ask first, on the node that it fills best."""
+    """The largest ask first; one that needs a single node on the node that it fills best."""
     unused = dict(rooms)
     chosen: Chosen = {}
     for ask in sorted(asks, key=lambda ask: (-ask.count, ask.node_idx)):
@@ -145,7 +188,8 @@ def _largest_first(asks: Sequence[Ask], rooms: Rooms, *, share: bool) -> Chosen 
             tightest = min((f for f in fitting if f[0] >= ask.count), key=lambda f: f[0], default=None)
             picked = None if tightest is None else (tightest[1],) * ask.count
         else:
-            picked = _spread(ask, unused)
+            # Shared nodes are used up evenly: STRICT_SPREAD needs many with a little room, not few with much.
+            picked = _spread(ask, unused, roomiest=share)
         if picked is None:
             return None
         chosen[ask.node_idx] = picked
@@ -157,9 +201,11 @@ def _largest_first(asks: Sequence[Ask], rooms: Rooms, *, share: bool) -> Chosen 
     return chosen
 
 
-def _spread(ask: Ask, rooms: Rooms) -> tuple[str, ...] | None:
+def _spread(ask: Ask, rooms: Rooms, *, roomiest: bool = False) -> tuple[str, ...] | None:
     """Nodes for the strategies that may use several of them for one logical node, in physical order."""
     fits = {node_id: n for node_id, room in rooms.items() if (n := room.holds(ask.bundle)) > 0}
+    if roomiest:
+        fits = dict(sorted(fits.items(), key=lambda fit: -fit[1]))
     if ask.strategy == "PACK":
         single = [node_id for node_id, n in fits.items() if n >= ask.count]
         # One node if one will do, else as few as possible: the roomiest first.

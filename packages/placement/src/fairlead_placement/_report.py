@@ -43,7 +43,7 @@ class Report:
         asked = Table("logical node", "bundles", "each", "strategy", title="Asked", title_justify="left")
         for first, last, ask in _runs(self.asks):
             number = str(first) if first == last else f"{first} to {last}"
-            asked.add_row(number, str(ask.count), _amounts(ask.bundle), ask.strategy)
+            asked.add_row(number, str(ask.count), Text(_amounts(ask.bundle)), ask.strategy)
         wanted = {name for ask in self.asks for name in ask.bundle}
         found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
         for node in self.nodes:
@@ -56,7 +56,9 @@ class Report:
             # What nobody asked for says nothing about why it does not fit.
             total = {name: node.total.get(name, 0.0) for name in wanted}
             free = {name: node.free.get(name, 0.0) for name in wanted}
-            found.add_row(node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
+            # As Text: what looks like markup in somebody's name is not.
+            cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
+            found.add_row(*map(Text, cells))
         if not self.nodes:
             return Group(asked, Text("Found no node that is alive."))
         return Group(asked, found)

@@ -14,6 +14,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from rich.console import Console
+from rich.text import Text
 
 from ._inventory import read_holders, read_nodes
 from ._planner import Ask, Node, plan
@@ -54,32 +55,38 @@ def reserve(
             nodes = read_nodes()
             waited = time.monotonic() - began
             if plan(asks, nodes, idle=True, own_nodes=unified) is None:
-                if waited >= wait_for_nodes_s:
+                limit = wait_for_nodes_s
+                if waited >= limit:
                     raise ResourceInsufficientError(_insufficient(asks, unified, waited), _report(asks, nodes))
-                waiting.show(f"waiting for nodes to join, at most {wait_for_nodes_s:g} s")
+                waiting.show(f"waiting for nodes to join, at most {limit:g} s")
             else:
+                limit = timeout_s
                 chosen = plan(asks, nodes, own_nodes=unified)
                 if chosen is not None:
                     placed = _place(asks, chosen, name=name, unified=unified)
                     if placed is not None:
                         return placed
-                if waited >= timeout_s:
+                if waited >= limit:
                     raise PlacementTimeoutError(
                         f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs "
                         "(see below). Release some of it, or wait longer (reserve_timeout_s).",
                         _report(asks, nodes),
                     )
-                waiting.show(f"waiting for resources that others hold, at most {timeout_s:g} s")
-            time.sleep(pause)
+                waiting.show(f"waiting for resources that others hold, at most {limit:g} s")
+            time.sleep(max(0.0, min(pause, began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
     """Remove groups and wait until Ray has the resources back; False if that took longer than `timeout_s`."""
-    for group in groups:
-        remove_placement_group(group)
-    ids = [group.id.hex() for group in groups]
     deadline = time.monotonic() + timeout_s
+    try:
+        # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.
+        _poll(lambda: all(map(_shown, groups)), min(deadline, time.monotonic() + 1.0))
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+    ids = [group.id.hex() for group in groups]
 
     def returned() -> bool:
         if any(placement_group_table(group).get("state", "REMOVED") != "REMOVED" for group in groups):
@@ -94,7 +101,7 @@ def _place(
     asks: Sequence[Ask], chosen: dict[int, tuple[str, ...]], *, name: str, unified: bool
 ) -> tuple[Reserved, ...] | None:
     """Ask Ray for the groups of a plan; None, with nothing left, if it cannot place them at once."""
-    batches = [list(asks)] if unified else [[ask] for ask in asks]
+    batches = [list(asks)] if unified and asks else [[ask] for ask in asks]
     made: list[Reserved] = []
     try:
         for batch in batches:
@@ -125,6 +132,16 @@ def _place(
 def _discard(made: Sequence[Reserved]) -> None:
     if ray.is_initialized():
         remove([one.group for one in made])
+
+
+def _shown(group: PlacementGroup) -> bool:
+    """Whether the nodes of a group show its resources; also True when it has not been placed, so they never will."""
+    row = placement_group_table(group)
+    if row.get("state") != "CREATED":
+        return True
+    free = free_per_node()
+    nodes = set(row["bundles_to_node_id"].values())
+    return all(any(group.id.hex() in name for name in free.get(node_id, {})) for node_id in nodes)
 
 
 def _poll(done: Callable[[], bool], deadline: float) -> bool:
@@ -165,7 +182,8 @@ class _Waiting:
         waited = time.monotonic() - self._began
         if waited < 1 or not self._console.is_terminal:
             return
-        self._status.update(f"Reserving {self._name}: {what}, {waited:.0f} s so far")
+        # As Text: what looks like markup in a name is not.
+        self._status.update(Text(f"Reserving {self._name}: {what}, {waited:.0f} s so far"))
         if not self._shown:
             self._status.start()
             self._shown = True

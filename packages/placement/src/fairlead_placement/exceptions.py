@@ -60,6 +60,6 @@ class PortUnavailableError(PlacementError):
         return (
             f"{self.count} port(s) in {self.low}-{self.high} were asked for on {self.node_ip}, but of these "
             f"{self.high - self.low + 1} ports {self.leased} are leased by this job's agent and {self.in_use} "
-            "are bound by other processes. Release leases (shut groups and clusters down) or give a wider "
-            "range (port_range_low, port_range_high)."
+            "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
+            "give a wider range (port_range_low, port_range_high)."
         )

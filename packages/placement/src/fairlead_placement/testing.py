@@ -42,6 +42,9 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
         AssertionError: what is there now and was not before, or was and is not.
     """
     session = _session()
+    deadline = time.monotonic() + timeout_s
+    while session and not _settled() and time.monotonic() < deadline:
+        time.sleep(0.02)
     before = _snapshot() if session else None
     yield
     if before is None or _session() != session:
@@ -55,6 +58,21 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
 
 def _session() -> str:
     return ray.get_runtime_context().get_session_name() if ray.is_initialized() else ""
+
+
+def _settled() -> bool:
+    """Whether the view of free resources has caught up with the placement groups that are placed.
+
+    A placed bundle shows as a resource of its own on its node, of which actors take a thousandth each: never zero, so
+    never absent.
+    """
+    free = free_per_node()
+    return all(
+        f"bundle_group_{index}_{group_id}" in free.get(node_id, {})
+        for group_id, row in placement_group_table().items()
+        if row["state"] == "CREATED"
+        for index, node_id in row["bundles_to_node_id"].items()
+    )
 
 
 def _snapshot() -> _Snapshot:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known without Ray is said without Ray."""
+
+import pickle
+
+import pytest
+import ray
+
+from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
+
+
+def test_constructing_asks_nothing_of_ray(capsys):
+    """Without a running Ray a cluster can be made, counted, drawn and shut down; it is only not reserved."""
+    assert not ray.is_initialized()
+    cluster = RayVirtualCluster([4, 0, 2], use_gpus=False, name="mine")
+
+    assert (cluster.world_size(), cluster.node_count()) == (6, 2)
+    assert repr(cluster) == "RayVirtualCluster([4, 0, 2], CPU, name='mine', not reserved)"
+    cluster.print_cluster_grid()
+    assert "Ray Cluster: 2 nodes, 6 CPUs" in capsys.readouterr().out
+    assert cluster.shutdown() is True
+    for use in (cluster.reserve, cluster.slots, cluster.get_placement_groups, cluster.get_master_address_and_port):
+        with pytest.raises(PlacementError, match=r"Ray is not running in this process. Call init_ray\(\)"):
+            use()
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message"),
+    [
+        ([], {}, r"a list with an entry per logical node, got \[\]"),
+        (8, {}, "a list with an entry per logical node, got 8"),
+        ("88", {}, "a list with an entry per logical node, got '88'"),
+        ([4, -1], {}, r"integers, 0 or more, got -1 in \[4, -1\]"),
+        ([4, 2.0], {}, r"integers, 0 or more, got 2.0 in \[4, 2.0\]"),
+        ([True], {}, "integers, 0 or more, got True"),
+        ([None], {}, "integers, 0 or more, got None"),
+        ([1], {"placement_group_strategy": "PILE"}, "must be one of .*'STRICT_SPREAD'.*, got 'PILE'"),
+        ([1], {"num_gpus_per_node": 0}, "num_gpus_per_node must be an integer of at least 1, got 0"),
+        ([1], {"max_colocated_worker_groups": 0}, "max_colocated_worker_groups must be .* at least 1, got 0"),
+        ([1], {"max_colocated_worker_groups": 1.5}, "max_colocated_worker_groups must be .* at least 1, got 1.5"),
+        ([1], {"reserve_timeout_s": -1}, "reserve_timeout_s must be .*0 or more and finite, got -1"),
+        ([1], {"reserve_timeout_s": float("inf")}, "reserve_timeout_s must be .*, got inf"),
+        ([1], {"wait_for_nodes_s": float("nan")}, "wait_for_nodes_s must be .*, got nan"),
+        ([1], {"port_range_low": 0}, "1 <= low <= high <= 65535, got low=0, high=1999"),
+        ([1], {"port_range_low": 3000, "port_range_high": 2000}, "got low=3000, high=2000"),
+        ([1], {"port_range_high": 65536}, "got low=1400, high=65536"),
+        ([1], {"node_resource_constraints": []}, "has 0 entries for 1 logical nodes"),
+        ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
+        ([1], {"node_resource_constraints": [{"x": 0}]}, "positive amounts .*, got 'x': 0"),
+    ],
+)
+def test_bad_arguments(counts, options, message):
+    """A bad argument is refused at once, with its value."""
+    with pytest.raises(ValueError, match=message):
+        RayVirtualCluster(counts, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"low": 2000, "high": 1000}, "low=2000, high=1000"),
+    ],
+)
+def test_bad_leases(options, message):
+    """Ports are not asked for with a range or a count that cannot be."""
+    with pytest.raises(ValueError, match=message):
+        lease_ports([], **options)
+
+
+def test_colocation():
+    """`enable_colocation` means at least two groups; a larger number wins."""
+    assert RayVirtualCluster([1]).max_colocated_worker_groups == 1
+    assert RayVirtualCluster([1], enable_colocation=True).max_colocated_worker_groups == 2
+    assert RayVirtualCluster([1], True, 3, enable_colocation=True).max_colocated_worker_groups == 3
+
+
+def test_a_cluster_is_not_sent():
+    """A cluster belongs to its driver; pickling it says what to send instead."""
+    with pytest.raises(TypeError, match=r"belongs to its driver; send its slots\(\) instead"):
+        pickle.dumps(RayVirtualCluster([1]))

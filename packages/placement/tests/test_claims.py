@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing is counted: a worker group too many is refused instead of waiting for ever."""
+
+import pytest
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import ResourceInsufficientError, Slot, claim_slots
+
+
+def slots_of(count, capacity=1):
+    group = PlacementGroup(PlacementGroupID.from_random())
+    return [
+        Slot(
+            placement_group=group,
+            bundle_index=at,
+            node_idx=0,
+            node_id="n",
+            node_ip="10.0.0.1",
+            node_rank=0,
+            local_rank=at,
+            capacity=capacity,
+        )
+        for at in range(count)
+    ]
+
+
+def test_a_second_group_is_refused():
+    """The second holder is told who is there and what to change; it gets none of its slots."""
+    slots = slots_of(3)
+    first = claim_slots(slots[1:2], "policy")
+    with pytest.raises(ResourceInsufficientError) as caught:
+        claim_slots(slots, "critic")
+    assert str(caught.value) == (
+        "'critic' cannot run in bundle 1 of logical node 0: it has room for 1 worker group(s), and 'policy' is there. "
+        "Shut one down, or reserve the cluster with max_colocated_worker_groups=2 or enable_colocation=True."
+    )
+    claim_slots([slots[0], slots[2]], "others").release()
+    first.release()
+
+
+def test_capacity():
+    """As many groups as the cluster was reserved for share a slot; the refusal names all of them."""
+    slots = slots_of(1, capacity=2)
+    claims = [claim_slots(slots, "one"), claim_slots(slots, "two")]
+    with pytest.raises(ResourceInsufficientError, match=r"room for 2 worker group.*'one', 'two' is there"):
+        claim_slots(slots, "three")
+    claims[0].release()
+    claims.append(claim_slots(slots, "three"))
+    for claim in claims:
+        claim.release()
+
+
+def test_release():
+    """What is released can be claimed again; releasing twice frees nobody else's slot."""
+    slots = slots_of(2)
+    first = claim_slots(slots, "first")
+    assert repr(first) == "SlotClaim('first', 2 slots)"
+    first.release()
+    second = claim_slots(slots, "second")
+    first.release()
+    with pytest.raises(ResourceInsufficientError, match="'second' is there"):
+        claim_slots(slots, "third")
+    second.release()
+
+
+def test_several_workers_in_one_slot():
+    """One group may name a slot several times and counts once."""
+    slots = slots_of(1, capacity=2)
+    first = claim_slots(slots * 4, "first")
+    second = claim_slots(slots, "second")
+    first.release()
+    second.release()

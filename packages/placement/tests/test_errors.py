@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors travel between processes with their message; their tables show what is there, literally."""
+
+import pickle
+
+import pytest
+
+from fairlead_placement import (
+    PlacementError,
+    PlacementTimeoutError,
+    PortUnavailableError,
+    Report,
+    ResourceInsufficientError,
+)
+from fairlead_placement._planner import Ask, Node
+from fairlead_placement._report import Holder
+
+NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
+HOLDER = Holder("a[/b]:cat:", "1234567890", "01000000", {"abcdefghij": ({"CPU": 1.0}, {"CPU": 1.0})})
+REPORT = Report((Ask(0, 3, {"CPU": 1.0}), Ask(1, 3, {"CPU": 1.0}), Ask(3, 3, {"x[/y]": 0.5})), (NODE,), (HOLDER,))
+
+ERRORS = [
+    PlacementError("no"),
+    ResourceInsufficientError("too much"),
+    ResourceInsufficientError("too much", REPORT),
+    PlacementTimeoutError("taken", REPORT),
+    PortUnavailableError("10.0.0.1", 2, 1400, 1401, 1, 1),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_pickle(error):
+    """Every error is the same after pickling: class, message and attributes."""
+    twin = pickle.loads(pickle.dumps(error))
+
+    assert type(twin) is type(error)
+    assert str(twin) == str(error)
+    assert twin.args == error.args
+    assert vars(twin) == vars(error)
+    assert isinstance(twin, PlacementError)
+
+
+def test_report():
+    """The table merges equal neighbours, shows only what was asked for, and takes no name for markup."""
+    assert str(REPORT).splitlines() == [
+        "Asked",
+        "┏━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━━━━━┓",
+        "┃ logical node ┃ bundles ┃ each      ┃ strategy    ┃",
+        "┡━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━━━━━┩",
+        "│ 0 to 1       │ 3       │ 1 CPU     │ STRICT_PACK │",
+        "│ 3            │ 3       │ 0.5 x[/y] │ STRICT_PACK │",
+        "└──────────────┴─────────┴───────────┴─────────────┘",
+        "Found",
+        "┏━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓",
+        "┃ node     ┃ address  ┃ total          ┃ free             ┃ held by                                       ┃",
+        "┡━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩",
+        "│ abcdefgh │ 10.0.0.1 │ 4 CPU, 2 x[/y] │ 1.5 CPU, 0 x[/y] │ a[/b]:cat: 12345678 (job 01000000): 2 x 1 CPU │",
+        "└──────────┴──────────┴────────────────┴──────────────────┴───────────────────────────────────────────────┘",
+    ]
+    assert str(Report(REPORT.asks, ())).endswith("Found no node that is alive.")
+    assert str(ERRORS[2]) == f"too much\n\n{REPORT}"

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a cluster."""
+
+import pytest
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
+from rich.console import Console
+
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots
+from fairlead_placement._grid import draw
+from fairlead_placement._render import as_text
+
+
+class Group:
+    """Anything with these three attributes can be drawn."""
+
+    def __init__(self, prefix, *workers):
+        self.name_prefix = prefix
+        self.world_size = len(workers)
+        self.worker_metadata = [
+            {"node_idx": node_idx, "bundle_index": bundle_index, "global_rank": rank, "state": state}
+            for rank, (node_idx, bundle_index, state) in enumerate(workers)
+        ]
+
+
+def slots_of(*places):
+    """Slots in the order given: (logical node, bundle)."""
+    group = PlacementGroup(PlacementGroupID.from_random())
+    return tuple(
+        Slot(
+            placement_group=group,
+            bundle_index=bundle_index,
+            node_idx=node_idx,
+            node_id=f"{node_idx}abcdefgh",
+            node_ip=f"10.0.0.{node_idx}",
+            node_rank=node_idx,
+            local_rank=at,
+        )
+        for at, (node_idx, bundle_index) in enumerate(places)
+    )
+
+
+def shown(cluster, *groups, **options):
+    return as_text(cluster.grid(groups, **options)).splitlines()
+
+
+def test_not_reserved():
+    """A row per logical node, a cell per slot, and a legend; drawing reserves nothing (Ray does not run here)."""
+    assert shown(RayVirtualCluster([4, 8, 2])) == [
+        "Ray Cluster: 3 nodes, 14 GPUs",
+        "┌────────┬─────┬─────┬─────┬─────┬─────┬─────┬─────┬─────┐",
+        "│ node 0 │ 0.0 │ 0.1 │ 0.2 │ 0.3 │     │     │     │     │",
+        "├────────┼─────┼─────┼─────┼─────┼─────┼─────┼─────┼─────┤",
+        "│ node 1 │ 1.0 │ 1.1 │ 1.2 │ 1.3 │ 1.4 │ 1.5 │ 1.6 │ 1.7 │",
+        "├────────┼─────┼─────┼─────┼─────┼─────┼─────┼─────┼─────┤",
+        "│ node 2 │ 2.0 │ 2.1 │     │     │     │     │     │     │",
+        "└────────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┘",
+        "n.s: slot s of logical node n (one GPU each), not reserved yet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "headline"),
+    [
+        ([3, 2], "Ray Cluster: 2 nodes, 5 GPUs"),
+        ([1], "Ray Cluster: 1 node, 1 GPU"),
+        ([0, 2], "Ray Cluster: 1 node, 2 GPUs"),
+    ],
+)
+def test_headline(counts, headline):
+    """The headline counts the logical nodes in use and their GPUs."""
+    assert shown(RayVirtualCluster(counts))[0] == headline
+
+
+def test_unused_and_empty():
+    """A logical node that is not used says so; a cluster without any bundle is an empty one."""
+    text = shown(RayVirtualCluster([0, 1], use_gpus=False))
+    assert text[0] == "Ray Cluster: 1 node, 1 CPU"
+    assert "│ node 0   │     │" in text
+    assert "│ not used │     │" in text
+    assert shown(RayVirtualCluster([0, 0])) == ["Empty Ray Cluster"]
+
+
+def test_one_group():
+    """Workers stand in the cell of their slot, which is not the one of Ray's bundle number, with their trouble."""
+    slots = slots_of((0, 1), (0, 0), (1, 0))  # physical order is not Ray's
+    group = Group("policy", (0, 0, "alive"), (0, 1, "stuck"), (1, 0, "dead"))
+
+    assert as_text(draw([2, 1], slots, True, [group], None)).splitlines() == [
+        "Ray Cluster: 2 nodes, 3 GPUs",
+        "┌───────────────────┬───────┬─────┐",
+        "│ node 0            │  0.0  │ 0.1 │",
+        "│ 10.0.0.0 (0abcde) │  W 1  │ W 0 │",
+        "│                   │ stuck │     │",
+        "├───────────────────┼───────┼─────┤",
+        "│ node 1            │  1.0  │     │",
+        "│ 10.0.0.1 (1abcde) │  W 2  │     │",
+        "│                   │ dead  │     │",
+        "└───────────────────┴───────┴─────┘",
+        "n.s: slot s of logical node n (one GPU each)",
+        "W r: worker of rank r of policy (3 workers)",
+    ]
+
+
+def test_two_groups(capsys):
+    """Workers of several groups carry the number of theirs; the global view counts the groups."""
+    groups = [Group("policy", (0, 0, ""), (0, 1, "")), Group("", (0, 1, ""))]
+    cluster = RayVirtualCluster([2])
+    cluster.print_all_worker_groups(groups)
+
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "Ray Cluster Global View: 1 node, 2 GPUs, Worker Groups: 2",
+        "┌────────┬───────┬───────┐",
+        "│ node 0 │  0.0  │  0.1  │",
+        "│        │ G0:W0 │ G0:W1 │",
+        "│        │       │ G1:W0 │",
+        "└────────┴───────┴───────┘",
+        "n.s: slot s of logical node n (one GPU each), not reserved yet",
+        "G0:W r: worker of rank r of policy (2 workers)",
+        "G1:W r: worker of rank r of an unnamed group (1 workers)",
+    ]
+
+
+def test_printing(capsys):
+    """`print_cluster_grid` prints what `grid` returns, with a group or without."""
+    cluster = RayVirtualCluster([2])
+    cluster.print_cluster_grid()
+    assert "W 0" not in capsys.readouterr().out
+    cluster.print_cluster_grid(Group("g", (0, 1, "")))
+    assert "W 0" in capsys.readouterr().out
+    Console().print(cluster.grid(title="Mine"))
+    assert capsys.readouterr().out.startswith("Mine\n")
+
+
+def test_notebook(monkeypatch):
+    """A notebook shows the same as HTML, with the groups that live on the cluster; names are text, not markup."""
+    cluster = RayVirtualCluster([1])
+    slots = slots_of((0, 0))
+    monkeypatch.setattr(cluster, "_slots", slots)
+    group = Group("<b>[red]bold</b>", (0, 0, ""))
+    claim = claim_slots(slots, "g", group=group)
+
+    html = cluster._repr_html_()
+    assert html.startswith("<pre")
+    assert "&lt;b&gt;[red]bold&lt;/b&gt; (1 workers)" in html
+    assert "<b>" not in html
+    assert "W 0" in html
+    claim.release()
+    assert "W 0" not in cluster._repr_html_()

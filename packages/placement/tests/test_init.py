@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaching to a Ray that somebody else runs, or starting one."""
+
+import logging
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from fairlead_placement import PlacementError, init_ray
+
+
+@pytest.fixture(scope="module")
+def server(script_class):
+    """(address, log folder) of a Ray that another process started with `init_ray` and ends."""
+    # Ray puts sockets below it: short.
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    script = script_class(
+        f"""
+        import ray
+        from fairlead_placement import init_ray
+        init_ray("{folder}/logs", address="local", num_cpus=2)
+        print(ray.get_runtime_context().gcs_address)
+        input()
+        """,
+        folder,
+        {"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    try:
+        yield script.line(), Path(folder, "logs")
+    finally:
+        script.finish(check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_attaching(server, run_script):
+    """RAY_ADDRESS is attached to; nothing of this process's environment goes there, and `os.environ` is left alone.
+
+    A second call gives the same cluster and leaves Ray's log level alone; naming another cluster is refused.
+    """
+    address, _ = server
+    secret = "FAIRLEAD_TEST_SECRET"
+    out = run_script(
+        f"""
+        import logging, os
+        before = dict(os.environ)
+        import ray
+        from fairlead_placement import PlacementError, init_ray
+
+        init_ray()
+        print(ray.get_runtime_context().gcs_address)
+        changed = {{name for name, _ in before.items() ^ os.environ.items()}}
+        rays_own = {{"PYTHONBREAKPOINT"}}
+        print([name for name in changed - rays_own if not name.startswith("RAY_")])
+
+        @ray.remote(num_cpus=1)
+        class Looker:
+            def environment(self):
+                return dict(os.environ), str(ray.get_runtime_context().runtime_env)
+
+        looker = Looker.remote()
+        environment, runtime_env = ray.get(looker.environment.remote())
+        print("PATH" in environment, "{secret}" in environment, "{secret}" in runtime_env)
+        rows = str(ray._private.state.actors()) + str(ray.get_runtime_context().runtime_env)
+        print("Looker" in rows, "{secret}" in rows)
+
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        init_ray(), init_ray(address="auto"), init_ray(address="{address}")
+        print(ray.get_runtime_context().gcs_address, logging.getLogger("ray").level == logging.WARNING)
+        for other in ("local", "10.0.0.1:6379"):
+            try:
+                init_ray(address=other)
+            except PlacementError as error:
+                print(error)
+        """,
+        RAY_ADDRESS=address,
+        RAY_AUTH_MODE="token",
+        FAIRLEAD_TEST_SECRET="hunter2",
+    )
+
+    assert out.splitlines() == [
+        address,
+        "[]",
+        "True False False",
+        "True False",
+        f"{address} True",
+        f"Ray is connected to {address} already. Call ray.shutdown() before 'local' is used.",
+        f"Ray is connected to {address} already. Call ray.shutdown() before '10.0.0.1:6379' is used.",
+    ]
+
+
+def test_whose_local_ray(server, run_script):
+    """A local Ray that was started for other visible devices is left alone; one for the same is attached to."""
+    address, _ = server
+    out = run_script(
+        f"""
+        import os, ray
+        from fairlead_placement import _init, init_ray
+
+        _init.find_cluster = lambda: "{address}"
+        for devices in ("1", "0"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+            init_ray(num_cpus=1)
+            print(ray.get_runtime_context().gcs_address == "{address}")
+            ray.shutdown()
+        """,
+        RAY_AUTH_MODE="token",
+        RAY_ADDRESS="",
+    )
+    assert out.splitlines() == ["False", "True"]
+
+
+def test_log_dir(server):
+    """A local Ray keeps its session and its logs in the folder given, which is made."""
+    _, logs = server
+    assert list(logs.glob("session_*/logs/raylet.out"))
+
+
+def test_no_token(server, run_script, tmp_path):
+    """A cluster that wants a token refuses with what to set."""
+    address, _ = server
+    out = run_script(
+        f"""
+        from fairlead_placement import PlacementError, init_ray
+        try:
+            init_ray(address="{address}")
+        except PlacementError as error:
+            print(error)
+        """,
+        RAY_AUTH_MODE="token",
+        HOME=str(tmp_path),
+    )
+    assert f"The Ray cluster at {address} wants a token and this process has none" in out
+    assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in out
+
+
+def test_something_else_answers(monkeypatch):
+    """Where Ray cannot attach, the error says what Ray said, and that a token may be missing."""
+
+    def refuse(**options):
+        raise ConnectionError("no cluster id")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    message = r"but Ray cannot attach to it: no cluster id\. .* RAY_AUTH_MODE=token"
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PlacementError, match=message):
+        init_ray(address=f"127.0.0.1:{other.getsockname()[1]}")
+
+
+@pytest.fixture
+def dead_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_dead_address(dead_address, monkeypatch):
+    """An address where nothing answers is refused in seconds, whether given or in RAY_ADDRESS."""
+    message = f"No Ray cluster answers at {dead_address}. Start one with `ray start --head`, correct the address"
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=message):
+        init_ray(address=dead_address)
+    monkeypatch.setenv("RAY_ADDRESS", dead_address)
+    with pytest.raises(PlacementError, match=message):
+        init_ray()
+    assert time.monotonic() - began < 10
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:", ":6379", "10.0.0.1:port", "10.0.0.1:65536", ""])
+def test_a_bad_address(address, monkeypatch):
+    """What cannot be an address is refused before anything is asked."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match=f"address must be 'host:port', 'auto' or 'local', got '{address}'"):
+        init_ray(address=address)
+
+
+@pytest.mark.parametrize("found", [None, "dead"])
+def test_starting(found, dead_address, monkeypatch):
+    """A local Ray is started when none is found, when the one found is dead, and when RAY_ADDRESS says so."""
+    started = []
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options) or "context")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("fairlead_placement._init.find_cluster", lambda: found and dead_address)
+
+    assert init_ray(num_cpus=3, num_gpus=1) == "context"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert init_ray(num_cpus=3, num_gpus=1) == "context"
+    for options in started:
+        assert (options["address"], options["num_cpus"], options["num_gpus"]) == ("local", 3, 1)
+        assert "_temp_dir" not in options
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(PlacementError, match="No Ray cluster answers at auto"):
+        init_ray(address="auto")
+    assert len(started) == 2
+    assert logging.getLogger("ray").level < logging.ERROR

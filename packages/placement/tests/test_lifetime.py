@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a cluster when Ray or the driver ends before it."""
+
+
+def test_ray_ends_first(start_script):
+    """Shutting down after Ray has ended, or on another Ray, is safe; a cluster left at exit prints nothing."""
+    script = start_script("""
+        import ray
+        from fairlead_placement import RayVirtualCluster
+
+        def start():
+            ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+
+        start()
+        first, second = (RayVirtualCluster([1], use_gpus=False).reserve() for _ in range(2))
+        first.get_master_address_and_port()
+        second.get_master_address_and_port()
+        ray.shutdown()
+        print(first.shutdown(), first.shutdown())
+
+        start()
+        print(second.shutdown())
+        second.reserve()
+        print(len(second.slots()), second.get_master_address_and_port()[1] > 0)
+        """)
+    out, err = script.finish()
+
+    assert out.split("\n") == ["True True", "True", "1 True", ""]
+    assert err == ""
+
+
+def test_import_is_light(run_script):
+    """Importing the package starts no Ray and no agent."""
+    out = run_script("""
+        import fairlead_placement, ray
+        from fairlead_placement import testing
+        print(ray.is_initialized(), fairlead_placement.__version__)
+        """)
+    assert out == "False 0.1.0\n"

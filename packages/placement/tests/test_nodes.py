@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several nodes: which logical node goes where, in what order, and nodes that come later."""
+
+import shutil
+import tempfile
+import threading
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, lease_ports
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Three nodes of 2, 4 and 4 CPUs. Their physical order is the reverse of the order in which they start."""
+    # Ray puts sockets below it: short.
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "resources": {"nvlink_domain_b": 1}, "include_dashboard": False},
+        )
+        try:
+            for rank in (2, 1):
+                made.add_node(num_cpus=4, resources={"nvlink_domain_a": 1, "topo_rank": rank})
+            ray.init(address=made.address, logging_level="warning")
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def ids(cluster):
+    """Node ids in physical order."""
+    rank = {2.0: 1, 1.0: 0}
+    rows = [row for row in ray.nodes() if row["Alive"]]
+    return [row["NodeID"] for row in sorted(rows, key=lambda row: rank.get(row["Resources"].get("topo_rank"), 2))]
+
+
+def facts(cluster):
+    return [(slot.node_idx, slot.node_id, slot.node_rank, slot.local_rank) for slot in cluster.slots()]
+
+
+def test_logical_nodes_are_physical_nodes(ids):
+    """Each logical node is on one physical node of its own; slots are in physical order and so are equal asks."""
+    with RayVirtualCluster([4, 4, 2], use_gpus=False) as cluster:
+        assert facts(cluster) == [
+            *((0, ids[0], 0, local) for local in range(4)),
+            *((1, ids[1], 1, local) for local in range(4)),
+            *((2, ids[2], 2, local) for local in range(2)),
+        ]
+        for group, node_id in zip(cluster.get_placement_groups(), ids, strict=True):
+            assert set(placement_group_table(group)["bundles_to_node_id"].values()) == {node_id}
+
+
+def test_uneven_logical_nodes(ids):
+    """A small logical node makes way for the large ones; slots follow the nodes, not the numbers."""
+    with RayVirtualCluster([2, 4, 4], use_gpus=False) as cluster:
+        assert facts(cluster) == [
+            *((1, ids[0], 0, local) for local in range(4)),
+            *((2, ids[1], 1, local) for local in range(4)),
+            *((0, ids[2], 2, local) for local in range(2)),
+        ]
+
+
+def test_unified(ids):
+    """Unified is one group of pinned bundles; it needs as many nodes as logical nodes, however small."""
+    with RayVirtualCluster([1, 0, 1], use_gpus=False).reserve(unified=True) as cluster:
+        assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
+        (group,) = cluster.get_placement_groups()
+        assert placement_group_table(group)["bundles_to_node_id"] == {0: ids[0], 1: ids[1]}
+    with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
+        RayVirtualCluster([1, 1, 1, 1], use_gpus=False).reserve(unified=True)
+
+
+def test_spreading(ids):
+    """With STRICT_SPREAD the bundles of one logical node are on different nodes."""
+    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="STRICT_SPREAD") as cluster:
+        assert facts(cluster) == [(0, ids[rank], rank, 0) for rank in range(3)]
+
+
+def test_ports_on_several_nodes(ids):
+    """Each node is asked for its ports; here they share one address, so all must differ."""
+    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
+        leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
+        assert [lease.node_id for lease in leases] == [node_id for node_id in ids for _ in range(2)]
+        assert len({(lease.address, lease.port) for lease in leases}) == 6
+        for lease in leases:
+            lease.release()
+
+
+def test_a_node_that_joins_later(cluster):
+    """With `wait_for_nodes_s` a node that is still joining is waited for; without, it is not, and says how to."""
+    with pytest.raises(ResourceInsufficientError, match=r"wait for nodes that are joining \(wait_for_nodes_s\)"):
+        RayVirtualCluster([6], use_gpus=False).reserve()
+    began = time.monotonic()
+    with pytest.raises(ResourceInsufficientError, match=r"Waited 1.\d s for nodes"):
+        RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=1).reserve()
+    assert 1 <= time.monotonic() - began < 2
+
+    late = RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=60)
+    waiter = threading.Thread(target=late.reserve)
+    waiter.start()
+    node = cluster.add_node(num_cpus=6)
+    try:
+        waiter.join()
+        assert {slot.node_id for slot in late.slots()} == {node.node_id}
+    finally:
+        late.shutdown()
+        cluster.remove_node(node)

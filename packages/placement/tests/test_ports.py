@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leased ports: held against everybody, usable by the server they are for; and the agents that hold them."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import NodeAgent, PlacementTimeoutError, PortUnavailableError, RayVirtualCluster, lease_ports
+
+# Other processes on this machine may run these tests too.
+LOW = 20000 + os.getpid() % 1000 * 10
+RANGE = {"low": LOW, "high": LOW + 3}
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([2], use_gpus=False) as made:
+        yield made
+
+
+@pytest.fixture
+def slots(cluster):
+    return cluster.slots()
+
+
+@pytest.fixture
+def agent(slots):
+    return NodeAgent(slots[0].node_id)
+
+
+def bind(port, *, reuse=False):
+    """Bind and listen, as a server would."""
+    with contextlib.closing(socket.socket()) as server:
+        if reuse:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+        server.listen()
+
+
+def kill_agent(slots, eventually):
+    name = f"fairlead-agent-{ray.get_runtime_context().get_job_id()}-{slots[0].node_id}"
+    ray.kill(ray.get_actor(name))
+
+    def gone():
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name) is None
+        return True
+
+    assert eventually(gone)
+
+
+def test_a_leased_port_is_held(slots, agent):
+    """While it is leased nobody can bind the port plainly and no other lease gets it; afterwards both can."""
+    ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    assert (lease.port, lease.address, lease.node_id) == (LOW, slots[0].node_ip, slots[0].node_id)
+    assert agent.leased() == [LOW]
+    with pytest.raises(OSError, match="Address already in use"):
+        bind(LOW)
+    with pytest.raises(PortUnavailableError):
+        lease_ports(slots[:1], low=LOW, high=LOW)
+    lease.release()
+    bind(LOW)
+    with lease_ports(slots[:1], low=LOW, high=LOW)[0][0]:
+        assert agent.leased() == [LOW]
+    assert agent.leased() == []
+
+
+def test_the_server_it_is_for_can_listen(slots, run_script):
+    """A server that sets SO_REUSEADDR, in another process, listens and is reached while the port is leased."""
+    with lease_ports(slots[:1], **RANGE)[0][0] as lease:
+        out = run_script(f"""
+            import socket
+            server = socket.socket()
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("", {lease.port}))
+            server.listen()
+            client = socket.create_connection(("{lease.address}", {lease.port}), timeout=5)
+            accepted, _ = server.accept()
+            accepted.sendall(b"reached")
+            print(client.recv(7).decode())
+            client.close()  # first: the side that closes first blocks its port for a while
+            accepted.recv(1)
+            """)
+        assert out == "reached\n"
+
+
+def test_counts(slots):
+    """Each slot gets as many ports as asked, all different, and each node is asked once."""
+    leases = lease_ports(slots, count=2, **RANGE)
+    try:
+        assert [len(of_slot) for of_slot in leases] == [2, 2]
+        assert sorted(lease.port for of_slot in leases for lease in of_slot) == list(range(LOW, LOW + 4))
+    finally:
+        for lease in (*leases[0], *leases[1]):
+            lease.release()
+    assert lease_ports([]) == ()
+
+
+def test_a_range_that_is_used_up(slots, agent):
+    """Too few ports is an error that counts who has them; nothing stays leased for it."""
+    with contextlib.closing(socket.socket()) as other, lease_ports(slots[:1], low=LOW + 1, high=LOW + 1)[0][0]:
+        other.bind(("", LOW))
+        with pytest.raises(PortUnavailableError) as caught:
+            lease_ports(slots, count=2, **RANGE)
+        assert agent.leased() == [LOW + 1]
+        error = caught.value
+        assert (error.count, error.low, error.high, error.leased, error.in_use) == (4, LOW, LOW + 3, 1, 1)
+        assert str(error) == (
+            f"4 port(s) in {LOW}-{LOW + 3} were asked for on {slots[0].node_ip}, but of these 4 ports 1 are leased by "
+            "this job's agent and 1 are, or were a moment ago, bound by other processes. Release leases (shut groups "
+            "and clusters down) or give a wider range (port_range_low, port_range_high)."
+        )
+
+
+def test_releasing_twice(slots, agent):
+    """A second release does nothing, even when the port has been leased by somebody else since."""
+    ((mine,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    mine.release()
+    mine.release()
+    ((theirs,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    mine.release()
+    assert agent.leased() == [LOW]
+    theirs.release()
+
+
+def test_a_cluster_leases_until_shutdown(local_ray, agent):
+    """The cluster's methods give a new port of its range each time, all of them held until shutdown."""
+    own = {"port_range_low": LOW, "port_range_high": LOW + 3}
+    with RayVirtualCluster([1, 2], use_gpus=False, **own) as cluster:
+        ip = cluster.slots()[0].node_ip
+        pairs = [cluster.get_master_address_and_port(), cluster.get_available_address_and_port(1, 1)]
+        pairs += cluster.get_available_addresses_and_ports_batch([(0, 0), (1, 0)])
+        assert sorted(pairs) == [(ip, port) for port in range(LOW, LOW + 4)]
+        assert agent.leased() == list(range(LOW, LOW + 4))
+        with pytest.raises(PortUnavailableError):
+            cluster.get_master_address_and_port()
+        for pair, message in (
+            ((2, 0), "placement group 2 of 2: valid are 0 to 1"),
+            ((-1, 0), "placement group -1 of 2"),
+            ((0, 1), "placement group 0 has no bundle 1"),
+        ):
+            with pytest.raises(IndexError, match=message):
+                cluster.get_available_address_and_port(*pair)
+    assert agent.leased() == []
+
+
+def test_two_drivers(slots, start_script, eventually):
+    """Leases of two drivers on one node are distinct, and a driver's leases end with it."""
+    ((mine,),) = lease_ports(slots[:1], **RANGE)
+    address = ray.get_runtime_context().gcs_address
+    other = start_script(f"""
+        import ray
+        from fairlead_placement import RayVirtualCluster
+        ray.init("{address}", logging_level="error")
+        cluster = RayVirtualCluster([1], use_gpus=False, port_range_low={LOW}, port_range_high={LOW + 3}).reserve()
+        print(sorted(cluster.get_available_addresses_and_ports_batch([(0, 0)] * 3)))
+        input()
+        """)
+    theirs = [port for _, port in eval(other.line())]
+
+    assert sorted([mine.port, *theirs]) == list(range(LOW, LOW + 4))
+    with pytest.raises(PortUnavailableError):
+        lease_ports(slots[:1], **RANGE)
+    other.finish()
+
+    def free():
+        with contextlib.suppress(PortUnavailableError):
+            for lease in lease_ports(slots[:1], count=3, **RANGE)[0]:
+                lease.release()
+            return True
+
+    assert eventually(free)
+    mine.release()
+
+
+def test_a_killed_agent(slots, agent, eventually):
+    """When an agent dies its leases are gone, the next request makes a new one, and old leases release nothing."""
+    ((old,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    kill_agent(slots, eventually)
+    assert eventually(lambda: not lease_ports(slots[:1], low=LOW, high=LOW)[0][0].release())
+    ((new,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    old.release()
+    assert agent.leased() == [LOW]
+    new.release()
+
+
+def test_a_killed_agent_and_many_threads(slots, agent, eventually):
+    """Threads that all meet the dead agent share the new one: it stays, and every lease with it."""
+    agent.leased()
+    kill_agent(slots, eventually)
+    leases = []
+    threads = [threading.Thread(target=lambda: leases.extend(agent.lease(1, LOW, LOW + 9)[0])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    time.sleep(1)  # an agent whose handle is dropped ends a moment later
+    assert len(agent.leased()) == len(leases) == 8
+    agent.release([lease_id for _, lease_id in leases])
+
+
+def test_run(agent):
+    """A function runs on the node, in another process, and its result comes back."""
+    assert agent.run(lambda a, b: (a + b, os.getpid() != 0), 1, 2) == (3, True)
+    assert agent.run(os.getpid) != os.getpid()
+
+
+def test_slow_functions_block_nobody(agent):
+    """Other requests are answered while a function runs; a deadline ends the wait for it."""
+    slow = threading.Thread(target=agent.run, args=(time.sleep, 2))
+    slow.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert agent.leased() == []
+    with pytest.raises(PlacementTimeoutError, match=r"did not answer 'run' within 0.2 s"):
+        agent.run(time.sleep, 1, timeout_s=0.2)
+    assert time.monotonic() - began < 1
+    assert slow.is_alive()
+    slow.join()
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ray.exceptions.ActorDiedError(), ray.exceptions.GetTimeoutError("t")])
+def test_errors_of_functions(agent, tmp_path, error):
+    """What a function raises is raised, once, also when it looks like trouble with the agent."""
+    calls = tmp_path / "calls"
+
+    def fail():
+        with calls.open("a") as file:
+            file.write("x")
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        agent.run(fail)
+    assert isinstance(caught.value, ray.exceptions.RayTaskError)
+    assert calls.read_text() == "x"

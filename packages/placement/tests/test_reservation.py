@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reserving on one node of 16 CPUs and 4 GPUs: slots, waiting, giving back."""
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def groups_there():
+    return {i: row for i, row in placement_group_table().items() if row["state"] != "REMOVED"}
+
+
+def in_bundle(slot):
+    return PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle_index)
+
+
+@contextlib.contextmanager
+def held(bundles, name="", **options):
+    """A placement group of somebody else's."""
+    group = placement_group(bundles, name=name, **options)
+    ray.get(group.ready())
+    yield group
+    remove_placement_group(group)
+
+
+def test_slots():
+    """A slot says where it is and what one worker there asks for; its bundle is pinned to its node."""
+    (here,) = ray.nodes()
+    with RayVirtualCluster([2, 0, 3], use_gpus=False, name="facts") as cluster:
+        slots = cluster.slots()
+        assert [(s.node_idx, s.bundle_index, s.node_rank, s.local_rank) for s in slots] == [
+            (0, 0, 0, 0),
+            (0, 1, 0, 1),
+            (2, 0, 0, 2),
+            (2, 1, 0, 3),
+            (2, 2, 0, 4),
+        ]
+        assert {(s.node_id, s.node_ip) for s in slots} == {(here["NodeID"], here["NodeManagerAddress"])}
+        for slot in slots:
+            assert slot.worker_resources == {"CPU": 1.0}
+            assert (slot.accelerator_ids, slot.capacity, slot.env) == ((), 1, {})
+            assert slot.labels["ray.io/node-id"] == here["NodeID"]
+        assert repr(cluster).endswith("reserved)")
+
+        groups = cluster.get_placement_groups()
+        assert [slot.placement_group for slot in slots] == [groups[0]] * 2 + [groups[1]] * 3
+        for group, count in zip(groups, (2, 3), strict=True):
+            row = placement_group_table(group)
+            assert row["name"].startswith("facts-")
+            assert list(row["bundles"].values()) == [{"CPU": 1.0}] * count
+            assert set(row["bundles_to_node_id"].values()) == {here["NodeID"]}
+    assert groups_there() == {}
+
+
+def test_bundles_are_pinned(monkeypatch):
+    """Every bundle is asked for with the id of its node, so that Ray parks the group if the node is lost."""
+    asked = []
+
+    def recording(bundles, **options):
+        asked.append((bundles, options))
+        return placement_group(bundles, **options)
+
+    monkeypatch.setattr("fairlead_placement._reservation.placement_group", recording)
+    with RayVirtualCluster([1, 2], use_gpus=False):
+        pass
+
+    pin = {"ray.io/node-id": ray.nodes()[0]["NodeID"]}
+    assert [(bundles, options["bundle_label_selector"]) for bundles, options in asked] == [
+        ([{"CPU": 1.0}], [pin]),
+        ([{"CPU": 1.0}] * 2, [pin, pin]),
+    ]
+
+
+def test_slots_are_values():
+    """A slot can be hashed, compared and sent."""
+    with RayVirtualCluster([2], use_gpus=False) as cluster:
+        one, other = cluster.slots()
+        assert {one, other, pickle.loads(pickle.dumps(one))} == {one, other}
+
+
+def test_accelerator_ids():
+    """A slot names the GPUs that a process in its bundle really gets; slots are in ascending order of them."""
+    first = RayVirtualCluster([1]).reserve()
+    with RayVirtualCluster([1]):
+        first.shutdown()  # leaves a gap, so what is free is not a run
+        with RayVirtualCluster([2], max_colocated_worker_groups=2) as cluster:
+
+            @ray.remote(num_cpus=1, num_gpus=0.5)
+            def seen():
+                return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+            slots = cluster.slots()
+            asked = [seen.options(scheduling_strategy=in_bundle(slot)).remote() for slot in slots]
+            assert ray.get(asked) == [slot.accelerator_ids for slot in slots]
+            ids = [int(one) for slot in slots for one in slot.accelerator_ids]
+            assert ids == sorted(set(ids))
+            assert len(ids) == 2
+
+
+def test_slots_of_two_logical_nodes_on_one_node():
+    """On a shared node slots are ordered by accelerator, and local ranks run through."""
+    with RayVirtualCluster([2, 2]) as cluster:
+        slots = cluster.slots()
+        assert [slot.accelerator_ids for slot in slots] == [("0",), ("1",), ("2",), ("3",)]
+        assert [slot.local_rank for slot in slots] == [0, 1, 2, 3]
+        assert sorted(slot.node_idx for slot in slots) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("groups", "share"), [(3, 0.3333), (6, 0.1666), (7, 0.1428)])
+def test_shares(groups, share):
+    """As many workers as may share a slot all start when each asks for its share, also of a GPU that does not divide
+    evenly."""
+
+    class Worker:
+        def gpu(self):
+            return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    with RayVirtualCluster([1], max_colocated_worker_groups=groups) as cluster:
+        (slot,) = cluster.slots()
+        assert slot.worker_resources == {"CPU": 1.0, "GPU": share}
+        assert slot.capacity == groups
+        options = {
+            "num_cpus": slot.worker_resources["CPU"],
+            "num_gpus": slot.worker_resources["GPU"],
+            "scheduling_strategy": in_bundle(slot),
+        }
+        workers = [ray.remote(Worker).options(**options).remote() for _ in range(groups)]
+        assert ray.get([worker.gpu.remote() for worker in workers], timeout=60) == [slot.accelerator_ids] * groups
+
+
+def test_constraints():
+    """`node_resource_constraints` are held besides; a resource no node has can never fit."""
+    with pytest.raises(ResourceInsufficientError, match="1 CPU, 1 tape"):
+        RayVirtualCluster([1], use_gpus=False, node_resource_constraints=[{"tape": 1}]).reserve()
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_PACK"])
+def test_strategies(strategy):
+    """Strategies that allow it put several bundles on one node."""
+    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy=strategy) as cluster:
+        assert len(cluster.slots()) == 3
+
+
+def test_unified():
+    """Unified is one group with every logical node on its own physical node; one node holds one logical node."""
+    with RayVirtualCluster([0, 2], use_gpus=False).reserve(unified=True) as cluster:
+        assert [(slot.node_idx, slot.bundle_index) for slot in cluster.slots()] == [(1, 0), (1, 1)]
+        assert len(cluster.get_placement_groups()) == 1
+    with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
+        RayVirtualCluster([2, 2], use_gpus=False).reserve(unified=True)
+    with pytest.raises(ResourceInsufficientError, match="cannot hold 2 bundles in 1 logical node"):
+        RayVirtualCluster([2], use_gpus=False, placement_group_strategy="STRICT_SPREAD").reserve()
+
+
+def test_reserving_twice():
+    """Reserving again changes nothing; with another `unified` it is refused; after shutdown it starts anew."""
+    cluster = RayVirtualCluster([2], use_gpus=False, name="twice").reserve()
+    (group,) = cluster.get_placement_groups()
+    assert cluster.reserve() is cluster
+    assert cluster.get_placement_groups() == [group]
+    with pytest.raises(PlacementError, match=r"name='twice', reserved\) is reserved with unified=False; shutdown\(\)"):
+        cluster.reserve(unified=True)
+    cluster.shutdown()
+    cluster.reserve(unified=True)
+    assert cluster.get_placement_groups() != [group]
+    assert cluster.shutdown() is cluster.shutdown() is True
+
+
+def test_empty():
+    """A cluster that uses none of its nodes reserves nothing."""
+    for unified in (False, True):
+        with RayVirtualCluster([0, 0]).reserve(unified=unified) as cluster:
+            assert (cluster.world_size(), cluster.slots(), cluster.get_placement_groups()) == (0, (), [])
+            with pytest.raises(PlacementError, match="has no slot"):
+                cluster.get_master_address_and_port()
+
+
+def test_never_fits():
+    """What cannot fit even when the node is idle is refused in under two seconds, with what was asked and found."""
+    with held([{"CPU": 3}]):
+        began = time.monotonic()
+        with pytest.raises(ResourceInsufficientError) as caught:
+            RayVirtualCluster([2, 5, 5, 1]).reserve()
+        assert time.monotonic() - began < 2
+    message = str(caught.value)
+    for part in (
+        "cannot hold 13 bundles in 4 logical node(s), even when it is idle",
+        "wait for nodes that are joining (wait_for_nodes_s)",
+        "│ 0            │ 2       │ 1 CPU, 1 GPU │ STRICT_PACK │",
+        "│ 1 to 2       │ 5 ",
+        "16 CPU, 4 GPU │ 13 CPU, 4 GPU │",
+    ):
+        assert part in message, message
+    assert groups_there() == {}
+
+
+def test_taken():
+    """What others hold is waited for until the deadline; the error then names the holder, and nothing is left."""
+    with held([{"CPU": 12}, {"CPU": 1}, {"CPU": 1}], name="other[/people]") as group:
+        for timeout_s in (0.0, 0.7):
+            began = time.monotonic()
+            with pytest.raises(PlacementTimeoutError) as caught:
+                RayVirtualCluster([4], use_gpus=False, reserve_timeout_s=timeout_s).reserve()
+            assert timeout_s <= time.monotonic() - began < timeout_s + 0.5
+            assert list(groups_there()) == [group.id.hex()]
+    message = str(caught.value)
+    assert isinstance(caught.value, TimeoutError)
+    assert message.startswith("Waited 0.7 s: the request would fit on these nodes, but others hold what it needs")
+    assert "wait longer (reserve_timeout_s)" in message
+    assert "other[/people]" in message
+    # The cell is wrapped.
+    words = " ".join(message.replace("│", " ").split())
+    for part in (group.id.hex()[:8], ray.get_runtime_context().get_job_id(), "1 x 12 CPU", "2 x 1 CPU", "16 CPU"):
+        assert part in words
+
+
+def test_what_ray_cannot_place_is_given_back():
+    """GPUs may be free in sum but not as a whole: the group that Ray does not place is removed before the error."""
+    with held([{"GPU": 0.6}] * 4) as group:
+        with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
+            RayVirtualCluster([1], reserve_timeout_s=0.5).reserve()
+        assert list(groups_there()) == [group.id.hex()]
+
+
+def test_nothing_is_left_when_ids_are_not_told(monkeypatch):
+    """A reservation that fails after Ray has placed it is given back too."""
+    monkeypatch.setattr("fairlead_placement._cluster.read_nodes", lambda: ())
+    with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
+        RayVirtualCluster([1], use_gpus=False).reserve()
+    assert groups_there() == {}
+
+
+def test_a_waiter_is_served():
+    """Whoever waits gets the resources when another cluster is shut down."""
+    first = RayVirtualCluster([16], use_gpus=False).reserve()
+    second = RayVirtualCluster([10], use_gpus=False, reserve_timeout_s=30)
+    waiter = threading.Thread(target=second.reserve)
+    waiter.start()
+    time.sleep(0.3)
+    assert waiter.is_alive()
+    first.shutdown()
+    waiter.join(timeout=20)
+    assert len(second.slots()) == 10
+    second.shutdown()
+
+
+@pytest.mark.parametrize("bundles", [[{"CPU": 16}], [{"GPU": 0.6}] * 4], ids=["waiting", "placing"])
+def test_interrupted(bundles):
+    """An interrupt ends the wait at once and leaves nothing, also while Ray is asked to place a group."""
+    with held(bundles) as group:
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            RayVirtualCluster([1], reserve_timeout_s=60).reserve()
+        assert time.monotonic() - began < 5
+        timer.join()
+        assert list(groups_there()) == [group.id.hex()]
+
+
+def test_side_by_side():
+    """Two clusters of one name, or of none, hold groups of different names."""
+    for name in ("same", ""):
+        with RayVirtualCluster([1], use_gpus=False, name=name), RayVirtualCluster([1], use_gpus=False, name=name):
+            names = [row["name"] for row in groups_there().values()]
+            assert len(set(names)) == 2
+            assert all(one.startswith(f"{name or 'fairlead'}-0-") for one in names)
+
+
+def test_shutdown_returns_the_resources():
+    """After shutdown Ray has the resources, however short a time they were held, and whatever still ran there."""
+    for held_s in (0, 0, 0, 0.02, 0.1):
+        with RayVirtualCluster([4, 8], use_gpus=False):
+            time.sleep(held_s)
+        assert ray.available_resources()["CPU"] == 16
+    with RayVirtualCluster([16], use_gpus=False) as cluster:
+
+        @ray.remote(num_cpus=1)
+        def sleep():
+            time.sleep(600)
+
+        for slot in cluster.slots()[:2]:
+            sleep.options(scheduling_strategy=in_bundle(slot)).remote()
+        time.sleep(1)
+    assert ray.available_resources()["CPU"] == 16
+    began = time.monotonic()
+    RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=0.0).reserve().shutdown()
+    assert time.monotonic() - began < 5
+
+
+def test_an_error_inside_gives_back():
+    """The context manager gives everything back when its body fails, and hides no error."""
+
+    def use(cluster):
+        cluster.get_master_address_and_port()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), RayVirtualCluster([1], use_gpus=False) as cluster:
+        use(cluster)
+    assert groups_there() == {}
+
+
+def test_forgotten(eventually):
+    """A cluster that nobody refers to any more gives its bundles back."""
+    RayVirtualCluster([2], use_gpus=False).reserve()
+    gc.collect()
+    assert eventually(lambda: not groups_there())
+
+    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
+    cluster.myself = cluster
+    del cluster
+    assert len(groups_there()) == 1
+    gc.collect()
+    assert eventually(lambda: not groups_there())
