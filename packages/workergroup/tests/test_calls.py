@@ -535,6 +535,7 @@ def test_a_killed_worker(cluster, capsys):
     """A lost worker is a WorkerFailureError that says who and where, soon after; later calls are refused at once."""
     with RayWorkerGroup(cluster, RayWorkerBuilder(Recorder), sharding_annotations=AXES) as group:
         future = group.run_all_workers_single_data("rank")
+        ray.wait(future, num_returns=8)
         group.run_single_worker_single_data("die", 3)
         began = time.monotonic()
         with pytest.raises(WorkerFailureError, match=r"rank 3 \(dp=0, tp=3\) on node .*: killed") as caught:

@@ -2,21 +2,18 @@
 """A group of workers: one process per slot, called by rank or along named axes."""
 
 import dataclasses
-import logging
 import math
-import sys
 import threading
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
 
-from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, Slot, SlotClaim, claim_slots, lease_ports
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 
 from ._arguments import Arguments
@@ -24,9 +21,10 @@ from ._builder import RayWorkerBuilder
 from ._classic import ClassicCalls
 from ._environment import check_env_vars
 from ._failures import WorkerFacts
-from ._places import Place, lay_out
+from ._held import Held, forgotten
+from ._places import lay_out
 from ._ray_private import actor_id_of, dead_actors, object_sizes
-from ._shutdown import clean_up, kill_and_wait
+from ._shutdown import clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._submit import Column, submit
@@ -34,47 +32,6 @@ from ._worker_class import check_python, describe_class
 from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Held:
-    """What has to be given back. Apart from the group, so that its finalizer does not keep it alive."""
-
-    claim: SlotClaim | None = None
-    lease: PortLease | None = None
-    workers: list[Any] = field(default_factory=list)
-    processes: list[tuple[str, int, int]] = field(default_factory=list)
-    constants: list[ObjectRef] = field(default_factory=list)
-
-    def give_back(self) -> bool:
-        """End the workers, then release what they stood on; whether all went well."""
-        workers, processes = list(self.workers), list(self.processes)
-        self.workers.clear()
-        self.processes.clear()
-        self.constants.clear()
-        ended = True
-        try:
-            if ray.is_initialized():
-                ended = kill_and_wait(workers, processes)
-                if self.lease is not None:
-                    self.lease.release()
-        except (ray.exceptions.RayError, PlacementError) as error:
-            logger.warning("giving a worker group back: %s", error)
-            ended = False
-        finally:
-            self.lease = None
-            if self.claim is not None:
-                self.claim.release()
-                self.claim = None
-        return ended
-
-
-def _forgotten(held: _Held) -> None:
-    """The safety net under a group nobody shut down; at interpreter exit Ray ends the workers itself."""
-    if not sys.is_finalizing():
-        held.give_back()
 
 
 class RayWorkerGroup(ClassicCalls):
@@ -150,15 +107,15 @@ class RayWorkerGroup(ClassicCalls):
         self._lost: dict[int, WorkerFailure] = {}
         self._shut: bool | None = None
 
-        self._held = _Held(claim=claim_slots([place.slot for place in places], prefix, group=self))
-        self._finalizer = weakref.finalize(self, _forgotten, self._held)
+        self._held = Held(claim=claim_slots([place.slot for place in places], prefix, group=self))
+        self._finalizer = weakref.finalize(self, forgotten, self._held)
         try:
             nodes = [place.slot.node_id for place in places]
             if python is not None:
                 check_python(python, nodes, timeout_s=start_timeout_s)
             self._class = describe_class(
                 builder.worker,
-                asks=[_configure_ask(place, slots, cluster) for place in places],
+                asks=[place.configure_ask(getattr(cluster, "num_gpus_per_node", None)) for place in places],
                 node_id=nodes[0],
                 runtime_env={"py_executable": python} if python is not None else None,
                 timeout_s=start_timeout_s,
@@ -199,7 +156,7 @@ class RayWorkerGroup(ClassicCalls):
         answers = wait_started(started, plans, name=self.name_prefix or self._class.name, timeout_s=timeout_s)
         self._held.processes = [(a["node_id"], a["pid"], a["started"]) for a in answers]
         self.workers = list(self._held.workers)
-        self.worker_metadata = [_metadata(place) for place in self._places]
+        self.worker_metadata = [place.metadata() for place in self._places]
         for plan, answer, actor in zip(plans, answers, self.workers, strict=True):
             self._facts[actor_id_of(actor)] = dataclasses.replace(plan.facts, pid=answer["pid"])
 
@@ -320,28 +277,3 @@ def _sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
     if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
         raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
     return given
-
-
-def _configure_ask(place: Place, slots: Sequence[Slot], cluster: Any) -> dict[str, Any]:
-    """What `configure_worker` is asked for one worker."""
-    here = sum(slot.node_id == place.slot.node_id for slot in slots)
-    return {
-        "num_gpus": place.slot.worker_resources.get("GPU", 0),
-        # Only the first worker of a tied group answers for its bundles.
-        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
-        "num_gpus_per_node": getattr(cluster, "num_gpus_per_node", here),
-    }
-
-
-def _metadata(place: Place) -> dict[str, Any]:
-    return {
-        "node_idx": place.slot.node_idx,
-        "local_rank": place.tied_rank,
-        "global_rank": place.rank,
-        "name": place.name,
-        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
-        "dp_shard_idx": place.tied_group,
-        "bundle_index": place.slot.bundle_index,
-        "node_id": place.slot.node_id,
-        "state": "alive",
-    }

@@ -36,6 +36,29 @@ class Place:
     local_rank: int
     local_world_size: int
 
+    def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
+        """What the class's `configure_worker` is asked for this worker."""
+        return {
+            "num_gpus": self.slot.worker_resources.get("GPU", 0),
+            # Only the first worker of a tied group answers for its bundles.
+            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
+            "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        """What users see of it in `worker_metadata`."""
+        return {
+            "node_idx": self.slot.node_idx,
+            "local_rank": self.tied_rank,
+            "global_rank": self.rank,
+            "name": self.name,
+            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
+            "dp_shard_idx": self.tied_group,
+            "bundle_index": self.slot.bundle_index,
+            "node_id": self.slot.node_id,
+            "state": "alive",
+        }
+
 
 def lay_out(
     slots: Sequence[Slot],

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group holds and has to give back."""
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from fairlead_placement import PlacementError, PortLease, SlotClaim
+
+from ._shutdown import kill_and_wait
+
+__all__ = ["Held", "forgotten"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Held:
+    """Apart from the group, so that the group's finalizer does not keep it alive."""
+
+    claim: SlotClaim | None = None
+    lease: PortLease | None = None
+    workers: list[Any] = field(default_factory=list)
+    processes: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: list[ObjectRef] = field(default_factory=list)
+
+    def give_back(self) -> bool:
+        """End the workers, then release what they stood on; whether all went well."""
+        workers, processes = list(self.workers), list(self.processes)
+        self.workers.clear()
+        self.processes.clear()
+        self.constants.clear()
+        ended = True
+        try:
+            if ray.is_initialized():
+                ended = kill_and_wait(workers, processes)
+                if self.lease is not None:
+                    self.lease.release()
+        except (ray.exceptions.RayError, PlacementError) as error:
+            logger.warning("giving a worker group back: %s", error)
+            ended = False
+        finally:
+            self.lease = None
+            if self.claim is not None:
+                self.claim.release()
+                self.claim = None
+        return ended
+
+
+def forgotten(held: Held) -> None:
+    """The safety net under a group nobody shut down; at interpreter exit Ray ends the workers itself."""
+    if not sys.is_finalizing():
+        held.give_back()
