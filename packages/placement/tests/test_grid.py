@@ -136,7 +136,8 @@ def test_notebook(monkeypatch):
     """A notebook shows the same as HTML, with the groups that live on the cluster; names are text, not markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
-    monkeypatch.setattr(cluster, "_slots", slots)
+    monkeypatch.setattr(cluster._holding, "slots", slots)
+    monkeypatch.setattr(cluster._holding, "reserved", True)
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)
 

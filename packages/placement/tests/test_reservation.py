@@ -73,7 +73,7 @@ def test_bundles_are_pinned(monkeypatch):
         asked.append((bundles, options))
         return placement_group(bundles, **options)
 
-    monkeypatch.setattr("fairlead_placement._reservation.placement_group", recording)
+    monkeypatch.setattr("fairlead_placement._groups.placement_group", recording)
     with RayVirtualCluster([1, 2], use_gpus=False):
         pass
 
@@ -237,7 +237,7 @@ def test_what_ray_cannot_place_is_given_back():
 
 def test_nothing_is_left_when_ids_are_not_told(monkeypatch):
     """A reservation that fails after Ray has placed it is given back too."""
-    monkeypatch.setattr("fairlead_placement._cluster.read_nodes", lambda: ())
+    monkeypatch.setattr("fairlead_placement._holding.read_nodes", lambda: ())
     with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
         RayVirtualCluster([1], use_gpus=False).reserve()
     assert groups_there() == {}

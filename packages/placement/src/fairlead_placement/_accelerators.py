@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ._reservation import Reserved
+from ._groups import Reserved
 from .exceptions import PlacementTimeoutError
 
 __all__ = ["accelerator_ids"]

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A part of a Ray cluster, reserved as if it were a cluster of its own."""
 
-import contextlib
-import math
-import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -14,46 +10,19 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
-from ._accelerators import accelerator_ids
+from ._checks import checked_constraints, checked_counts, checked_positive, checked_seconds
 from ._grid import counted, draw
-from ._inventory import read_nodes
+from ._holding import Holding, forgotten
 from ._occupancy import groups_on
-from ._planner import PRECISION, STRATEGIES, Ask, Node
-from ._ports import PORT_HIGH, PORT_LOW, PortLease, check_range, lease_ports
+from ._planner import STRATEGIES, Ask
+from ._ports import PORT_HIGH, PORT_LOW, check_range
 from ._render import as_html
-from ._reservation import Reserved, remove, reserve
+from ._report import Report
+from ._reservation import examine
 from ._slot import Slot
 from .exceptions import PlacementError
 
 __all__ = ["RayVirtualCluster"]
-
-
-@dataclass
-class _Held:
-    """What has to be given back. Apart from the cluster, so that its finalizer does not keep it alive."""
-
-    groups: list[PlacementGroup] = field(default_factory=list)
-    leases: list[PortLease] = field(default_factory=list)
-
-    def give_back(self) -> bool:
-        groups, leases = list(self.groups), list(self.leases)
-        self.groups.clear()
-        self.leases.clear()
-        if not ray.is_initialized():
-            return True  # Ray ended, and with it everything that was held
-        try:
-            for lease in leases:
-                lease.release()
-        finally:
-            returned = remove(groups)
-        return returned
-
-
-def _forgotten(held: _Held) -> None:
-    """The safety net under a cluster nobody shut down; at interpreter exit Ray has ended or ends anyway."""
-    if not sys.is_finalizing():
-        with contextlib.suppress(PlacementError, ray.exceptions.RayError):
-            held.give_back()
 
 
 class RayVirtualCluster:
@@ -101,48 +70,51 @@ class RayVirtualCluster:
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        self._counts = _counts(bundle_ct_per_node_list)
+        self._counts = checked_counts(bundle_ct_per_node_list)
         if placement_group_strategy not in STRATEGIES:
             raise ValueError(
                 f"placement_group_strategy must be one of {list(STRATEGIES)}, got {placement_group_strategy!r}"
             )
-        _positive("num_gpus_per_node", num_gpus_per_node)
-        _positive("max_colocated_worker_groups", max_colocated_worker_groups)
-        for what, seconds in (
-            ("reserve_timeout_s", reserve_timeout_s),
-            ("wait_for_nodes_s", wait_for_nodes_s),
-        ):
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"{what} must be a number of seconds, 0 or more and finite, got {seconds!r}")
+        checked_positive("num_gpus_per_node", num_gpus_per_node)
+        checked_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         self._ports = (
             PORT_LOW if port_range_low is None else port_range_low,
             PORT_HIGH if port_range_high is None else port_range_high,
         )
         check_range(*self._ports)
-        self._capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self._extras = _constraints(node_resource_constraints, len(self._counts))
-        self._strategy = placement_group_strategy
-        self._reserve_timeout_s = reserve_timeout_s
-        self._wait_for_nodes_s = wait_for_nodes_s
         self.use_gpus = use_gpus
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
-        self._reserved: tuple[Reserved, ...] | None = None
-        self._unified = False
-        self._slots: tuple[Slot, ...] = ()
-        self._held = _Held()
-        self._finalizer = weakref.finalize(self, _forgotten, self._held)
+        capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
+        bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
+        extras = checked_constraints(node_resource_constraints, len(self._counts))
+        asks = [
+            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy)  # type: ignore[arg-type]
+            for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
+            if count > 0
+        ]
+        self._holding = Holding(
+            asks,
+            name=name,
+            capacity=capacity,
+            timeout_s=checked_seconds("reserve_timeout_s", reserve_timeout_s),
+            wait_for_nodes_s=checked_seconds("wait_for_nodes_s", wait_for_nodes_s),
+        )
+        self._parent: RayVirtualCluster | None = None
+        self._places: tuple[int, ...] | None = None
+        self._finalizer = weakref.finalize(self, forgotten, self._holding)
 
     def __repr__(self) -> str:
-        state = "not reserved" if self._reserved is None else "reserved"
+        state = "reserved" if self._holding.reserved else "not reserved"
         kind = "GPU" if self.use_gpus else "CPU"
-        return f"RayVirtualCluster({list(self._counts)}, {kind}, name={self.name!r}, {state})"
+        what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
+        return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
 
     @property
     def max_colocated_worker_groups(self) -> int:
         """How many worker groups may share a slot."""
-        return self._capacity
+        return self._holding.capacity
 
     def world_size(self) -> int:
         """Bundles in all. Reserves nothing."""
@@ -151,6 +123,17 @@ class RayVirtualCluster:
     def node_count(self) -> int:
         """Logical nodes in use. Reserves nothing."""
         return sum(count > 0 for count in self._counts)
+
+    def explain(self, *, unified: bool = False) -> Report:
+        """What would become of a reservation now: whether it fits, where it would go, and who holds what is missing.
+
+        Reserves nothing; of a cluster that is reserved it tells about a second one like it.
+
+        Raises:
+            PlacementError: Ray is not running.
+        """
+        self._check_running()
+        return examine(self._holding.asks, unified=unified)
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
         """Reserve now, if that has not been done.
@@ -165,51 +148,109 @@ class RayVirtualCluster:
         Raises:
             ResourceInsufficientError: the nodes cannot hold it even when idle.
             PlacementTimeoutError: others held what it needs until the deadline.
-            PlacementError: it is reserved already with another `unified`, or Ray is not running.
+            PlacementError: it is reserved already with another `unified`; Ray is not running; or this is a view of a
+                cluster that has been shut down.
         """
-        if self._reserved is not None:
-            if unified != self._unified:
+        if self._holding.reserved:
+            if unified != self._holding.unified:
                 raise PlacementError(
-                    f"{self!r} is reserved with unified={self._unified}; shutdown() it before it is reserved "
+                    f"{self!r} is reserved with unified={self._holding.unified}; shutdown() it before it is reserved "
                     f"with unified={unified}"
                 )
             return self
+        if self._parent is not None:
+            raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
+        self._check_running()
+        self._holding.reserve(unified=unified)
+        return self
+
+    def _check_running(self) -> None:
         if not ray.is_initialized():
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-        reserved = reserve(
-            self._asks(),
-            name=self.name,
-            unified=unified,
-            timeout_s=self._reserve_timeout_s,
-            wait_for_nodes_s=self._wait_for_nodes_s,
-        )
-        self._held.groups.extend(one.group for one in reserved)
-        try:
-            ids = accelerator_ids(reserved, timeout_s=max(self._reserve_timeout_s, 30.0))
-            self._slots = _slots_of(reserved, ids, read_nodes(), self._capacity)
-        except BaseException:
-            self._held.give_back()
-            raise
-        self._reserved = reserved
-        self._unified = unified
-        return self
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups, one per logical node in use (one in all when unified). Reserves."""
-        self.slots()
-        return list(self._held.groups)
+        mine = {slot.placement_group.id for slot in self.slots()}
+        return [group for group in self._holding.groups if group.id in mine]
 
     def slots(self) -> tuple[Slot, ...]:
-        """The bundles in physical order: by topology domain, node, accelerator id. Reserves."""
-        if self._reserved is None:
+        """The bundles in physical order: by topology domain, node, accelerator id. Reserves.
+
+        A slot that has replaced a lost one stands at its place.
+        """
+        if not self._holding.reserved:
             self.reserve()
-        return self._slots
+        slots = self._holding.slots
+        return slots if self._places is None else tuple(slots[at] for at in self._places)
+
+    def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
+        """Reserve anew what was on nodes that are gone, on other nodes; survivors and their slots are not touched.
+
+        Bundles are pinned, so the groups of a lost node are parked, their other bundles stay usable, and other
+        reservations are not held up. A group is removed when all its bundles are replaced.
+
+        Args:
+            timeout_s: how long to wait for room, also on nodes that are still to join.
+
+        Returns:
+            The new slots, which stand in `slots()` at the places of the lost ones; nothing when no node is lost, so
+            that it can be asked for again.
+
+        Raises:
+            ResourceInsufficientError, PlacementTimeoutError: there was no room; nothing has changed.
+        """
+        checked_seconds("timeout_s", timeout_s)
+        self.slots()
+        new = self._holding.replace_lost(timeout_s=timeout_s)
+        return tuple(slot for slot in new if slot in self.slots())
+
+    def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
+        """Views over the same reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
+
+        A view is a cluster without a reservation of its own: its `shutdown` gives nothing back.
+
+        Raises:
+            ValueError: sizes that are not positive, or are not the whole cluster together.
+        """
+        for size in sizes:
+            checked_positive("a size", size)
+        if sum(sizes) != self.world_size():
+            raise ValueError(
+                f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
+            )
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return tuple(self._view(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+
+    def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
+        """A view of the slots of some logical nodes. Reserves.
+
+        Raises:
+            IndexError: a logical node that is not in use.
+        """
+        wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
+        there = {slot.node_idx for slot in self.slots()}
+        if not wanted or not wanted <= there:
+            raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
+        return self._view([at for at, slot in enumerate(self.slots()) if slot.node_idx in wanted])
+
+    def _view(self, mine: Iterable[int]) -> "RayVirtualCluster":
+        """A view of the slots that are `mine[0]`th, ... of this cluster's."""
+        slots = self.slots()
+        chosen = list(mine)
+        view = object.__new__(RayVirtualCluster)
+        view.__dict__.update(self.__dict__)
+        view._parent = self  # keeps it alive: a forgotten cluster gives its reservation back
+        view._places = tuple(chosen if self._places is None else (self._places[at] for at in chosen))
+        view._counts = tuple(
+            sum(slots[at].node_idx == node_idx for at in chosen) for node_idx in range(len(self._counts))
+        )
+        return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of the first slot's node and a port leased there until `shutdown()`; each call a new one."""
         if not self.slots():
             raise PlacementError(f"{self!r} has no slot, so no node that could have a master address")
-        return self._lease(self._slots[:1])[0]
+        return self._lease(self.slots()[:1])[0]
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Address of a bundle's node and a port leased there until `shutdown()`.
@@ -223,7 +264,7 @@ class RayVirtualCluster:
     def get_available_addresses_and_ports_batch(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
         """As `get_available_address_and_port` for many bundles; each node is asked once."""
         groups = self.get_placement_groups()
-        by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in self._slots}
+        by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in self.slots()}
         chosen = []
         for pg_idx, bundle_idx in pairs:
             if not 0 <= pg_idx < len(groups):
@@ -235,9 +276,12 @@ class RayVirtualCluster:
         return self._lease(chosen)
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
-        leases = [lease for (lease,) in lease_ports(slots, low=self._ports[0], high=self._ports[1])]
-        self._held.leases.extend(leases)
+        leases = self._holding.lease(slots, *self._ports)
         return [(lease.address, lease.port) for lease in leases]
+
+    def _shown_slots(self) -> tuple[Slot, ...]:
+        """The slots, if there are any yet: looking reserves nothing."""
+        return self.slots() if self._holding.reserved else ()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """The cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
@@ -246,7 +290,7 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it: anything with `name_prefix`, `world_size`, `worker_metadata`.
             title: instead of the headline that counts nodes and GPUs.
         """
-        return draw(self._counts, self._slots, self.use_gpus, worker_groups, title)
+        return draw(self._counts, self._shown_slots(), self.use_gpus, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""
@@ -254,26 +298,25 @@ class RayVirtualCluster:
 
     def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
         """Print the grid with several groups; without an argument, those that live on this cluster."""
-        groups = groups_on(self._slots) if worker_groups is None else list(worker_groups)
+        groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
         bundles = counted(self.world_size(), "GPU" if self.use_gpus else "CPU")
         nodes = counted(self.node_count(), "node")
         title = f"Ray Cluster Global View: {nodes}, {bundles}, Worker Groups: {len(groups)}"
         Console().print(self.grid(groups, title=title))
 
     def _repr_html_(self) -> str:
-        return as_html(self.grid(groups_on(self._slots)))
+        return as_html(self.grid(groups_on(self._shown_slots())))
 
     def shutdown(self) -> bool:
         """Give everything back: leased ports and placement groups, with whatever runs in them.
 
-        Waits, at most 30 s, until Ray has the resources. Can be repeated; safe when Ray is down.
+        Waits, at most 30 s, until Ray has the resources. Can be repeated; safe when Ray is down. A view gives nothing
+        back.
 
         Raises:
             PlacementError: Ray did not have the resources back in time.
         """
-        self._reserved = None
-        self._slots = ()
-        if not self._held.give_back():
+        if self._parent is None and not self._holding.give_back():
             raise PlacementError(
                 f"Ray did not return the resources of {self!r} within 30 s. The groups are removed, but a process "
                 "in them may still be ending: look at its node."
@@ -281,7 +324,7 @@ class RayVirtualCluster:
         return True
 
     def __enter__(self) -> "RayVirtualCluster":
-        return self.reserve(unified=self._unified)
+        return self.reserve(unified=self._holding.unified)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -290,97 +333,3 @@ class RayVirtualCluster:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayVirtualCluster belongs to its driver; send its slots() instead")
-
-    def _asks(self) -> list[Ask]:
-        base: dict[str, float] = {"CPU": float(self._capacity)}
-        if self.use_gpus:
-            base["GPU"] = 1.0
-        return [
-            Ask(node_idx, count, {**base, **extra}, self._strategy)  # type: ignore[arg-type]
-            for node_idx, (count, extra) in enumerate(zip(self._counts, self._extras, strict=True))
-            if count > 0
-        ]
-
-
-def _slots_of(
-    reserved: Sequence[Reserved],
-    ids: Sequence[Sequence[tuple[str, ...]]],
-    nodes: Sequence[Node],
-    capacity: int,
-) -> tuple[Slot, ...]:
-    """The bundles of all groups as slots in physical order."""
-    position = {node.node_id: at for at, node in enumerate(nodes)}
-    gone = {node_id for one in reserved for node_id in one.node_ids} - set(position)
-    if gone:
-        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    # Ids are numbers for GPUs, but may be anything.
-    rows = sorted(
-        (
-            position[node_id],
-            [(0, int(one_id), "") if one_id.isdigit() else (1, 0, one_id) for one_id in ids[g][index]],
-            one.node_idx[index],
-            g,
-            index,
-        )
-        for g, one in enumerate(reserved)
-        for index, node_id in enumerate(one.node_ids)
-    )
-    node_rank = {at: rank for rank, at in enumerate(dict.fromkeys(row[0] for row in rows))}
-    on_node = dict.fromkeys(node_rank, 0)
-    slots = []
-    for at, _, node_idx, g, index in rows:
-        slots.append(
-            Slot(
-                placement_group=reserved[g].group,
-                bundle_index=index,
-                node_idx=node_idx,
-                node_id=nodes[at].node_id,
-                node_ip=nodes[at].ip,
-                node_rank=node_rank[at],
-                local_rank=on_node[at],
-                accelerator_ids=tuple(ids[g][index]),
-                labels=dict(nodes[at].labels),
-                worker_resources=_share(reserved[g].bundles[index], capacity),
-                capacity=capacity,
-            )
-        )
-        on_node[at] += 1
-    return tuple(slots)
-
-
-def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """What one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
-    share = {"CPU": 1.0}
-    if bundle.get("GPU", 0) > 0:
-        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
-        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
-    return share
-
-
-def _counts(counts: Any) -> tuple[int, ...]:
-    if not isinstance(counts, (list, tuple)) or not counts:
-        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
-    return tuple(counts)
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
-    if extras is None:
-        return ({},) * nodes
-    if len(extras) != nodes:
-        raise ValueError(f"node_resource_constraints has {len(extras)} entries for {nodes} logical nodes")
-    for extra in extras:
-        for name, amount in extra.items():
-            if name in ("CPU", "GPU") or not amount > 0:
-                raise ValueError(
-                    f"node_resource_constraints may hold positive amounts of resources other than CPU and GPU, "
-                    f"got {name!r}: {amount!r}"
-                )
-    return tuple(dict(extra) for extra in extras)

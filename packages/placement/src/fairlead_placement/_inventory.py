@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cluster has right now, read from Ray."""
 
+from collections.abc import Mapping
+
 import ray
 from ray.util.placement_group import placement_group_table
 
 from ._planner import Node, physical_order
-from ._ray_private import draining_nodes, free_per_node, job_of_placement_group
+from ._ray_private import actor_holdings, draining_nodes, free_per_node, job_of_placement_group
 from ._report import Holder
 
 __all__ = ["read_holders", "read_nodes"]
@@ -31,15 +33,21 @@ def read_nodes() -> tuple[Node, ...]:
 
 
 def read_holders() -> tuple[Holder, ...]:
-    """The placement groups that hold resources."""
+    """The placement groups that hold resources, and the actors that hold some outside of any."""
     holders = []
     for group_id, row in placement_group_table().items():
         if row["state"] == "REMOVED":
             continue
-        bundles: dict[str, tuple[dict[str, float], ...]] = {}
+        bundles: dict[str, tuple[Mapping[str, float], ...]] = {}
         for index, node_id in row["bundles_to_node_id"].items():
             if node_id:
                 bundles[node_id] = (*bundles.get(node_id, ()), row["bundles"][index])
         if bundles:
-            holders.append(Holder(row["name"], group_id, job_of_placement_group(group_id), bundles))
+            job = job_of_placement_group(group_id)
+            holders.append(Holder("placement group", row["name"], group_id, job, bundles))
+    for actor_id, name, job, node_id, resources in actor_holdings():
+        # In a placement group it holds "CPU_group_...": what the group holds already.
+        own = {what: amount for what, amount in resources.items() if amount > 0 and "_group_" not in what}
+        if own:
+            holders.append(Holder("actor", name, actor_id, job, {node_id: (own,)}))
     return tuple(holders)

@@ -6,7 +6,15 @@ from typing import Any
 
 import ray
 
-__all__ = ["draining_nodes", "find_cluster", "free_per_node", "job_of_placement_group", "live_actors"]
+__all__ = [
+    "actor_holdings",
+    "autoscaler_is_there",
+    "draining_nodes",
+    "find_cluster",
+    "free_per_node",
+    "job_of_placement_group",
+    "live_actors",
+]
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]]:
@@ -45,6 +53,42 @@ def find_cluster() -> str | None:
     except ConnectionError:
         return None
     return found
+
+
+def actor_holdings() -> list[tuple[str, str, str, str, Mapping[str, float]]]:
+    """(actor id, name or class, job, node id, what it holds) of every actor that is alive.
+
+    No public call says what an actor holds without the dashboard. Without this one, reports name placement groups
+    only, and the rest as "tasks, or actors".
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import ActorTableData
+    except ImportError:
+        return []
+    rows = [
+        ActorTableData.FromString(raw)
+        for raw in ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+    ]
+    return [
+        (
+            row.actor_id.hex(),
+            row.name or row.class_name,
+            row.job_id.hex(),
+            row.address.node_id.hex(),
+            {one.name: sum(used.quantity for used in one.resource_ids) for one in row.resource_mapping},
+        )
+        for row in rows
+    ]
+
+
+def autoscaler_is_there() -> bool:
+    """Whether an autoscaler has told Ray what it may add.
+
+    Only it reports a cluster configuration, and nothing public says so. Without this call a request that the present
+    nodes cannot hold is refused at once.
+    """
+    ask: Any = getattr(ray._private.state.state, "get_max_resources_from_cluster_config", None)
+    return ask is not None and ask() is not None
 
 
 def live_actors() -> Mapping[str, tuple[str, str]]:

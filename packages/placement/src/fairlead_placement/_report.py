@@ -2,27 +2,43 @@
 """What was asked, what is there, and who holds it: the table under every refusal."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ._planner import Ask, Node
-from ._render import as_text
+from ._render import as_html, as_text
 
-__all__ = ["Holder", "Report"]
+__all__ = ["Holder", "Report", "Verdict"]
+
+Verdict = Literal["fits", "taken", "impossible"]
+_SAID = {
+    "fits": "It fits now.",
+    "taken": "It would fit, but others hold what it needs.",
+    "impossible": "It does not fit, even when nothing else runs.",
+}
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A placement group that holds resources."""
+    """Somebody who holds resources: a placement group, or an actor outside of any.
 
+    Attributes:
+        kind: "placement group" or "actor".
+        name: its name; an actor's class if it has none.
+        holder_id: Ray's id of it, hexadecimal.
+        job_id: the job that made it, hexadecimal.
+        bundles: node id -> what it holds there, one entry per bundle.
+    """
+
+    kind: Literal["placement group", "actor"]
     name: str
-    placement_group_id: str
+    holder_id: str
     job_id: str
     bundles: Mapping[str, tuple[Mapping[str, float], ...]]
-    """Node id -> the bundles it holds there."""
 
 
 @dataclass(frozen=True)
@@ -32,50 +48,77 @@ class Report:
     Attributes:
         asks: what was asked, one entry per logical node in use.
         nodes: the nodes that were there, in physical order.
-        holders: the placement groups that held resources on them.
+        holders: the placement groups and actors that held resources on them.
+        verdict: "fits", "taken" (it would, but others hold what it needs) or "impossible" (not even when idle).
+        plan: if it fits, the node id of each bundle by logical node: what `reserve` would ask Ray for.
     """
 
     asks: tuple[Ask, ...]
     nodes: tuple[Node, ...]
     holders: tuple[Holder, ...] = ()
+    verdict: Verdict = "impossible"
+    plan: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __rich__(self) -> RenderableType:
-        asked = Table("logical node", "bundles", "each", "strategy", title="Asked", title_justify="left")
-        for first, last, ask in _runs(self.asks):
-            number = str(first) if first == last else f"{first} to {last}"
-            asked.add_row(number, str(ask.count), Text(_amounts(ask.bundle)), ask.strategy)
-        wanted = {name for ask in self.asks for name in ask.bundle}
-        found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
-        for node in self.nodes:
-            holders = [
-                f"{holder.name or 'unnamed'} {holder.placement_group_id[:8]} (job {holder.job_id}): "
-                + ", ".join(f"{count} x {what}" for what, count in _tally(holder.bundles[node.node_id]).items())
-                for holder in self.holders
-                if node.node_id in holder.bundles
-            ]
-            # What nobody asked for says nothing about why it does not fit.
-            total = {name: node.total.get(name, 0.0) for name in wanted}
-            free = {name: node.free.get(name, 0.0) for name in wanted}
-            # As Text: what looks like markup in somebody's name is not.
-            cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
-            found.add_row(*map(Text, cells))
-        if not self.nodes:
-            return Group(asked, Text("Found no node that is alive."))
-        return Group(asked, found)
+        return Group(self._asked(), self._found(), Text(_SAID[self.verdict]))
 
     def __str__(self) -> str:
         return as_text(self)
 
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
-def _runs(asks: tuple[Ask, ...]) -> list[tuple[int, int, Ask]]:
-    """Neighbouring asks of one shape as one row: (first, last, one of them)."""
-    rows: list[tuple[int, int, Ask]] = []
-    for ask in asks:
-        if rows and rows[-1][2].shape == ask.shape and rows[-1][1] == ask.node_idx - 1:
-            rows[-1] = (rows[-1][0], ask.node_idx, rows[-1][2])
-        else:
-            rows.append((ask.node_idx, ask.node_idx, ask))
-    return rows
+    def _asked(self) -> Table:
+        columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
+        asked = Table(*columns, title="Asked", title_justify="left")
+        for first, last, ask in self._runs():
+            number = str(first) if first == last else f"{first} to {last}"
+            cells = [number, str(ask.count), _amounts(ask.bundle), ask.strategy]
+            nodes = [n for at in range(first, last + 1) for n in self.plan.get(at, ())]
+            if self.plan:
+                cells.append(", ".join(node_id[:8] for node_id in dict.fromkeys(nodes)))
+            asked.add_row(*map(Text, cells))
+        return asked
+
+    def _found(self) -> RenderableType:
+        if not self.nodes:
+            return Text("Found no node that is alive.")
+        # What nobody asked for says nothing about why it does not fit.
+        wanted = sorted({name for ask in self.asks for name in ask.bundle})
+        found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
+        for node in self.nodes:
+            total = {name: node.total.get(name, 0.0) for name in wanted}
+            free = {name: node.free.get(name, 0.0) for name in wanted}
+            holders = [
+                f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
+                + ", ".join(f"{count} x {what}" for what, count in _tally(holder.bundles[node.node_id]).items())
+                for holder in self.holders
+                if node.node_id in holder.bundles
+            ]
+            others = self._others(node, wanted)
+            if others:
+                holders.append(f"tasks, or actors that are starting: {_amounts(others)}")
+            # As Text: what looks like markup in somebody's name is not.
+            cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
+            found.add_row(*map(Text, cells))
+        return found
+
+    def _others(self, node: Node, wanted: list[str]) -> dict[str, float]:
+        """What is neither free nor held by anybody who could be named."""
+        bundles = [bundle for holder in self.holders for bundle in holder.bundles.get(node.node_id, ())]
+        named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
+        rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
+        return {name: amount for name, amount in rest.items() if amount > 1e-4}
+
+    def _runs(self) -> list[tuple[int, int, Ask]]:
+        """Neighbouring asks of one shape as one row: (first, last, one of them)."""
+        rows: list[tuple[int, int, Ask]] = []
+        for ask in self.asks:
+            if rows and rows[-1][2].shape == ask.shape and rows[-1][1] == ask.node_idx - 1:
+                rows[-1] = (rows[-1][0], ask.node_idx, rows[-1][2])
+            else:
+                rows.append((ask.node_idx, ask.node_idx, ask))
+        return rows
 
 
 def _tally(bundles: tuple[Mapping[str, float], ...]) -> dict[str, int]:

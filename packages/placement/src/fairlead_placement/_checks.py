@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be refused before Ray is asked for anything."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["checked_constraints", "checked_counts", "checked_positive", "checked_seconds"]
+
+
+def checked_counts(counts: Any) -> tuple[int, ...]:
+    """Bundles per logical node."""
+    if not isinstance(counts, (list, tuple)) or not counts:
+        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
+    return tuple(counts)
+
+
+def checked_positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds, 0 or more and finite, got {value!r}")
+    return float(value)
+
+
+def checked_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
+    """What each bundle of each logical node holds besides CPUs and GPUs."""
+    if extras is None:
+        return ({},) * nodes
+    if len(extras) != nodes:
+        raise ValueError(f"node_resource_constraints has {len(extras)} entries for {nodes} logical nodes")
+    for extra in extras:
+        for name, amount in extra.items():
+            if name in ("CPU", "GPU") or not amount > 0:
+                raise ValueError(
+                    f"node_resource_constraints may hold positive amounts of resources other than CPU and GPU, "
+                    f"got {name!r}: {amount!r}"
+                )
+    return tuple(dict(extra) for extra in extras)

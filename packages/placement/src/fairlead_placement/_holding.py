@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reservation and all that was taken on it, held together and given back together."""
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from ._accelerators import accelerator_ids
+from ._groups import Reserved, remove
+from ._inventory import read_nodes
+from ._planner import PRECISION, Ask, Node
+from ._ports import PortLease, lease_ports
+from ._reservation import reserve
+from ._slot import Slot
+from .exceptions import PlacementError
+
+__all__ = ["Holding", "forgotten"]
+
+ACCELERATOR_IDS_S = 30.0
+
+
+class Holding:
+    """What a virtual cluster holds. Apart from the cluster, so that its finalizer does not keep it alive.
+
+    Args:
+        asks: what is wanted.
+        name: of the cluster.
+        capacity: how many worker groups may share a slot.
+        timeout_s: how long to wait for what others hold.
+        wait_for_nodes_s: how long to wait for nodes that are joining.
+    """
+
+    def __init__(
+        self, asks: Sequence[Ask], *, name: str, capacity: int, timeout_s: float, wait_for_nodes_s: float
+    ) -> None:
+        self.asks = tuple(asks)
+        self.name = name
+        self.capacity = capacity
+        self.timeout_s = timeout_s
+        self.wait_for_nodes_s = wait_for_nodes_s
+        self.unified = False
+        self.reserved = False
+        self.slots: tuple[Slot, ...] = ()
+        self._groups: list[PlacementGroup] = []
+        self._leases: list[PortLease] = []
+        # Reentrant: the finalizer may run in the middle of anything.
+        self._lock = threading.RLock()
+
+    @property
+    def groups(self) -> list[PlacementGroup]:
+        """The placement groups that slots are in, in the order of the logical nodes."""
+        return list(self._groups)
+
+    def reserve(self, *, unified: bool) -> None:
+        """Reserve, if that has not been done."""
+        with self._lock:
+            if self.reserved:
+                return
+            deadline = time.monotonic() + self.timeout_s
+            while True:
+                placed = reserve(
+                    self.asks,
+                    name=self.name,
+                    unified=unified,
+                    timeout_s=max(0.0, deadline - time.monotonic()),
+                    wait_for_nodes_s=self.wait_for_nodes_s,
+                )
+                self._groups = [one.group for one in placed]
+                try:
+                    self.slots = _slots_of(placed, self.capacity)
+                except (ray.exceptions.RayError, PlacementError):
+                    self.give_back()
+                    # A node that was lost meanwhile is planned around; anything else is what it is.
+                    if time.monotonic() >= deadline or _alive([n for one in placed for n in one.node_ids]):
+                        raise
+                except BaseException:
+                    self.give_back()
+                    raise
+                else:
+                    self.unified, self.reserved = unified, True
+                    return
+
+    def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
+        """New slots for those whose node is gone, at their places; nothing if none is."""
+        with self._lock:
+            alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+            lost = [at for at, slot in enumerate(self.slots) if slot.node_id not in alive]
+            if not lost:
+                return ()
+            counts: dict[int, int] = {}
+            for at in lost:
+                counts[self.slots[at].node_idx] = counts.get(self.slots[at].node_idx, 0) + 1
+            asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.asks if ask.node_idx in counts]
+            survivors = {slot.node_id for slot in self.slots} & alive
+            placed = reserve(
+                asks,
+                name=self.name,
+                unified=False,
+                timeout_s=timeout_s,
+                # A new node may be on its way: that is what one waits for after a loss.
+                wait_for_nodes_s=timeout_s,
+                avoid=survivors if self.unified else frozenset(),
+            )
+            try:
+                found = _slots_of(placed, self.capacity)
+            except BaseException:
+                remove([one.group for one in placed])
+                raise
+            self._groups += [one.group for one in placed]
+            self._put_in(lost, found)
+            self._drop_empty_groups()
+            return tuple(self.slots[at] for at in lost)
+
+    def _put_in(self, lost: Sequence[int], found: Sequence[Slot]) -> None:
+        """Each new slot takes the place, and the numbers in the cluster, of a lost one of its logical node."""
+        slots = list(self.slots)
+        for at in lost:
+            old = slots[at]
+            new = next(slot for slot in found if slot.node_idx == old.node_idx and slot not in slots)
+            slots[at] = new
+        # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
+        rank = {node_id: number for number, node_id in enumerate(dict.fromkeys(slot.node_id for slot in slots))}
+        seen = dict.fromkeys(rank, 0)
+        for at, slot in enumerate(slots):
+            slots[at] = replace(slot, node_rank=rank[slot.node_id], local_rank=seen[slot.node_id])
+            seen[slot.node_id] += 1
+        self.slots = tuple(slots)
+
+    def _drop_empty_groups(self) -> None:
+        """Remove groups that no slot is in any more: all their bundles were lost."""
+        node_idx: dict[object, int] = {}
+        for slot in self.slots:
+            node_idx[slot.placement_group.id] = min(slot.node_idx, node_idx.get(slot.placement_group.id, slot.node_idx))
+        gone = [group for group in self._groups if group.id not in node_idx]
+        kept = [group for group in self._groups if group.id in node_idx]
+        self._groups = sorted(kept, key=lambda group: node_idx[group.id])
+        remove(gone)
+
+    def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
+        """Ports on the nodes of slots, held until everything is given back."""
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
+        self._leases.extend(leases)
+        return leases
+
+    def give_back(self) -> bool:
+        """Ports and groups; whether Ray had the resources back in time."""
+        with self._lock:
+            groups, leases = self._groups, self._leases
+            self._groups, self._leases, self.slots, self.reserved = [], [], (), False
+        if not ray.is_initialized():
+            return True  # Ray ended, and with it everything that was held
+        try:
+            for lease in leases:
+                lease.release()
+        finally:
+            returned = remove(groups)
+        return returned
+
+
+def forgotten(holding: Holding) -> None:
+    """The safety net under a cluster nobody shut down; at interpreter exit Ray has ended or ends anyway."""
+    if not sys.is_finalizing():
+        with contextlib.suppress(PlacementError, ray.exceptions.RayError):
+            holding.give_back()
+
+
+def _alive(node_ids: Sequence[str]) -> bool:
+    return set(node_ids) <= {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+
+
+def _slots_of(placed: Sequence[Reserved], capacity: int) -> tuple[Slot, ...]:
+    """The bundles of groups as slots in physical order; asks every bundle that has accelerators which they are."""
+    ids = accelerator_ids(placed, timeout_s=ACCELERATOR_IDS_S)
+    nodes = read_nodes()
+    position = {node.node_id: at for at, node in enumerate(nodes)}
+    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
+    if gone:
+        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
+    rows = sorted(
+        (position[node_id], [_number(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
+        for g, one in enumerate(placed)
+        for index, node_id in enumerate(one.node_ids)
+    )
+    node_rank = {at: rank for rank, at in enumerate(dict.fromkeys(row[0] for row in rows))}
+    on_node = dict.fromkeys(node_rank, 0)
+    slots = []
+    for at, _, node_idx, g, index in rows:
+        slots.append(_slot(placed[g], index, nodes[at], ids[g][index], node_idx, node_rank[at], on_node[at], capacity))
+        on_node[at] += 1
+    return tuple(slots)
+
+
+def _number(accelerator_id: str) -> tuple[int, int, str]:
+    """Sort key: ids are numbers for GPUs, but may be anything."""
+    return (0, int(accelerator_id), "") if accelerator_id.isdigit() else (1, 0, accelerator_id)
+
+
+def _slot(
+    one: Reserved,
+    index: int,
+    node: Node,
+    ids: tuple[str, ...],
+    node_idx: int,
+    node_rank: int,
+    local_rank: int,
+    capacity: int,
+) -> Slot:
+    return Slot(
+        placement_group=one.group,
+        bundle_index=index,
+        node_idx=node_idx,
+        node_id=node.node_id,
+        node_ip=node.ip,
+        node_rank=node_rank,
+        local_rank=local_rank,
+        accelerator_ids=ids,
+        labels=dict(node.labels),
+        worker_resources=_share(one.bundles[index], capacity),
+        capacity=capacity,
+    )
+
+
+def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
+    """What one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
+    share = {"CPU": 1.0}
+    if bundle.get("GPU", 0) > 0:
+        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
+        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
+    return share

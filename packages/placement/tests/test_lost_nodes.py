@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that go, and nodes that an autoscaler has still to bring: several raylets on one address."""
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement.testing import assert_no_leaks
+
+QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 500,
+}
+
+
+@pytest.fixture
+def nodes():
+    """A head without room, and two nodes of 2 CPUs."""
+    # Ray puts sockets below it: short.
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK_DEATHS},
+        )
+        try:
+            for _ in range(2):
+                made.add_node(num_cpus=2)
+            ray.init(address=made.address, logging_level="error", log_to_driver=False)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill(nodes: Cluster, node_id: str, eventually) -> None:
+    """A node dies without a word."""
+    (node,) = [one for one in nodes.worker_nodes if one.node_id == node_id]
+    os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    assert eventually(lambda: not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()), 30)
+
+
+def where(slot):
+    def here():
+        return ray.get_runtime_context().get_node_id()
+
+    strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle_index)
+    return ray.get(ray.remote(num_cpus=1)(here).options(scheduling_strategy=strategy).remote(), timeout=30)
+
+
+def live_groups():
+    return [row["name"].split("-")[0] for row in placement_group_table().values() if row["state"] != "REMOVED"]
+
+
+def test_a_lost_node_is_replaced(nodes, eventually):
+    """Survivors stay usable, others are not held up, and the lost slots come back at their places on a new node."""
+    with RayVirtualCluster([2, 2], use_gpus=False, name="lasting") as cluster:
+        before = cluster.slots()
+        gone, kept = before[0].node_id, before[2].node_id
+        assert cluster.replace_lost_nodes() == ()
+        kill(nodes, gone, eventually)
+
+        assert where(before[2]) == kept
+        began = time.monotonic()
+        with pytest.raises(PlacementTimeoutError, match=r"Waited 1\.\d s"):  # all that is left is held, by itself
+            cluster.replace_lost_nodes(timeout_s=1)
+        assert 1 <= time.monotonic() - began < 4
+        assert cluster.slots() == before
+
+        late = nodes.add_node(num_cpus=4)
+        nodes.wait_for_nodes()
+        with RayVirtualCluster([1], use_gpus=False, name="other"):  # not held up by the parked group
+            new = cluster.replace_lost_nodes(timeout_s=30)
+        assert [slot.node_id for slot in new] == [late.node_id] * 2
+        assert cluster.slots() == new + before[2:]
+        assert [(s.node_idx, s.node_rank, s.local_rank) for s in cluster.slots()] == [
+            (0, 0, 0),
+            (0, 0, 1),
+            (1, 1, 0),
+            (1, 1, 1),
+        ]
+        assert [where(slot) for slot in cluster.slots()] == [late.node_id] * 2 + [kept] * 2
+        assert [group.id for group in cluster.get_placement_groups()] == [
+            new[0].placement_group.id,
+            before[2].placement_group.id,
+        ]
+        assert live_groups() == ["lasting", "lasting"]  # the one that lost all its bundles is gone
+        assert cluster.replace_lost_nodes(timeout_s=1) == ()
+
+
+def test_part_of_a_logical_node_is_replaced(nodes, eventually):
+    """Of a logical node over several nodes, and of a unified group, only the bundles that were lost are replaced."""
+    for options, unified in (({"placement_group_strategy": "STRICT_SPREAD"}, False), ({}, True)):
+        counts = [1, 1] if unified else [2]
+        with RayVirtualCluster(counts, use_gpus=False, **options).reserve(unified=unified) as cluster:
+            before = cluster.slots()
+            view = cluster.split([1, 1])[1]
+            kill(nodes, before[1].node_id, eventually)
+            nodes.add_node(num_cpus=2)
+            (new,) = cluster.replace_lost_nodes(timeout_s=30)
+            assert cluster.slots() == (before[0], new)
+            assert view.slots() == (new,)
+            assert (new.node_idx, new.node_rank, new.local_rank) == (before[1].node_idx, 1, 0)
+            assert [where(slot) for slot in cluster.slots()] == [before[0].node_id, new.node_id]
+            assert new.node_id != before[0].node_id
+
+
+def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
+    """Where an autoscaler may add nodes, too large a request shows as demand until they come, or the deadline.
+
+    The seam is the one private call that says whether there is an autoscaler: the real one stops every Ray it finds.
+    """
+    monkeypatch.setattr("fairlead_placement._reservation.autoscaler_is_there", lambda: True)
+    began = time.monotonic()
+    with pytest.raises(ResourceInsufficientError, match=r"Waited 1\.\d s for nodes"), assert_no_leaks():
+        RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
+    assert 1.2 <= time.monotonic() - began < 4
+
+    cluster = RayVirtualCluster([6], use_gpus=False, name="scaled", reserve_timeout_s=60)
+    waiter = threading.Thread(target=cluster.reserve)
+    waiter.start()
+    assert eventually(lambda: live_groups() == ["scaled"])
+    (pending,) = [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
+    assert (pending["state"], len(pending["bundles"]), pending["strategy"]) == ("PENDING", 6, "STRICT_PACK")
+    added = nodes.add_node(num_cpus=6)
+    waiter.join(timeout=60)
+    assert [slot.node_id for slot in cluster.slots()] == [added.node_id] * 6
+    assert live_groups() == ["scaled"]
+    cluster.shutdown()
+
+
+def test_a_node_dies_while_others_hold(nodes, eventually):
+    """A request that only waited for its turn is told at once when a death has made it impossible."""
+    with RayVirtualCluster([2], use_gpus=False) as holder:
+        lost = next(n.node_id for n in nodes.worker_nodes if n.node_id != holder.slots()[0].node_id)
+        outcome: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                RayVirtualCluster([2, 2], use_gpus=False, reserve_timeout_s=60).reserve()
+            except (ResourceInsufficientError, PlacementTimeoutError) as error:
+                outcome.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        time.sleep(0.5)
+        kill(nodes, lost, eventually)
+        waiter.join(timeout=20)
+        assert [type(error) for error in outcome] == [ResourceInsufficientError]

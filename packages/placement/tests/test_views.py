@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a reserved cluster, and what would become of a reservation."""
+
+import gc
+
+import pytest
+import ray
+
+from fairlead_placement import PlacementError, RayVirtualCluster, claim_slots
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+class TestViews:
+    def test_split(self):
+        """Views divide the slots, in order; each is a cluster of its own to look at."""
+        with RayVirtualCluster([3, 0, 3], use_gpus=False, name="whole") as cluster:
+            first, second = cluster.split([4, 2])
+            assert first.slots() + second.slots() == cluster.slots()
+            assert [(view.world_size(), view.node_count()) for view in (first, second)] == [(4, 2), (2, 1)]
+            assert [len(view.get_placement_groups()) for view in (first, second)] == [2, 1]
+            assert "view of" in repr(first)
+            address, port = second.get_master_address_and_port()
+            assert (address, port) != cluster.get_master_address_and_port()
+
+    def test_select(self):
+        """By logical node; a view of a view selects among its slots."""
+        with RayVirtualCluster([2, 1, 3], use_gpus=False) as cluster:
+            assert {slot.node_idx for slot in cluster.select(node_idx=[0, 2]).slots()} == {0, 2}
+            inner = cluster.select(node_idx=[0, 2]).select(node_idx=2)
+            assert inner.slots() == cluster.slots()[3:]
+            assert cluster.select(node_idx=[1, 2]).split([1, 3])[1].slots() == cluster.slots()[3:]
+            with pytest.raises(IndexError, match=r"logical node\(s\) \[1, 7\] are not in use; these are: \[0, 2\]"):
+                cluster.select(node_idx=[0, 2]).select(node_idx=[1, 7])
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ([2, 3], r"sizes \[2, 3\] are 5 slots together; the cluster has 4"),
+            ([4, 0], "a size must be an integer of at least 1, got 0"),
+            ([2.0, 2], "a size must be an integer of at least 1, got 2.0"),
+            ([], r"sizes \[\] are 0 slots together"),
+        ],
+    )
+    def test_bad_sizes(self, sizes, message):
+        """Sizes are positive and are the whole cluster together; nothing is reserved before that is known."""
+        cluster = RayVirtualCluster([4], use_gpus=False)
+        with pytest.raises(ValueError, match=message):
+            cluster.split(sizes)
+        assert repr(cluster).endswith("not reserved)")
+
+    def test_a_view_owns_nothing(self):
+        """Shutting a view down gives nothing back; a view of a cluster that was shut down says so."""
+        cluster = RayVirtualCluster([4], use_gpus=False)
+        first, _ = cluster.split([2, 2])
+        assert first.shutdown() is True
+        assert ray.available_resources()["CPU"] == 12
+        assert len(first.slots()) == 2
+        cluster.shutdown()
+        with pytest.raises(PlacementError, match="the cluster it was taken from has been shut down"):
+            first.slots()
+
+    def test_a_view_keeps_its_cluster(self, eventually):
+        """The reservation lives as long as a view of it."""
+        views = RayVirtualCluster([4], use_gpus=False).split([2, 2])
+        gc.collect()
+        assert ray.available_resources()["CPU"] == 12
+        assert len(views[1].slots()) == 2
+        del views
+        gc.collect()
+        assert eventually(lambda: ray.available_resources()["CPU"] == 16)
+
+    def test_views_count_separately(self):
+        """One group on each view is one group on each slot."""
+        with RayVirtualCluster([4], use_gpus=False) as cluster:
+            claims = [claim_slots(view.slots(), f"group {at}") for at, view in enumerate(cluster.split([2, 2]))]
+            for claim in claims:
+                claim.release()
+
+
+class TestExplain:
+    def test_fits(self):
+        """Where it would go, without reserving anything."""
+        cluster = RayVirtualCluster([2, 3], use_gpus=False)
+        report = cluster.explain()
+        (node,) = report.nodes
+        assert (report.verdict, report.plan) == ("fits", {0: (node.node_id,) * 2, 1: (node.node_id,) * 3})
+        assert node.node_id[:8] in str(report)
+        assert "It fits now." in str(report)
+        assert repr(cluster).endswith("not reserved)")
+
+    def test_taken(self):
+        """Others hold what it needs: groups by name, actors by name or class, tasks as the rest."""
+        holder = ray.remote(num_cpus=3)(Holder)
+        actors = [holder.options(name="trainer").remote(), holder.remote()]
+        ray.get([actor.ping.remote() for actor in actors])
+        with RayVirtualCluster([4], use_gpus=False, name="first"):
+            report = RayVirtualCluster([8], use_gpus=False).explain()
+            assert report.verdict == "taken"
+            assert sorted((h.kind, h.name.split("-")[0]) for h in report.holders) == [
+                ("actor", "Holder"),
+                ("actor", "trainer"),
+                ("placement group", "first"),
+            ]
+            words = " ".join(str(report).replace("│", " ").split())
+            assert "actor trainer" in words
+            assert f"(job {ray.get_runtime_context().get_job_id()}): 1 x 3 CPU" in words
+            assert "4 x 1 CPU" in words
+            assert report._repr_html_().startswith("<pre")
+        for actor in actors:
+            ray.kill(actor)
+
+    def test_tasks(self, eventually):
+        """What is neither free nor held by a group or an actor is with tasks."""
+        release = ray.remote(num_cpus=0)(Event).remote()
+        running = ray.remote(num_cpus=5)(wait_for).remote(release)
+        cluster = RayVirtualCluster([16], use_gpus=False)
+        assert eventually(lambda: "tasks, or actors that are starting: 5 CPU" in str(cluster.explain()))
+        ray.get(release.set.remote())
+        ray.get(running)
+        ray.kill(release)
+
+    def test_impossible(self):
+        """Even when idle it would not fit; so the one group over several logical nodes on one physical node."""
+        assert RayVirtualCluster([17], use_gpus=False).explain().verdict == "impossible"
+        assert RayVirtualCluster([1, 1], use_gpus=False).explain(unified=True).verdict == "impossible"
+
+
+class Holder:
+    def ping(self):
+        return None
+
+
+class Event:
+    def __init__(self):
+        self.done = False
+
+    def set(self):
+        self.done = True
+
+    def is_set(self):
+        return self.done
+
+
+def wait_for(event):
+    import time
+
+    deadline = time.monotonic() + 60
+    while not ray.get(event.is_set.remote()) and time.monotonic() < deadline:
+        time.sleep(0.05)
