@@ -82,7 +82,6 @@ def test_a_lost_node_is_replaced(nodes, eventually):
         assert cluster.slots() == before
 
         late = nodes.add_node(num_cpus=4)
-        nodes.wait_for_nodes()
         with RayVirtualCluster([1], use_gpus=False, name="other"):  # not held up by the parked group
             new = cluster.replace_lost_nodes(timeout_s=30)
         assert [slot.node_id for slot in new] == [late.node_id] * 2

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import ray
@@ -98,17 +99,20 @@ class Holding:
             for at in lost:
                 counts[self.slots[at].node_idx] = counts.get(self.slots[at].node_idx, 0) + 1
             asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.asks if ask.node_idx in counts]
-            survivors = {slot.node_id for slot in self.slots} & alive
-            placed = reserve(
-                asks,
-                name=self.name,
-                unified=False,
-                timeout_s=timeout_s,
-                # A new node may be on its way: that is what one waits for after a loss.
-                wait_for_nodes_s=timeout_s,
-                avoid=survivors if self.unified else frozenset(),
-            )
+            placed: list[Reserved] = []
+            deadline = time.monotonic() + timeout_s
             try:
+                for ask in sorted(asks, key=lambda ask: -ask.count):
+                    left = max(0.0, deadline - time.monotonic())
+                    placed += reserve(
+                        [ask],
+                        name=self.name,
+                        unified=False,
+                        timeout_s=left,
+                        # A new node may be on its way: that is what one waits for after a loss.
+                        wait_for_nodes_s=left,
+                        avoid=self._taken_by(ask, alive, placed),
+                    )
                 found = _slots_of(placed, self.capacity)
             except BaseException:
                 remove([one.group for one in placed])
@@ -117,6 +121,15 @@ class Holding:
             self._put_in(lost, found)
             self._drop_empty_groups()
             return tuple(self.slots[at] for at in lost)
+
+    def _taken_by(self, ask: Ask, alive: AbstractSet[str], placed: Sequence[Reserved]) -> frozenset[str]:
+        """The nodes that what is left of the cluster keeps a replacement from."""
+        survivors = [slot for slot in self.slots if slot.node_id in alive]
+        if self.unified:  # every logical node is on a physical node of its own
+            return frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
+        if ask.strategy == "STRICT_SPREAD":
+            return frozenset(slot.node_id for slot in survivors if slot.node_idx == ask.node_idx)
+        return frozenset()
 
     def _put_in(self, lost: Sequence[int], found: Sequence[Slot]) -> None:
         """Each new slot takes the place, and the numbers in the cluster, of a lost one of its logical node."""
