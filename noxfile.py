@@ -107,6 +107,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """The pictures in the READMEs, drawn by what they show."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    session.run("python", "docs/draw_grid.py", env=RAY_ENV)
+
+
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a change has to pass: the defaults, the built distributions and the demo."""

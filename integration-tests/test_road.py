@@ -82,7 +82,7 @@ def test_grid_of_two_groups(local_ray, capsys):
             "G0:W2",
         ]
         assert "of policy (3 workers)" in shown
-        assert "of generation (1 workers)" in shown
+        assert "of generation (1 worker)" in shown
         cluster.print_cluster_grid(policy)
         shown = capsys.readouterr().out
         assert "Ray Cluster: 2 nodes, 3 CPUs" in shown

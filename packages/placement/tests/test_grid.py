@@ -117,7 +117,7 @@ def test_two_groups(capsys):
         "└────────┴───────┴───────┘",
         "n.s: slot s of logical node n (one GPU each), not reserved yet",
         "G0:W r: worker of rank r of policy (2 workers)",
-        "G1:W r: worker of rank r of an unnamed group (1 workers)",
+        "G1:W r: worker of rank r of an unnamed group (1 worker)",
     ]
 
 
@@ -143,7 +143,7 @@ def test_notebook(monkeypatch):
 
     html = cluster._repr_html_()
     assert html.startswith("<pre")
-    assert "&lt;b&gt;[red]bold&lt;/b&gt; (1 workers)" in html
+    assert "&lt;b&gt;[red]bold&lt;/b&gt; (1 worker)" in html
     assert "<b>" not in html
     assert "W 0" in html
     claim.release()

@@ -81,4 +81,4 @@ def _legend(kind: str, slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
 
 
 def _named(group: Any) -> str:
-    return f"{group.name_prefix or 'an unnamed group'} ({group.world_size} workers)"
+    return f"{group.name_prefix or 'an unnamed group'} ({counted(group.world_size, 'worker')})"
