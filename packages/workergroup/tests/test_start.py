@@ -235,6 +235,13 @@ class TestManyGroups:
         with RayWorkerGroup(cluster, Slow):
             pass
 
+    def test_master_port_is_of_the_cluster(self, local_ray):
+        """The master port is leased in the cluster's range, and given back with the group."""
+        with RayVirtualCluster([1], use_gpus=False, port_range_low=23450, port_range_high=23450) as cluster:
+            for _ in range(2):
+                with RayWorkerGroup(cluster, Slow) as group:
+                    assert group.master_port == 23450
+
     def test_colocated(self, local_ray):
         """Two groups share the slots of a cluster that was reserved for two, also on parts of a GPU."""
         with (

@@ -116,6 +116,11 @@ class RayVirtualCluster:
         """How many worker groups may share a slot."""
         return self._holding.capacity
 
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """First and last port that is leased on its nodes, both included."""
+        return self._ports
+
     def world_size(self) -> int:
         """Bundles in all. Reserves nothing."""
         return sum(self._counts)
