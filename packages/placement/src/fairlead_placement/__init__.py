@@ -14,7 +14,7 @@ from ._agent import NodeAgent
 from ._cluster import RayVirtualCluster
 from ._init import init_ray
 from ._occupancy import SlotClaim, claim_slots
-from ._ports import PORT_HIGH, PORT_LOW, PortLease, lease_ports
+from ._ports import PortLease, lease_ports
 from ._report import Report
 from ._slot import Slot
 from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
@@ -23,8 +23,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NodeAgent",
-    "PORT_HIGH",
-    "PORT_LOW",
     "PlacementError",
     "PlacementTimeoutError",
     "PortLease",

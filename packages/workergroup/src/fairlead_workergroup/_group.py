@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import ray
 from ray import ObjectRef
 
-from fairlead_placement import PORT_HIGH, PORT_LOW, RayVirtualCluster, Slot, claim_slots, lease_ports
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 
 from ._arguments import Arguments
@@ -129,8 +129,12 @@ class RayWorkerGroup(ClassicCalls):
     def _start(self, plans: Sequence[WorkerPlan], builder: RayWorkerBuilder, timeout_s: float) -> None:
         self._held.workers = create(plans, self._class, self._id)
         # The agent that holds the port starts while the workers' processes do.
-        ports = self.cluster.port_range if isinstance(self.cluster, RayVirtualCluster) else (PORT_LOW, PORT_HIGH)
-        ((self._held.lease,),) = lease_ports([plans[0].place.slot], low=ports[0], high=ports[1])
+        first = [plans[0].place.slot]
+        if isinstance(self.cluster, RayVirtualCluster):
+            low, high = self.cluster.port_range
+            ((self._held.lease,),) = lease_ports(first, low=low, high=high)
+        else:
+            ((self._held.lease,),) = lease_ports(first)
         self.master_address, self.master_port = self._held.lease.address, self._held.lease.port
 
         arguments = Arguments()
