@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ._inventory import read_holders, read_nodes
-from ._planner import Ask, Node, plan
+from ._planner import Ask, Node, never_fits, plan
 from ._ray_private import free_per_node
 from ._report import Report
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
@@ -54,7 +54,7 @@ def reserve(
         while True:
             nodes = read_nodes()
             waited = time.monotonic() - began
-            if plan(asks, nodes, idle=True, own_nodes=unified) is None:
+            if never_fits(asks, nodes, own_nodes=unified):
                 limit = wait_for_nodes_s
                 if waited >= limit:
                     raise ResourceInsufficientError(_insufficient(asks, unified, waited), _report(asks, nodes))

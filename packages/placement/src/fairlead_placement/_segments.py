@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which topology domain each group of logical nodes goes to."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ._search import Budget, match
+
+__all__ = ["place_blocks"]
+
+Profile = tuple[int, ...]
+
+
+def place_blocks(
+    blocks: Sequence[Sequence[int]], domains: Sequence[Mapping[Profile, int]], budget: Budget
+) -> list[list[int]] | None:
+    """Choose a domain for each block, so that all its asks get nodes of their own there.
+
+    Args:
+        blocks: the shape of each ask of a block.
+        domains: in physical order, how many nodes of each profile (how many bundles of each shape it holds, or 0).
+        budget: how much to try.
+
+    Returns:
+        For each domain its blocks; None only if there is no way. Blocks of the same shapes take domains in order.
+
+    Raises:
+        Undecided: the budget was spent first.
+    """
+    kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for at, block in enumerate(blocks):
+        kinds.setdefault(tuple(sorted(Counter(block).items())), []).append(at)
+    counts = _Domains([dict(kind) for kind in kinds], domains, budget).fill([len(at) for at in kinds.values()])
+    if counts is None:
+        return None
+    left = [iter(at) for at in kinds.values()]
+    return [sorted(next(left[k]) for k, count in enumerate(row) for _ in range(count)) for row in counts]
+
+
+class _Domains:
+    """Fills domain after domain, as full as possible: what fits into fewer domains also fits into more."""
+
+    def __init__(
+        self, kinds: Sequence[Mapping[int, int]], domains: Sequence[Mapping[Profile, int]], budget: Budget
+    ) -> None:
+        self.kinds = kinds
+        self.domains = domains
+        self.keys = [tuple(sorted(domain.items())) for domain in domains]
+        self.budget = budget
+        self.known: dict[tuple[object, tuple[int, ...]], bool] = {}
+        # How many blocks of each kind all domains from this one on can hold, if they held no other.
+        self.most = [[0] * len(kinds)]
+        for at in reversed(range(len(domains))):
+            alone = [self.room(at, [0] * len(kinds), k, sum(domains[at].values())) for k in range(len(kinds))]
+            self.most.insert(0, [a + b for a, b in zip(alone, self.most[0], strict=True)])
+
+    def fill(self, wanted: Sequence[int]) -> list[list[int]] | None:
+        failed: set[tuple[int, tuple[int, ...]]] = set()
+        open_choices: list[Iterator[list[int]]] = []
+        rows: list[list[int]] = []
+        left = list(wanted)
+        while any(left):
+            at = len(rows)
+            if len(open_choices) == at:
+                hopeless = (
+                    at == len(self.domains)
+                    or any(n > most for n, most in zip(left, self.most[at], strict=True))
+                    or (at, tuple(left)) in failed
+                )
+                open_choices.append(iter(()) if hopeless else self.choices(at, left, [0] * len(left), 0))
+            row = next(open_choices[-1], None)
+            if row is not None:
+                rows.append(row)
+                left = [n - taken for n, taken in zip(left, row, strict=True)]
+                continue
+            failed.add((at, tuple(left)))
+            open_choices.pop()
+            if not rows:
+                return None
+            left = [n + taken for n, taken in zip(left, rows.pop(), strict=True)]
+        return rows + [[0] * len(left)] * (len(self.domains) - len(rows))
+
+    def choices(self, at: int, left: Sequence[int], row: list[int], kind: int) -> Iterator[list[int]]:
+        """How many blocks of each kind a domain may take: the most of the first kind first, of the last kind always."""
+        if kind == len(row):
+            yield row
+            return
+        most = self.room(at, row, kind, left[kind])
+        for count in [most] if kind == len(row) - 1 else range(most, -1, -1):
+            yield from self.choices(at, left, [*row[:kind], count, *row[kind + 1 :]], kind + 1)
+
+    def room(self, at: int, row: Sequence[int], kind: int, limit: int) -> int:
+        """How many blocks of a kind a domain can hold besides the others of a row."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.holds(at, [*row[:kind], middle, *row[kind + 1 :]]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def holds(self, at: int, row: Sequence[int]) -> bool:
+        key = (self.keys[at], tuple(row))
+        if key not in self.known:
+            self.budget.spend(len(self.keys[at]) + 1)
+            needs: Counter[int] = Counter()
+            for kind, count in zip(self.kinds, row, strict=True):
+                for shape, asks in kind.items():
+                    needs[shape] += asks * count
+            shapes = sorted(shape for shape in needs if needs[shape])
+            profiles: Counter[Profile] = Counter()
+            for profile, count in self.domains[at].items():
+                profiles[tuple(profile[shape] for shape in shapes)] += count
+            self.known[key] = match([needs[shape] for shape in shapes], profiles) is not None
+        return self.known[key]
