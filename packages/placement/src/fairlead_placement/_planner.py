@@ -18,8 +18,8 @@ __all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 PRECISION = 10_000
-# How much to try before giving up, in visits of a kind of node: some tenths of a second.
-WORK = 1_000_000
+# How much to try before giving up, in looks at a kind of node: about a second.
+WORK = 1_200_000
 
 
 @dataclass(frozen=True)

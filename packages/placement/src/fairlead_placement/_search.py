@@ -158,6 +158,8 @@ class _Search:
         self.kinds: list[tuple[Room, bool]] = []
         self.fits: list[list[int]] = []  # kind -> want -> units
         self.useful: list[int] = []  # kind -> the last want it has room for, or -1
+        self.after: dict[tuple[int, int], int] = {}  # (kind, want) -> the kind it becomes with a unit
+        self.free: dict[int, int] = {}  # kind -> the same, not used by the ask at hand
         self.nodes: dict[int, list[int]] = {}
         self.position: dict[int, int] = {}
         for room, nodes in _capped(rooms, wants).items():
@@ -179,6 +181,12 @@ class _Search:
             ]
             self.fits.append(fits)
             self.useful.append(max((w for w, units in enumerate(fits) if units), default=-1))
+        return known
+
+    def unmarked(self, kind: int) -> int:
+        known = self.free.get(kind, -1)
+        if known < 0:
+            known = self.free[kind] = self.number(self.kinds[kind][0], False)
         return known
 
     def run(self) -> list[list[list[int]]] | None:
@@ -205,7 +213,7 @@ class _Search:
     def choices(self, at: int) -> list[int]:
         """The kinds of nodes that may take a unit, the most promising first."""
         w, left, _ = self.steps[at]
-        self.budget.spend(len(self.position) * (len(self.wants) - w + 1))
+        self.budget.spend(8 + len(self.position) * (len(self.wants) - w + 1))
         if not self.hopeful(at):
             return []
         strategy = self.wants[w].strategy
@@ -268,17 +276,21 @@ class _Search:
     def take(self, at: int, kind: int) -> tuple[int, int, dict[int, int]]:
         """Put a unit on a node of this kind; the kind that the node becomes, and how the position changed."""
         w, left, _ = self.steps[at]
-        (amounts, labels), _ = self.kinds[kind]
-        room = (tuple(a - u for a, u in zip(amounts, self.wants[w].unit, strict=True)), labels)
-        to = self.number(room, True)
-        changes = Counter({kind: -1})
-        changes[to] += 1
+        to = self.after.get((kind, w), -1)
+        if to < 0:
+            amounts, labels = self.kinds[kind][0]
+            room = (tuple(a - u for a, u in zip(amounts, self.wants[w].unit, strict=True)), labels)
+            to = self.after[kind, w] = self.number(room, True)
+        changes = {kind: -1}
+        changes[to] = changes.get(to, 0) + 1
         if left == 1:  # the ask ends: nodes are nobody's again, or out of the game
-            for used in [k for k in (*self.position, to) if self.kinds[k][1]]:
-                count = self.position.get(used, 0) + changes[used]
-                changes[used] -= count
+            for used in {to, *(k for k in self.position if self.kinds[k][1])}:
+                count = self.position.get(used, 0) + changes.get(used, 0)
+                changes[used] = changes.get(used, 0) - count
                 if not self.own:
-                    changes[self.number(self.kinds[used][0], False)] += count
+                    free = self.unmarked(used)
+                    changes[free] = changes.get(free, 0) + count
+        # A node with no room for what is still to come is forgotten.
         kept = {k: n for k, n in changes.items() if n and self.useful[k] >= w}
         self.apply(kept, 1)
         return kind, to, kept
@@ -298,7 +310,7 @@ class _Search:
         if not self.own and self.wants[w].strategy != "STRICT_SPREAD":
             merged: Counter[int] = Counter()
             for kind, count in self.position.items():
-                merged[self.number(self.kinds[kind][0], False)] += count
+                merged[self.unmarked(kind)] += count
             position = merged
         return at, frozenset((kind, count) for kind, count in position.items() if self.useful[kind] >= w)
 
@@ -318,7 +330,7 @@ class _Search:
             mine.add(to)
             if left == 1:
                 for used in mine:
-                    free = self.number(self.kinds[used][0], False)
+                    free = self.unmarked(used)
                     for node in nodes.pop(used):
                         if not self.own:
                             heappush(nodes.setdefault(free, []), node)

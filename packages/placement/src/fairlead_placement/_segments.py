@@ -103,7 +103,7 @@ class _Domains:
     def holds(self, at: int, row: Sequence[int]) -> bool:
         key = (self.keys[at], tuple(row))
         if key not in self.known:
-            self.budget.spend(len(self.keys[at]) + 1)
+            self.budget.spend(20 + len(self.keys[at]) * len(self.kinds))
             needs: Counter[int] = Counter()
             for kind, count in zip(self.kinds, row, strict=True):
                 for shape, asks in kind.items():
