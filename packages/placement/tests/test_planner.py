@@ -242,6 +242,8 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
     assert plan(asks, nodes, idle=True) is None
     assert not never_fits(asks, nodes)
     assert never_fits(asks_of(11), nodes)  # seen without a search
+    assert plan(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2) is None
+    assert not never_fits(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2)
 
 
 @given(mixed_requests(), labelled_clusters(), st.booleans(), st.randoms())

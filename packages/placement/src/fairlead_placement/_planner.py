@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which node each bundle goes to: pure functions of what is asked and what is there.
-
-Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3.
-"""
+"""Which node each bundle goes to: pure functions of what is asked and what is there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
 
-from ._labels import check_selector, matches
-from ._search import Amounts, Budget, Room, Strategy, Undecided, Want, match, search
+from ._labels import check_selector
+from ._matching import match
+from ._search import Amounts, Budget, Room, Strategy, Undecided, Want, search
 from ._segments import place_blocks
+from ._site import PRECISION, Shape, Site
 from ._topology import check_size, physical_order
 
 __all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "physical_order", "plan"]
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-PRECISION = 10_000
 # How much to try before giving up, in looks at a kind of node: about a second.
 WORK = 1_200_000
 
@@ -106,7 +104,7 @@ def _plan(
     asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, segment_size: int | None
 ) -> dict[int, tuple[str, ...]] | None:
     ordered = sorted(asks, key=lambda ask: ask.node_idx)
-    site = _Site(ordered, nodes, idle)
+    site = Site(ordered, nodes, idle)
     if segment_size is not None:
         found = _in_segments(ordered, site, nodes, segment_size)
     else:
@@ -116,82 +114,11 @@ def _plan(
     return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in asks}
 
 
-@dataclass
-class _Shape:
-    """Asks that are interchangeable, with amounts as the planner counts them."""
-
-    count: int
-    bundle: Amounts
-    selector: int
-    strategy: Strategy
-
-    @property
-    def least(self) -> int:
-        """How many bundles a node must hold to be of use."""
-        return self.count if self.strategy == "STRICT_PACK" else 1
-
-
-class _Site:
-    """Asks by shape, and nodes (numbered in physical order) by what they have for those asks."""
-
-    def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool) -> None:
-        by_shape: dict[object, int] = {}
-        self.shape_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
-        examples = {self.shape_of[ask.node_idx]: ask for ask in reversed(asks)}
-        exact = {
-            s: {name: n for name, amount in ask.bundle.items() if (n := round(amount * PRECISION)) > 0}
-            for s, ask in examples.items()
-        }
-        names = sorted({name for bundle in exact.values() for name in bundle})
-        selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask in examples.values()}.values())
-        self.shapes = [
-            _Shape(ask.count, tuple(exact[s].get(n, 0) for n in names), selectors.index(ask.labels), ask.strategy)
-            for s, ask in sorted(examples.items())
-        ]
-        numbers: dict[object, int] = {}
-        self.rooms: list[Room] = []
-        self.kind_of: list[int] = []
-        plain = (True,) * len(selectors) if not any(selectors) else None
-        for node in nodes:
-            has = node.total if idle else node.free
-            matched = plain or tuple([matches(selector, node.labels) for selector in selectors])
-            key = (tuple(map(has.get, names)), matched)
-            number = numbers.setdefault(key, len(numbers))
-            if number == len(self.rooms):
-                self.rooms.append((tuple(round((amount or 0) * PRECISION) for amount in key[0]), matched))
-            self.kind_of.append(number)
-        self._fits: dict[tuple[Amounts, int], tuple[list[int], list[int]]] = {}
-
-    def fits(self, shape: _Shape) -> tuple[list[int], list[int]]:
-        """How many bundles of this shape a node holds, by kind and by node."""
-        key = (shape.bundle, shape.selector)
-        if key not in self._fits:
-            by_kind = [
-                min((a // n for a, n in zip(amounts, shape.bundle, strict=True) if n), default=0)
-                if matched[shape.selector]
-                else 0
-                for amounts, matched in self.rooms
-            ]
-            self._fits[key] = by_kind, [by_kind[kind] for kind in self.kind_of]
-        return self._fits[key]
-
-    def profiles(self, shapes: Sequence[int], positions: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-        """Nodes by what each is worth to each shape: how many bundles it holds, 0 if too few."""
-        worth = [
-            [units if units >= self.shapes[s].least else 0 for units in self.fits(self.shapes[s])[0]] for s in shapes
-        ]
-        by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for at in positions:
-            found.setdefault(by_kind[self.kind_of[at]], []).append(at)
-        return found
-
-
 # Per logical node, the node of each of its bundles as a number in physical order.
 Found = dict[int, list[int]]
 
 
-def _found(asks: Sequence[Ask], site: _Site, positions: Sequence[int], own_nodes: bool) -> Found | None:
+def _found(asks: Sequence[Ask], site: Site, positions: Sequence[int], own_nodes: bool) -> Found | None:
     found = _in_order(asks, site, positions)
     if found is None:
         try:
@@ -204,13 +131,13 @@ def _found(asks: Sequence[Ask], site: _Site, positions: Sequence[int], own_nodes
     return None if found is None else _by_shape(asks, site, found)
 
 
-def _in_order(asks: Sequence[Ask], site: _Site, positions: Sequence[int]) -> Found | None:
+def _in_order(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found | None:
     """Each ask, as it comes, on the first nodes nobody else in this plan uses."""
     used: set[int] = set()
     # A node too small for a shape stays too small for it, and a used one stays used: every shape walks them once.
     walks: dict[tuple[Amounts, int, int, bool], Iterator[int]] = {}
 
-    def unused(shape: _Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
+    def unused(shape: Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
         key = (shape.bundle, shape.selector, least, roomiest)
         if key not in walks:
             fits = site.fits(shape)[1]
@@ -244,7 +171,7 @@ def _in_order(asks: Sequence[Ask], site: _Site, positions: Sequence[int]) -> Fou
     return found
 
 
-def _matched(asks: Sequence[Ask], site: _Site, positions: Sequence[int]) -> Found | None:
+def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found | None:
     """Nodes of its own for each ask, whenever there is such a plan."""
     shapes = sorted({site.shape_of[ask.node_idx] for ask in asks}, key=lambda s: (-site.shapes[s].least, s))
     if any(site.shapes[s].strategy in ("PACK", "SPREAD") for s in shapes):
@@ -269,7 +196,7 @@ def _matched(asks: Sequence[Ask], site: _Site, positions: Sequence[int]) -> Foun
     return found
 
 
-def _searched(asks: Sequence[Ask], site: _Site, positions: Sequence[int], *, own: bool) -> Found | None:
+def _searched(asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own: bool) -> Found | None:
     """Whatever plan there is, if it is found with bounded work."""
     members: dict[int, list[int]] = {}
     for ask in asks:
@@ -301,7 +228,7 @@ def _searched(asks: Sequence[Ask], site: _Site, positions: Sequence[int], *, own
     }
 
 
-def _in_segments(asks: Sequence[Ask], site: _Site, nodes: Sequence[Node], segment_size: int) -> Found | None:
+def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment_size: int) -> Found | None:
     check_size("segment_size", segment_size)
     if len(asks) % segment_size:
         raise ValueError(
@@ -336,7 +263,7 @@ def _in_segments(asks: Sequence[Ask], site: _Site, nodes: Sequence[Node], segmen
     return found
 
 
-def _by_shape(asks: Sequence[Ask], site: _Site, found: Found) -> Found:
+def _by_shape(asks: Sequence[Ask], site: Site, found: Found) -> Found:
     """Hand the nodes found for each shape out in physical order."""
     members: dict[int, list[int]] = {}
     for ask in asks:

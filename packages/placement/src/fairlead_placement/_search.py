@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact answers to "can these be placed at all", and where.
+"""Whether asks can be placed at all, and where: a search that is exact as far as its budget goes.
 
-Nodes that hold the same are interchangeable, and so are asks that want the same. Both searches count kinds of nodes,
-not nodes, so their cost depends on how different nodes and asks are, hardly on how many there are.
+Nodes that hold the same are interchangeable, and so are asks that want the same. The search counts kinds of nodes, not
+nodes, so its cost depends on how different nodes and asks are, hardly on how many nodes there are.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-__all__ = ["Budget", "Strategy", "Undecided", "Want", "match", "search"]
+__all__ = ["Amounts", "Budget", "Room", "Strategy", "Undecided", "Want", "search"]
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 
@@ -30,64 +30,6 @@ class Budget:
         self._left -= steps
         if self._left < 0:
             raise Undecided
-
-
-def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list[Counter[tuple[int, ...]]] | None:
-    """Give each want nodes of its own.
-
-    Args:
-        needs: how many nodes each want needs; the most demanding first.
-        profiles: how many nodes there are of each profile: what such a node is worth to each want, 0 for nothing.
-
-    Returns:
-        How many nodes of each profile each want gets, from those worth least to it; None only if there is no way.
-
-    A want may take the only nodes that another can use. It then moves on. (This is bipartite matching by shortest
-    augmenting paths, between kinds instead of single wants and nodes.)
-    """
-    unused = dict(profiles)
-    usable = [sorted((p for p in profiles if p[want]), key=lambda p: p[want]) for want in range(len(needs))]
-    tightest = [nodes[::-1] for nodes in usable]
-    given: list[Counter[tuple[int, ...]]] = [Counter() for _ in needs]
-    holders: dict[tuple[int, ...], set[int]] = {profile: set() for profile in profiles}
-    for want, need in enumerate(needs):
-        while need:
-            # Who would have to give a node of which profile to whom, until somebody finds an unused one.
-            reached: dict[int, tuple[int, tuple[int, ...]] | None] = {want: None}
-            queue = deque([want])
-            while queue:
-                last = queue.popleft()
-                while tightest[last] and not unused[tightest[last][-1]]:
-                    tightest[last].pop()  # nodes that are given may change hands, but stay given
-                if tightest[last]:
-                    break
-                for profile in usable[last]:
-                    for other in holders[profile].difference(reached):
-                        reached[other] = (last, profile)
-                        queue.append(other)
-            else:
-                return None
-            end = tightest[last][-1]
-            amount = min(need, unused[end])
-            step = reached[last]
-            giver = last
-            while step is not None:
-                amount = min(amount, given[giver][step[1]])
-                giver, step = step[0], reached[step[0]]
-            unused[end] -= amount
-            taken, taker = end, last
-            while True:
-                given[taker][taken] += amount
-                holders[taken].add(taker)
-                step = reached[taker]
-                if step is None:
-                    break
-                given[taker][step[1]] -= amount
-                if not given[taker][step[1]]:
-                    holders[step[1]].discard(taker)
-                taker, taken = step
-            need -= amount
-    return given
 
 
 @dataclass(frozen=True)
@@ -160,6 +102,7 @@ class _Search:
         self.useful: list[int] = []  # kind -> the last want it has room for, or -1
         self.after: dict[tuple[int, int], int] = {}  # (kind, want) -> the kind it becomes with a unit
         self.free: dict[int, int] = {}  # kind -> the same, not used by the ask at hand
+        self.failed: set[tuple[int, frozenset[tuple[int, int]]]] = set()
         self.nodes: dict[int, list[int]] = {}
         self.position: dict[int, int] = {}
         for room, nodes in _capped(rooms, wants).items():
@@ -190,7 +133,7 @@ class _Search:
         return known
 
     def run(self) -> list[list[list[int]]] | None:
-        failed: set[tuple[int, frozenset[tuple[int, int]]]] = set()
+        failed = self.failed
         open_choices: list[Iterator[int]] = []
         trail: list[tuple[int, int, dict[int, int]]] = []
         while len(trail) < len(self.steps):
@@ -213,7 +156,8 @@ class _Search:
     def choices(self, at: int) -> list[int]:
         """The kinds of nodes that may take a unit, the most promising first."""
         w, left, _ = self.steps[at]
-        self.budget.spend(8 + len(self.position) * (len(self.wants) - w + 1))
+        # A search that goes straight to a plan may be as long as there are bundles. One that turns back may not.
+        self.budget.spend(8 * bool(self.failed) + len(self.position) * (len(self.wants) - w + 1))
         if not self.hopeful(at):
             return []
         strategy = self.wants[w].strategy

@@ -4,7 +4,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ._search import Budget, match
+from ._matching import match
+from ._search import Budget
 
 __all__ = ["place_blocks"]
 
@@ -102,6 +103,7 @@ class _Domains:
 
     def holds(self, at: int, row: Sequence[int]) -> bool:
         key = (self.keys[at], tuple(row))
+        self.budget.spend(len(row))
         if key not in self.known:
             self.budget.spend(20 + len(self.keys[at]) * len(self.kinds))
             needs: Counter[int] = Counter()
