@@ -242,6 +242,7 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
     assert plan(asks, nodes, idle=True) is None
     assert not never_fits(asks, nodes)
     assert never_fits(asks_of(11), nodes)  # seen without a search
+    monkeypatch.setattr(_planner, "WORK", 5)
     assert plan(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2) is None
     assert not never_fits(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2)
 
@@ -343,6 +344,25 @@ def test_bad_segment_size(size):
     """A size that is no positive integer is refused, with the value."""
     with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
         plan(asks_of(1, 1), nodes_of(4, 4), segment_size=size)
+
+
+def test_a_domain_for_each_segment():
+    """Groups that each need another domain find it, however many there are, and too many are refused at once."""
+    domains = [f"d{at:03}" for at in range(60)]
+    nodes = sorted(
+        (
+            node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
+            for domain in domains
+            for at in range(4)
+        ),
+        key=physical_order,
+    )
+    asks = [Ask(at, 8, {"CPU": 1, f"in_{domains[59 - at // 4]}": 0.001}) for at in range(240)]
+
+    chosen = plan(asks, nodes, segment_size=4)
+
+    assert [ids[0] for ids in chosen.values()] == [f"d{59 - at // 4:03}-{at % 4}" for at in range(240)]
+    assert never_fits(asks + [Ask(240 + at, 1, {"CPU": 1}) for at in range(4)], nodes, segment_size=4)
 
 
 def test_bad_segments():

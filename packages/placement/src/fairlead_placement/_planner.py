@@ -176,7 +176,7 @@ def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found
     shapes = sorted({site.shape_of[ask.node_idx] for ask in asks}, key=lambda s: (-site.shapes[s].least, s))
     if any(site.shapes[s].strategy in ("PACK", "SPREAD") for s in shapes):
         return _searched(asks, site, positions, own=True)
-    profiles = site.profiles(shapes, positions)
+    (profiles,) = site.profiles(shapes, [positions])
     needs = dict.fromkeys(shapes, 0)
     for ask in asks:
         needs[site.shape_of[ask.node_idx]] += ask.count // site.shapes[site.shape_of[ask.node_idx]].least
@@ -243,19 +243,18 @@ def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment
     for at, node in enumerate(nodes):
         if domain := physical_order(node)[0]:
             domains.setdefault(domain, []).append(at)
-    shapes = range(len(site.shapes))
-    places = [(members, site.profiles(shapes, members)) for members in domains.values()]
+    places = site.profiles(range(len(site.shapes)), list(domains.values()))
     blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
     contents = [[site.shape_of[ask.node_idx] for ask in block] for block in blocks]
     chosen = place_blocks(
         contents,
-        [{profile: len(at) for profile, at in profiles.items()} for _, profiles in places],
+        [{profile: len(at) for profile, at in profiles.items()} for profiles in places],
         Budget(WORK),
     )
     if chosen is None:
         return None
     found: Found = {}
-    for (members, _), of_domain in zip(places, chosen, strict=True):
+    for members, of_domain in zip(domains.values(), chosen, strict=True):
         here = [ask for b in of_domain for ask in blocks[b]]
         part = _found(here, site, members, own_nodes=True)
         assert part is not None, "place_blocks has checked it"

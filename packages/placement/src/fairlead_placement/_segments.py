@@ -49,11 +49,24 @@ class _Domains:
         self.keys = [tuple(sorted(domain.items())) for domain in domains]
         self.budget = budget
         self.known: dict[tuple[object, tuple[int, ...]], bool] = {}
-        # How many blocks of each kind all domains from this one on can hold, if they held no other.
+        # How many blocks a domain has nodes for, and how many of each kind if it takes no other.
+        size = max((sum(kind.values()) for kind in kinds), default=1)
+        self.space = [sum(n for profile, n in domain.items() if any(profile)) // size for domain in domains]
+        self.alone = [self.only(at) for at in range(len(domains))]
+        # The same for all domains from this one on.
+        self.spaces = [0]
         self.most = [[0] * len(kinds)]
-        for at in reversed(range(len(domains))):
-            alone = [self.room(at, [0] * len(kinds), k, sum(domains[at].values())) for k in range(len(kinds))]
+        for space, alone in zip(reversed(self.space), reversed(self.alone), strict=True):
+            self.spaces.insert(0, self.spaces[0] + space)
             self.most.insert(0, [a + b for a, b in zip(alone, self.most[0], strict=True)])
+
+    def only(self, at: int) -> list[int]:
+        offered = {shape for profile in self.domains[at] for shape, units in enumerate(profile) if units}
+        nothing = [0] * len(self.kinds)
+        return [
+            self.room(at, nothing, k, self.space[at]) if offered.issuperset(kind) else 0
+            for k, kind in enumerate(self.kinds)
+        ]
 
     def fill(self, wanted: Sequence[int]) -> list[list[int]] | None:
         failed: set[tuple[int, tuple[int, ...]]] = set()
@@ -65,10 +78,11 @@ class _Domains:
             if len(open_choices) == at:
                 hopeless = (
                     at == len(self.domains)
+                    or sum(left) > self.spaces[at]
                     or any(n > most for n, most in zip(left, self.most[at], strict=True))
                     or (at, tuple(left)) in failed
                 )
-                open_choices.append(iter(()) if hopeless else self.choices(at, left, [0] * len(left), 0))
+                open_choices.append(iter(()) if hopeless else self.choices(at, left))
             row = next(open_choices[-1], None)
             if row is not None:
                 rows.append(row)
@@ -81,14 +95,23 @@ class _Domains:
             left = [n + taken for n, taken in zip(left, rows.pop(), strict=True)]
         return rows + [[0] * len(left)] * (len(self.domains) - len(rows))
 
-    def choices(self, at: int, left: Sequence[int], row: list[int], kind: int) -> Iterator[list[int]]:
+    def choices(self, at: int, left: Sequence[int]) -> Iterator[list[int]]:
         """How many blocks of each kind a domain may take: the most of the first kind first, of the last kind always."""
-        if kind == len(row):
-            yield row
-            return
-        most = self.room(at, row, kind, left[kind])
-        for count in [most] if kind == len(row) - 1 else range(most, -1, -1):
-            yield from self.choices(at, left, [*row[:kind], count, *row[kind + 1 :]], kind + 1)
+        possible = [kind for kind, most in enumerate(self.alone[at]) if most and left[kind]]
+        row = [0] * len(left)
+        turn: int | None = 0
+        while turn is not None:
+            for kind in possible[turn:]:
+                row[kind] = 0
+            for kind in possible[turn:]:
+                space = self.space[at] - sum(row)
+                row[kind] = self.room(at, row, kind, min(left[kind], self.alone[at][kind], space))
+            yield list(row)
+            # Next, one block less of the last kind that has any, and of the kinds after it again the most.
+            turn = next((i for i in reversed(range(len(possible) - 1)) if row[possible[i]]), None)
+            if turn is not None:
+                row[possible[turn]] -= 1
+                turn += 1
 
     def room(self, at: int, row: Sequence[int], kind: int, limit: int) -> int:
         """How many blocks of a kind a domain can hold besides the others of a row."""
@@ -105,7 +128,7 @@ class _Domains:
         key = (self.keys[at], tuple(row))
         self.budget.spend(len(row))
         if key not in self.known:
-            self.budget.spend(20 + len(self.keys[at]) * len(self.kinds))
+            self.budget.spend(20 + len(self.keys[at]) * sum(map(bool, row)))
             needs: Counter[int] = Counter()
             for kind, count in zip(self.kinds, row, strict=True):
                 for shape, asks in kind.items():

@@ -78,13 +78,16 @@ class Site:
             self._fits[key] = by_kind, [by_kind[kind] for kind in self.kind_of]
         return self._fits[key]
 
-    def profiles(self, shapes: Sequence[int], positions: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-        """Nodes by what each is worth to each shape: how many bundles it holds, 0 if too few."""
+    def profiles(
+        self, shapes: Sequence[int], groups: Sequence[Sequence[int]]
+    ) -> list[dict[tuple[int, ...], list[int]]]:
+        """Nodes of each group by what they are worth to each shape: how many bundles they hold, 0 if too few."""
         worth = [
             [units if units >= self.shapes[s].least else 0 for units in self.fits(self.shapes[s])[0]] for s in shapes
         ]
         by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for at in positions:
-            found.setdefault(by_kind[self.kind_of[at]], []).append(at)
+        found: list[dict[tuple[int, ...], list[int]]] = [{} for _ in groups]
+        for group, profiles in zip(groups, found, strict=True):
+            for at in group:
+                profiles.setdefault(by_kind[self.kind_of[at]], []).append(at)
         return found
