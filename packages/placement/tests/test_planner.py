@@ -2,14 +2,16 @@
 """The plan of which bundle goes where: complete, never over-committed, in physical order."""
 
 import itertools
-import random
 from collections import Counter
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_placement._planner import STRATEGIES, Ask, Node, physical_order, plan
+from fairlead_placement import _planner
+from fairlead_placement._labels import matches
+from fairlead_placement._planner import STRATEGIES, Ask, Node, never_fits, plan
+from fairlead_placement._topology import physical_order
 
 
 def node(name, free=None, *, labels=None, **total):
@@ -105,17 +107,88 @@ def test_equal_asks_follow_physical_order(asks, nodes, own_nodes):
             assert chosen[one.node_idx] <= chosen[other.node_idx]
 
 
-@settings(max_examples=500)
-@given(requests(strategies=["STRICT_PACK"]), clusters(cpus=4))
-def test_refused_only_if_impossible(asks, nodes):
-    """With nodes of their own, None means that no assignment exists (all are tried)."""
+def brute(asks, nodes, own_nodes):
+    """Whether any assignment of bundles to nodes keeps every rule, by trying them all."""
 
-    def fits(ask, one):
-        return all(one.free.get(name, 0) + 1e-9 >= ask.count * amount for name, amount in ask.bundle.items())
+    def search(left, room, owner):
+        if not left:
+            return True
+        ask, rest = left[0], left[1:]
+        usable = [n for n, one in enumerate(nodes) if matches(ask.labels, one.labels)]
+        size = 1 if ask.strategy == "STRICT_PACK" else ask.count
+        for tried in itertools.combinations_with_replacement(usable, size):
+            picked = Counter(tried * (ask.count // size))
+            if ask.strategy == "STRICT_SPREAD" and max(picked.values()) > 1:
+                continue
+            if own_nodes and any(n in owner for n in picked):
+                continue
+            after = [dict(one) for one in room]
+            for n, count in picked.items():
+                for name, amount in ask.bundle.items():
+                    after[n][name] = after[n].get(name, 0) - count * amount
+            if all(amount > -1e-9 for one in after for amount in one.values()) and search(
+                rest, after, owner | set(picked)
+            ):
+                return True
+        return False
 
-    possible = any(all(map(fits, asks, tried)) for tried in itertools.permutations(nodes, len(asks)))
+    return search(asks, [dict(one.free) for one in nodes], frozenset())
 
-    assert (plan(asks, nodes, own_nodes=True) is not None) == possible
+
+selectors = st.sampled_from([{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"zone": "!in(b,c)"}])
+
+
+@st.composite
+def mixed_requests(draw):
+    return [
+        Ask(number, draw(st.integers(1, 3)), draw(bundles), draw(st.sampled_from(STRATEGIES)), draw(selectors))
+        for number in range(draw(st.integers(1, 4)))
+    ]
+
+
+@st.composite
+def labelled_clusters(draw):
+    return [
+        Node(one.node_id, one.ip, one.total, one.free, draw(st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}])))
+        for one in draw(clusters(max_nodes=4, cpus=4))
+    ]
+
+
+@settings(max_examples=400)
+@given(mixed_requests(), labelled_clusters(), st.booleans())
+def test_refused_only_if_impossible(asks, nodes, own_nodes):
+    """None means that no assignment exists, for every mix of strategies, bundles and labels (all are tried)."""
+    chosen = plan(asks, nodes, own_nodes=own_nodes)
+
+    assert (chosen is not None) == brute(asks, nodes, own_nodes)
+    if chosen is None:
+        return
+    labels = {one.node_id: one.labels for one in nodes}
+    for ask in asks:
+        assert len(chosen[ask.node_idx]) == ask.count
+        assert all(matches(ask.labels, labels[node_id]) for node_id in chosen[ask.node_idx])
+        assert len(set(chosen[ask.node_idx])) in {
+            "STRICT_PACK": {1},
+            "STRICT_SPREAD": {ask.count},
+        }.get(ask.strategy, range(5))
+    for one in nodes:
+        for name, room in {"CPU": 0, "x": 0, **one.free}.items():
+            taken = sum(ask.bundle.get(name, 0) * chosen[ask.node_idx].count(one.node_id) for ask in asks)
+            assert taken <= room + 1e-9
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_packing_is_exact(counts, cpus):
+    """Logical nodes of any sizes share physical nodes whenever there is a way."""
+
+    def search(left, room):
+        return not left or any(
+            room[at] >= left[0] and search(left[1:], [*room[:at], room[at] - left[0], *room[at + 1 :]])
+            for at in range(len(room))
+        )
+
+    assert (plan(asks_of(*counts), nodes_of(*cpus)) is not None) == search(sorted(counts, reverse=True), cpus)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -133,6 +206,177 @@ def test_strict_spread_refused_only_if_impossible(counts, cpus):
     found = plan(asks_of(*counts, strategy="STRICT_SPREAD"), nodes_of(*cpus))
 
     assert (found is not None) == search(counts, cpus)
+
+
+def test_largest_first_is_not_enough():
+    """Largest first puts 5 and 4 together and is stuck with 4, 3 and 3; there is a way, and it is found."""
+    asks = asks_of(5, 4, 4, 3, 2, 2)
+    chosen = plan(asks, nodes_of(10, 10))
+
+    assert Counter(node_id for ids in chosen.values() for node_id in ids) == {"n0": 10, "n1": 10}
+
+
+def test_many_sizes_on_many_nodes():
+    """Middling clusters are decided, both ways: 48 logical nodes of three sizes on 23 uneven nodes and one more."""
+    counts, cpus = [5] * 12 + [3] * 24 + [2] * 12, [8] * 12 + [5, 7] * 4 + [4] * 3
+    assert sum(counts) == sum(cpus)
+
+    assert never_fits(asks_of(*counts), nodes_of(*cpus))
+    assert plan(asks_of(*counts), nodes_of(*cpus, 6)) is not None
+
+
+def test_what_nobody_asked_for_makes_no_difference():
+    """Nodes that differ only in what is plentiful are equal: the search does not try each of them."""
+    nodes = [node(f"n{at:02}", CPU=90 + at, GPU=8, memory=at) for at in range(40)]
+    asks = [Ask(at, 5 if at < 40 else 4, {"CPU": 1, "GPU": 1}) for at in range(41)]
+
+    assert never_fits(asks, nodes)
+
+
+def test_giving_up_is_not_a_refusal(monkeypatch):
+    """When the work limit is reached there is no plan, but nobody is told that there can be none."""
+    asks, nodes = asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)
+    monkeypatch.setattr(_planner, "WORK", 30)
+
+    assert plan(asks, nodes) is None
+    assert plan(asks, nodes, idle=True) is None
+    assert not never_fits(asks, nodes)
+    assert never_fits(asks_of(11), nodes)  # seen without a search
+    monkeypatch.setattr(_planner, "WORK", 5)
+    assert plan(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2) is None
+    assert not never_fits(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2)
+
+
+@given(mixed_requests(), labelled_clusters(), st.booleans(), st.randoms())
+def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
+    """Nodes and asks in any order give the same plan, once nodes are put in physical order."""
+    asks_shuffled, nodes_shuffled = random.sample(asks, len(asks)), random.sample(nodes, len(nodes))
+
+    again = plan(asks_shuffled, sorted(nodes_shuffled, key=physical_order), own_nodes=own_nodes)
+
+    assert again == plan(asks, sorted(nodes, key=physical_order), own_nodes=own_nodes)
+
+
+def test_labels():
+    """A node that does not match takes no bundle, whatever it has."""
+    nodes = [node("n0", CPU=8, labels={"market": "spot"}), node("n1", CPU=4)]
+
+    assert plan([Ask(0, 2, {"CPU": 1}, labels={"market": "!spot"})], nodes) == {0: ("n1", "n1")}
+    assert plan([Ask(0, 2, {"CPU": 1}, labels={"market": "in(spot,other)"})], nodes) == {0: ("n0", "n0")}
+    assert plan([Ask(0, 6, {"CPU": 1}, "PACK", {"market": "!spot"})], nodes) is None
+    assert never_fits([Ask(0, 1, {"CPU": 1}, labels={"market": "other"})], nodes)
+
+
+def test_constraints_per_logical_node():
+    """Logical nodes with resources of their own get the nodes that have them, in whatever order."""
+    nodes = [node("n0", CPU=8, a=1), node("n1", CPU=8, b=1), node("n2", CPU=8)]
+    asks = [Ask(0, 4, {"CPU": 1}), Ask(1, 4, {"CPU": 1, "b": 0.001}), Ask(2, 4, {"CPU": 1, "a": 0.001})]
+
+    assert plan(asks, nodes, own_nodes=True) == {0: ("n2",) * 4, 1: ("n1",) * 4, 2: ("n0",) * 4}
+
+
+def in_domains(**domains):
+    """Nodes "a0", "a1" ... with the CPUs given, in the domain "a"; those of "none" have no domain."""
+    nodes = [
+        node(f"{domain}{at}", CPU=cpu, labels={} if domain == "none" else {"ray.io/gpu-domain": domain})
+        for domain, cpus in domains.items()
+        for at, cpu in enumerate(cpus)
+    ]
+    return sorted(nodes, key=physical_order)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "domains", "expected"),
+    [
+        ([4, 4], 2, {"a": [4, 4]}, ["a0", "a1"]),
+        ([4, 4, 4, 4], 2, {"a": [4, 4, 4], "b": [4, 4]}, ["a0", "a1", "b0", "b1"]),
+        ([4, 4], 2, {"a": [4], "b": [4, 4], "none": [4, 4]}, ["b0", "b1"]),
+        ([4, 4], 2, {"a": [4, 3, 4]}, ["a0", "a2"]),
+        ([4, 4], 2, {"a": [4], "b": [4]}, None),
+        ([1, 1], 2, {"a": [8]}, None),
+        ([4, 4], 1, {"a": [4], "b": [4]}, ["a0", "b0"]),
+        # Each group where it can be: the first one, though it would fit a, leaves a to the second.
+        ([2, 2, 4, 4], 2, {"a": [4, 4], "b": [2, 2]}, ["b0", "b1", "a0", "a1"]),
+        ([4, 2, 2, 4], 2, {"a": [2, 4, 4, 2]}, ["a1", "a0", "a3", "a2"]),
+        ([], 2, {"a": [8]}, []),
+    ],
+)
+def test_segments(counts, size, domains, expected):
+    """Groups of logical nodes, by number, stand on nodes of their own in one domain, in physical order."""
+    chosen = plan(asks_of(*counts), in_domains(**domains), segment_size=size)
+
+    assert (chosen if chosen is None else [ids[0] for ids in chosen.values()]) == expected
+
+
+@settings(max_examples=250)
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=3),
+)
+def test_segments_are_refused_only_if_impossible(groups, cpus):
+    """With segments, None means that no choice of domains and nodes exists (all are tried)."""
+    nodes = in_domains(**dict(zip(["none", "a", "b"], cpus, strict=False)))
+    counts = [count for group in groups for count in group]
+
+    def fits(group, free):
+        for pair in itertools.permutations([one for one in nodes if one.node_id in free], 2):
+            domains = {physical_order(one)[0] for one in pair}
+            enough = all(one.free["CPU"] >= count for one, count in zip(pair, group, strict=True))
+            if enough and len(domains) == 1 and "" not in domains:
+                yield {one.node_id for one in pair}
+
+    def search(left, free):
+        return not left or any(search(left[1:], free - taken) for taken in fits(left[0], free))
+
+    chosen = plan(asks_of(*counts), nodes, segment_size=2)
+
+    assert (chosen is not None) == search(groups, {one.node_id for one in nodes})
+    if chosen is not None:
+        by_id = {one.node_id: one for one in nodes}
+        assert len({ids[0] for ids in chosen.values()}) == len(counts)
+        for number, ids in chosen.items():
+            assert by_id[ids[0]].free["CPU"] >= len(ids) == counts[number]
+            assert physical_order(by_id[ids[0]])[0] == physical_order(by_id[chosen[number // 2 * 2][0]])[0] != ""
+
+
+@pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
+def test_bad_segment_size(size):
+    """A size that is no positive integer is refused, with the value."""
+    with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
+        plan(asks_of(1, 1), nodes_of(4, 4), segment_size=size)
+
+
+def test_a_domain_for_each_segment():
+    """Groups that each need another domain find it, however many there are, and too many are refused at once."""
+    domains = [f"d{at:03}" for at in range(60)]
+    nodes = sorted(
+        (
+            node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
+            for domain in domains
+            for at in range(4)
+        ),
+        key=physical_order,
+    )
+    asks = [Ask(at, 8, {"CPU": 1, f"in_{domains[59 - at // 4]}": 0.001}) for at in range(240)]
+
+    chosen = plan(asks, nodes, segment_size=4)
+
+    assert [ids[0] for ids in chosen.values()] == [f"d{59 - at // 4:03}-{at % 4}" for at in range(240)]
+    assert never_fits(asks + [Ask(240 + at, 1, {"CPU": 1}) for at in range(4)], nodes, segment_size=4)
+
+
+def test_bad_segments():
+    """Segments need as many logical nodes as make whole ones, each of them on one physical node."""
+    with pytest.raises(ValueError, match="in use must be divisible by segment_size, got 3 and 2"):
+        plan(asks_of(1, 1, 1), nodes_of(4, 4, 4), segment_size=2)
+    with pytest.raises(ValueError, match="segment_size needs the strategy STRICT_PACK, got 'PACK' for logical node 0"):
+        never_fits(asks_of(1, 1, strategy="PACK"), nodes_of(4, 4), segment_size=2)
+
+
+def test_bad_labels():
+    """An ask with a selector that Ray would not take cannot be made."""
+    with pytest.raises(ValueError, match="label 'zone': a label selector must be"):
+        Ask(0, 1, {"CPU": 1}, labels={"zone": "in()"})
 
 
 @pytest.mark.parametrize(
@@ -206,28 +450,3 @@ def test_amounts_are_exact():
     """Three bundles of 0.1 fit into 0.3, as they do for Ray."""
     assert plan(asks_of(3, x=0.1), [node("n0", x=0.3)]) is not None
     assert plan(asks_of(3, x=0.1), [node("n0", x=0.2999)]) is None
-
-
-def test_physical_order():
-    """Nodes without a domain come first, then by domain, rank (a number), and node id, whatever Ray's order."""
-    ordered = [
-        node("1"),
-        node("2", topo_rank=1),
-        node("9", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "2"}),
-        node("8", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "10"}),
-        node("4", nvlink_domain_b=1),
-        node("5", nvlink_domain_b=1),
-        node("3", nvlink_domain_b=1, topo_rank=3),
-        # A label counts more than a resource.
-        node("0", labels={"ray.io/gpu-domain": "c"}, nvlink_domain_a=1),
-    ]
-    shuffled = random.Random(0).sample(ordered, len(ordered))
-
-    assert sorted(shuffled, key=physical_order) == ordered
-
-
-@pytest.mark.parametrize("rank", ["first", "", "inf", "nan"])
-def test_bad_rank(rank):
-    """A rank that is no number is refused, with the node it is on."""
-    with pytest.raises(ValueError, match=f"label fairlead.io/topo-rank of node 7 must be a number, got '{rank}'"):
-        physical_order(node("7", labels={"fairlead.io/topo-rank": rank}))

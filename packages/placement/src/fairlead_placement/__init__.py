@@ -17,6 +17,7 @@ from ._occupancy import SlotClaim, claim_slots
 from ._ports import PortLease, lease_ports
 from ._report import Report
 from ._slot import Slot
+from ._topology import select_segment_nodes, sort_bundle_indices_by_topology
 from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
 
 __version__ = "0.1.0"
@@ -35,4 +36,6 @@ __all__ = [
     "claim_slots",
     "init_ray",
     "lease_ports",
+    "select_segment_nodes",
+    "sort_bundle_indices_by_topology",
 ]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["checked_constraints", "checked_counts", "checked_positive", "checked_seconds"]
+__all__ = ["checked_constraints", "checked_counts", "checked_positive", "checked_seconds", "checked_segments"]
 
 
 def checked_counts(counts: Any) -> tuple[int, ...]:
@@ -28,6 +28,18 @@ def checked_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number of seconds, 0 or more and finite, got {value!r}")
     return float(value)
+
+
+def checked_segments(size: Any, counts: Sequence[int], strategy: str) -> int | None:
+    """How many logical nodes stand in one topology domain; None: wherever."""
+    if size is None:
+        return None
+    checked_positive("segment_size", size)
+    if strategy != "STRICT_PACK":
+        raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
+    if len(counts) % size:
+        raise ValueError(f"{len(counts)} logical nodes in use are no multiple of segment_size={size}")
+    return int(size)
 
 
 def checked_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:

@@ -10,9 +10,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
-from ._checks import checked_constraints, checked_counts, checked_positive, checked_seconds
+from ._checks import checked_constraints, checked_counts, checked_positive, checked_seconds, checked_segments
 from ._grid import counted, draw
 from ._holding import Holding, forgotten
+from ._labels import check_selector
 from ._occupancy import groups_on
 from ._planner import STRATEGIES, Ask
 from ._ports import PORT_HIGH, PORT_LOW, check_range
@@ -39,7 +40,11 @@ class RayVirtualCluster:
         enable_colocation: at least two worker groups may share the slots.
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
+        segment_size: take logical nodes in groups of this many, each group on physical nodes of its own in one
+            topology domain.
         node_resource_constraints: per logical node, what each of its bundles holds besides.
+        label_selector: which nodes may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
+            `"!in(a,b)"`.
         reserve_timeout_s: how long to wait for resources that others hold.
         wait_for_nodes_s: how long to wait for nodes that are still joining.
 
@@ -66,7 +71,9 @@ class RayVirtualCluster:
         enable_colocation: bool = False,
         port_range_low: int | None = None,
         port_range_high: int | None = None,
+        segment_size: int | None = None,
         node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
+        label_selector: Mapping[str, str] | None = None,
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
@@ -88,9 +95,11 @@ class RayVirtualCluster:
 
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
+        labels = dict(label_selector or {})
+        check_selector(labels)
         extras = checked_constraints(node_resource_constraints, len(self._counts))
         asks = [
-            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy)  # type: ignore[arg-type]
+            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)  # type: ignore[arg-type]
             for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
             if count > 0
         ]
@@ -98,6 +107,7 @@ class RayVirtualCluster:
             asks,
             name=name,
             capacity=capacity,
+            segment_size=checked_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
             timeout_s=checked_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=checked_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
@@ -138,7 +148,7 @@ class RayVirtualCluster:
             PlacementError: Ray is not running.
         """
         self._check_running()
-        return examine(self._holding.asks, unified=unified)
+        return examine(self._holding.asks, unified=unified, segment_size=self._holding.segment_size)
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
         """Reserve now, if that has not been done.

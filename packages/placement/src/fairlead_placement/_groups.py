@@ -78,7 +78,13 @@ class Demand:
     def show(self) -> None:
         """Ask for what is missing. Can be repeated."""
         for ask in self._asks[len(self._groups) :]:
-            group = placement_group([dict(ask.bundle)] * ask.count, strategy=ask.strategy, name=_name(self._name, ask))
+            selector = {key: condition.replace(" ", "") for key, condition in ask.labels.items()}
+            group = placement_group(
+                [dict(ask.bundle)] * ask.count,
+                strategy=ask.strategy,
+                name=_name(self._name, ask),
+                bundle_label_selector=[selector] * ask.count if selector else [],
+            )
             self._groups.append(group)
 
     def withdraw(self) -> None:

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ._accelerators import accelerator_ids
 from ._groups import Reserved, remove
 from ._inventory import read_nodes
-from ._planner import PRECISION, Ask, Node
+from ._planner import PRECISION, Ask, Node, physical_order
 from ._ports import PortLease, lease_ports
 from ._reservation import reserve
 from ._slot import Slot
@@ -34,16 +34,25 @@ class Holding:
         asks: what is wanted.
         name: of the cluster.
         capacity: how many worker groups may share a slot.
+        segment_size: logical nodes in groups of this many, each group in one topology domain.
         timeout_s: how long to wait for what others hold.
         wait_for_nodes_s: how long to wait for nodes that are joining.
     """
 
     def __init__(
-        self, asks: Sequence[Ask], *, name: str, capacity: int, timeout_s: float, wait_for_nodes_s: float
+        self,
+        asks: Sequence[Ask],
+        *,
+        name: str,
+        capacity: int,
+        segment_size: int | None = None,
+        timeout_s: float,
+        wait_for_nodes_s: float,
     ) -> None:
         self.asks = tuple(asks)
         self.name = name
         self.capacity = capacity
+        self.segment_size = segment_size
         self.timeout_s = timeout_s
         self.wait_for_nodes_s = wait_for_nodes_s
         self.unified = False
@@ -70,6 +79,7 @@ class Holding:
                     self.asks,
                     name=self.name,
                     unified=unified,
+                    segment_size=self.segment_size,
                     timeout_s=max(0.0, deadline - time.monotonic()),
                     wait_for_nodes_s=self.wait_for_nodes_s,
                 )
@@ -125,11 +135,22 @@ class Holding:
     def _taken_by(self, ask: Ask, alive: AbstractSet[str], placed: Sequence[Reserved]) -> frozenset[str]:
         """The nodes that what is left of the cluster keeps a replacement from."""
         survivors = [slot for slot in self.slots if slot.node_id in alive]
-        if self.unified:  # every logical node is on a physical node of its own
-            return frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
+        if self.unified or self.segment_size:  # every logical node is on a physical node of its own
+            taken = frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
+            return taken | self._in_other_domains(ask, survivors)
         if ask.strategy == "STRICT_SPREAD":
             return frozenset(slot.node_id for slot in survivors if slot.node_idx == ask.node_idx)
         return frozenset()
+
+    def _in_other_domains(self, ask: Ask, survivors: Sequence[Slot]) -> frozenset[str]:
+        """The nodes that are not in the domain of what is left of a lost logical node's segment."""
+        if not self.segment_size:
+            return frozenset()
+        number = {one.node_idx: at // self.segment_size for at, one in enumerate(self.asks)}
+        left = {slot.node_id for slot in survivors if number[slot.node_idx] == number[ask.node_idx]}
+        domain = {node.node_id: physical_order(node)[0] for node in read_nodes()}
+        allowed = {domain[node_id] for node_id in left if node_id in domain}
+        return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
 
     def _put_in(self, lost: Sequence[int], found: Sequence[Slot]) -> None:
         """Each new slot takes the place, and the numbers in the cluster, of a lost one of its logical node."""

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which node each bundle goes to: pure functions of what is asked and what is there.
+"""Which node each bundle goes to: pure functions of what is asked and what is there."""
 
-Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3.
-"""
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import get_args
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from ._labels import check_selector
+from ._matching import match
+from ._search import Amounts, Budget, Room, Strategy, Undecided, Want, search
+from ._segments import place_blocks
+from ._site import PRECISION, Shape, Site
+from ._topology import check_size, physical_order
 
-__all__ = ["STRATEGIES", "Ask", "Node", "Strategy", "physical_order", "plan"]
+__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "physical_order", "plan"]
 
-Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-PRECISION = 10_000
+# How much to try before giving up, in looks at a kind of node: about a second.
+WORK = 1_200_000
 
 
 @dataclass(frozen=True)
@@ -29,216 +33,241 @@ class Node:
 
 @dataclass(frozen=True)
 class Ask:
-    """`count` bundles of one kind for one logical node."""
+    """`count` bundles of one kind for one logical node, on nodes that match a label selector."""
 
     node_idx: int
     count: int
     bundle: Mapping[str, float]
     strategy: Strategy = "STRICT_PACK"
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_selector(self.labels)
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Asks of one shape are interchangeable."""
-        return (self.count, tuple(sorted(self.bundle.items())), self.strategy)
-
-
-def physical_order(node: Node) -> tuple[str, int, str]:
-    """Sort key of a node: topology domain, rank in the domain, node id.
-
-    Domain and rank are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
-    `nvlink_domain_<id>` and `topo_rank`. Nodes without a domain come first. The node id breaks every tie, so the
-    slots of two nodes never interleave.
-    """
-    domain = node.labels.get("ray.io/gpu-domain")
-    if domain is None:
-        prefix = "nvlink_domain_"
-        domain = min((name.removeprefix(prefix) for name in node.total if name.startswith(prefix)), default="")
-    rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
-    try:
-        return domain, int(float(rank)), node.node_id
-    except (ValueError, OverflowError):
-        raise ValueError(f"label fairlead.io/topo-rank of node {node.node_id} must be a number, got {rank!r}") from None
+        return (self.count, tuple(sorted(self.bundle.items())), self.strategy, tuple(sorted(self.labels.items())))
 
 
 def plan(
-    asks: Sequence[Ask], nodes: Sequence[Node], *, idle: bool = False, own_nodes: bool = False
+    asks: Sequence[Ask],
+    nodes: Sequence[Node],
+    *,
+    idle: bool = False,
+    own_nodes: bool = False,
+    segment_size: int | None = None,
 ) -> dict[int, tuple[str, ...]] | None:
     """Choose a node for every bundle.
 
     Args:
         asks: what is wanted, at most one entry per logical node.
         nodes: what is there, in physical order.
-        idle: plan as if nothing ran on the nodes; tells "taken" from "can never fit".
+        idle: plan as if nothing ran on the nodes.
         own_nodes: never put two logical nodes on one physical node.
+        segment_size: place logical nodes in groups of this many, by number; each group on physical nodes of its own
+            in one topology domain. Only for STRICT_PACK.
 
     Returns:
-        For each `node_idx` the node id of each of its bundles, in physical order; None if it does not fit.
+        For each `node_idx` the node id of each of its bundles, in physical order; None if no plan was found. For all
+        but large and very uneven clusters that means that there is none; `never_fits` says it only if it is so.
 
-    Logical nodes get physical nodes of their own in the order asked, if that fits; else the largest ask takes the
+    Raises:
+        ValueError: the logical nodes are no multiple of `segment_size`, or are not STRICT_PACK.
+
+    Logical nodes get physical nodes of their own in the order asked, if that fits; else the most demanding takes the
     tightest node that is still unused; else (unless `own_nodes`) logical nodes share physical ones. Asks of one
-    shape are then handed out in physical order, so logical order follows physical order.
+    shape are then handed out in physical order, so logical order follows physical order (with segments: group by
+    group, and within a domain).
     """
-    for attempt in (_in_order, _tightest_first) if own_nodes else (_in_order, _tightest_first, _sharing):
-        room = {node.node_id: _Room(node.total if idle else node.free) for node in nodes}
-        chosen = attempt(asks, room)
-        if chosen is not None:
-            return _by_shape(asks, chosen, {node.node_id: at for at, node in enumerate(nodes)})
-    return None
-
-
-class _Room:
-    """What is left of a node while a plan is being made."""
-
-    def __init__(self, resources: Mapping[str, float]) -> None:
-        self.left = {name: round(amount * PRECISION) for name, amount in resources.items()}
-
-    def holds(self, bundle: Mapping[str, float]) -> int:
-        """How many such bundles fit."""
-        return min(
-            (self.left.get(name, 0) // round(amount * PRECISION) for name, amount in bundle.items() if amount > 0),
-            default=0,
-        )
-
-    def take(self, bundle: Mapping[str, float], count: int = 1) -> None:
-        for name, amount in bundle.items():
-            if amount > 0:
-                self.left[name] -= count * round(amount * PRECISION)
-
-
-Rooms = dict[str, _Room]
-Chosen = dict[int, tuple[str, ...]]
-
-
-def _in_order(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
-    """Each ask, as it comes, on the first nodes nobody else in this plan uses."""
-    unused = dict(rooms)
-    # A node too small for a shape stays too small for it: every shape walks the nodes once.
-    walks: dict[object, Iterator[str]] = {}
-    chosen: Chosen = {}
-    for ask in asks:
-        if ask.strategy == "STRICT_PACK":
-            walk = walks.setdefault(ask.shape, iter(list(rooms)))
-            node = next((n for n in walk if n in unused and unused[n].holds(ask.bundle) >= ask.count), None)
-            picked = None if node is None else (node,) * ask.count
-        else:
-            picked = _spread(ask, unused)
-        if picked is None:
-            return None
-        chosen[ask.node_idx] = picked
-        for node_id in picked:
-            unused.pop(node_id, None)
-    return chosen
-
-
-def _tightest_first(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
-    """The largest ask first, on the unused node that it fills best."""
-    if all(ask.strategy == "STRICT_PACK" for ask in asks):
-        return _matched(asks, rooms)
-    return _largest_first(asks, rooms, share=False)
-
-
-def _sharing(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
-    return _largest_first(asks, rooms, share=True)
-
-
-def _matched(asks: Sequence[Ask], rooms: Rooms) -> Chosen | None:
-    """A node of its own for each ask, found whenever there is such a plan.
-
-    Largest first is not enough where bundles differ: an ask may take the only node that has what a smaller one needs.
-    It then moves on. (This is bipartite matching by augmenting paths, searched by shape, of which there are few.)
-    """
-    fitting: dict[object, list[str]] = {}
-    for ask in asks:
-        if ask.shape not in fitting:
-            holds = {node_id: room.holds(ask.bundle) for node_id, room in rooms.items()}
-            # A stable sort: ties go by physical order.
-            fitting[ask.shape] = sorted((n for n in holds if holds[n] >= ask.count), key=holds.__getitem__)
-    unused = {shape: nodes[::-1] for shape, nodes in fitting.items()}
-    owner: dict[str, Ask] = {}
-    for ask in sorted(asks, key=lambda ask: (-ask.count, ask.node_idx)):
-        paths: deque[tuple[object, tuple[str, ...]]] = deque([(ask.shape, ())])
-        seen = {ask.shape}
-        while paths:
-            shape, path = paths.popleft()
-            while unused[shape] and unused[shape][-1] in owner:
-                unused[shape].pop()  # a node that is taken may change hands, but stays taken
-            if unused[shape]:
-                break
-            for node_id in fitting[shape]:
-                if (other := owner[node_id].shape) not in seen:
-                    seen.add(other)
-                    paths.append((other, (*path, node_id)))
-        else:
-            return None
-        mover: Ask | None = ask
-        for node_id in (*path, unused[shape][-1]):
-            assert mover is not None
-            owner[node_id], mover = mover, owner.get(node_id)
-    return {ask.node_idx: (node_id,) * ask.count for node_id, ask in owner.items()}
-
-
-def _largest_first(asks: Sequence[Ask], rooms: Rooms, *, share: bool) -> Chosen | None:
-    """The largest ask first; one that needs a single node on the node that it fills best."""
-    unused = dict(rooms)
-    chosen: Chosen = {}
-    for ask in sorted(asks, key=lambda ask: (-ask.count, ask.node_idx)):
-        if ask.strategy == "STRICT_PACK":
-            fitting = [(room.holds(ask.bundle), n) for n, room in unused.items()]
-            # min() keeps the first of equals: ties go by physical order.
-            tightest = min((f for f in fitting if f[0] >= ask.count), key=lambda f: f[0], default=None)
-            picked = None if tightest is None else (tightest[1],) * ask.count
-        else:
-            # Shared nodes are used up evenly: STRICT_SPREAD needs many with a little room, not few with much.
-            picked = _spread(ask, unused, roomiest=share)
-        if picked is None:
-            return None
-        chosen[ask.node_idx] = picked
-        for node_id in dict.fromkeys(picked):
-            if share:
-                unused[node_id].take(ask.bundle, picked.count(node_id))
-            else:
-                del unused[node_id]
-    return chosen
-
-
-def _spread(ask: Ask, rooms: Rooms, *, roomiest: bool = False) -> tuple[str, ...] | None:
-    """Nodes for the strategies that may use several of them for one logical node, in physical order."""
-    fits = {node_id: n for node_id, room in rooms.items() if (n := room.holds(ask.bundle)) > 0}
-    if roomiest:
-        fits = dict(sorted(fits.items(), key=lambda fit: -fit[1]))
-    if ask.strategy == "PACK":
-        single = [node_id for node_id, n in fits.items() if n >= ask.count]
-        # One node if one will do, else as few as possible: the roomiest first.
-        order: Iterable[str] = single[:1] or sorted(fits, key=lambda node_id: -fits[node_id])
-        counts: dict[str, int] = {}
-        missing = ask.count
-        for node_id in order:
-            counts[node_id] = min(missing, fits[node_id])
-            missing -= counts[node_id]
-        counts = {node_id: n for node_id, n in counts.items() if n > 0}
-    else:
-        rounds = 1 if ask.strategy == "STRICT_SPREAD" else ask.count
-        counts = {}
-        missing = ask.count
-        for turn in range(rounds):
-            takers = [node_id for node_id, n in fits.items() if n > turn][:missing]
-            if not takers:
-                break
-            for node_id in takers:
-                counts[node_id] = counts.get(node_id, 0) + 1
-            missing -= len(takers)
-    if missing:
+    try:
+        return _plan(asks, nodes, idle, own_nodes, segment_size)
+    except Undecided:
         return None
-    return tuple(node_id for node_id in rooms for _ in range(counts.get(node_id, 0)))
 
 
-def _by_shape(asks: Sequence[Ask], chosen: Chosen, position: Mapping[str, int]) -> Chosen:
-    """Hand the nodes found for each shape out in physical order."""
-    shapes: dict[object, list[int]] = {}
+def never_fits(
+    asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
+) -> bool:
+    """Whether it is certain that these nodes cannot hold the asks, even when idle.
+
+    False means that a plan for idle nodes exists, or that none was found with a bounded effort. Arguments and errors
+    as of `plan`.
+    """
+    try:
+        return _plan(asks, nodes, True, own_nodes, segment_size) is None
+    except Undecided:
+        return False
+
+
+def _plan(
+    asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, segment_size: int | None
+) -> dict[int, tuple[str, ...]] | None:
+    ordered = sorted(asks, key=lambda ask: ask.node_idx)
+    site = Site(ordered, nodes, idle)
+    if segment_size is not None:
+        found = _in_segments(ordered, site, nodes, segment_size)
+    else:
+        found = _found(ordered, site, range(len(nodes)), own_nodes)
+    if found is None:
+        return None
+    return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in asks}
+
+
+# Per logical node, the node of each of its bundles as a number in physical order.
+Found = dict[int, list[int]]
+
+
+def _found(asks: Sequence[Ask], site: Site, positions: Sequence[int], own_nodes: bool) -> Found | None:
+    found = _in_order(asks, site, positions)
+    if found is None:
+        try:
+            found = _matched(asks, site, positions)
+        except Undecided:
+            if own_nodes:
+                raise
+    if found is None and not own_nodes:
+        found = _searched(asks, site, positions, own=False)
+    return None if found is None else _by_shape(asks, site, found)
+
+
+def _in_order(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found | None:
+    """Each ask, as it comes, on the first nodes nobody else in this plan uses."""
+    used: set[int] = set()
+    # A node too small for a shape stays too small for it, and a used one stays used: every shape walks them once.
+    walks: dict[tuple[Amounts, int, int, bool], Iterator[int]] = {}
+
+    def unused(shape: Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
+        key = (shape.bundle, shape.selector, least, roomiest)
+        if key not in walks:
+            fits = site.fits(shape)[1]
+            order = sorted(positions, key=lambda at: -fits[at]) if roomiest else positions
+            walks[key] = (at for at in order if fits[at] >= least and at not in used)
+        return walks[key]
+
+    found: Found = {}
     for ask in asks:
-        shapes.setdefault(ask.shape, []).append(ask.node_idx)
-    ordered: Chosen = {}
-    for members in shapes.values():
-        found = sorted((chosen[m] for m in members), key=lambda ids: [position[node_id] for node_id in ids])
-        ordered.update(zip(sorted(members), found, strict=True))
-    return {ask.node_idx: ordered[ask.node_idx] for ask in asks}
+        shape = site.shapes[site.shape_of[ask.node_idx]]
+        picked: list[int] = []
+        if shape.strategy in ("STRICT_PACK", "PACK"):
+            picked = [at for at in islice(unused(shape, ask.count), 1) for _ in range(ask.count)]
+        if shape.strategy == "PACK" and not picked:
+            # As few as possible: the roomiest first.
+            for at in unused(shape, roomiest=True):
+                picked += [at] * min(ask.count - len(picked), site.fits(shape)[1][at])
+                if len(picked) == ask.count:
+                    break
+        if shape.strategy in ("SPREAD", "STRICT_SPREAD"):
+            takers = picked = list(islice(unused(shape), ask.count))
+            turn = 1
+            while shape.strategy == "SPREAD" and takers and len(picked) < ask.count:
+                takers = [at for at in takers if site.fits(shape)[1][at] > turn][: ask.count - len(picked)]
+                picked = picked + takers
+                turn += 1
+        if len(picked) < ask.count:
+            return None
+        used.update(picked)
+        found[ask.node_idx] = sorted(picked)
+    return found
+
+
+def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found | None:
+    """Nodes of its own for each ask, whenever there is such a plan."""
+    shapes = sorted({site.shape_of[ask.node_idx] for ask in asks}, key=lambda s: (-site.shapes[s].least, s))
+    if any(site.shapes[s].strategy in ("PACK", "SPREAD") for s in shapes):
+        return _searched(asks, site, positions, own=True)
+    (profiles,) = site.profiles(shapes, [positions])
+    needs = dict.fromkeys(shapes, 0)
+    for ask in asks:
+        needs[site.shape_of[ask.node_idx]] += ask.count // site.shapes[site.shape_of[ask.node_idx]].least
+    given = match(list(needs.values()), {profile: len(at) for profile, at in profiles.items()})
+    if given is None:
+        return None
+    supply = {profile: iter(at) for profile, at in profiles.items()}
+    taken = {
+        s: iter(sorted(at for profile, count in share.items() for at in islice(supply[profile], count)))
+        for s, share in zip(shapes, given, strict=True)
+    }
+    found: Found = {}
+    for ask in asks:
+        s = site.shape_of[ask.node_idx]
+        least = site.shapes[s].least
+        found[ask.node_idx] = [at for at in islice(taken[s], ask.count // least) for _ in range(least)]
+    return found
+
+
+def _searched(asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own: bool) -> Found | None:
+    """Whatever plan there is, if it is found with bounded work."""
+    members: dict[int, list[int]] = {}
+    for ask in asks:
+        members.setdefault(site.shape_of[ask.node_idx], []).append(ask.node_idx)
+    rooms: dict[Room, list[int]] = {}
+    for at in positions:
+        rooms.setdefault(site.rooms[site.kind_of[at]], []).append(at)
+    largest = [max(column, default=0) for column in zip(*(room[0] for room in rooms), strict=True)]
+
+    def size(s: int) -> tuple[float, int, int]:
+        """The part that an ask takes of the largest node, so that amounts of different resources compare."""
+        shape = site.shapes[s]
+        part = max((n / max(has, 1) for n, has in zip(shape.bundle, largest, strict=False)), default=0.0)
+        return (-part * shape.least, -shape.count, s)
+
+    shapes = sorted(members, key=size)
+    wants = []
+    for s in shapes:
+        shape = site.shapes[s]
+        unit = tuple(n * shape.least for n in shape.bundle)
+        wants.append(Want(shape.strategy, unit, shape.selector, shape.count // shape.least, len(members[s])))
+    placed = search(wants, rooms, own=own, budget=Budget(WORK))
+    if placed is None:
+        return None
+    return {
+        number: sorted(at for at in units for _ in range(site.shapes[s].least))
+        for s, group in zip(shapes, placed, strict=True)
+        for number, units in zip(members[s], group, strict=True)
+    }
+
+
+def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment_size: int) -> Found | None:
+    check_size("segment_size", segment_size)
+    if len(asks) % segment_size:
+        raise ValueError(
+            f"the number of logical nodes in use must be divisible by segment_size, got {len(asks)} and {segment_size}"
+        )
+    for ask in asks:
+        if ask.strategy != "STRICT_PACK":
+            raise ValueError(
+                f"segment_size needs the strategy STRICT_PACK, got {ask.strategy!r} for logical node {ask.node_idx}"
+            )
+    domains: dict[str, list[int]] = {}
+    for at, node in enumerate(nodes):
+        if domain := physical_order(node)[0]:
+            domains.setdefault(domain, []).append(at)
+    places = site.profiles(range(len(site.shapes)), list(domains.values()))
+    blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
+    contents = [[site.shape_of[ask.node_idx] for ask in block] for block in blocks]
+    chosen = place_blocks(
+        contents,
+        [{profile: len(at) for profile, at in profiles.items()} for profiles in places],
+        Budget(WORK),
+    )
+    if chosen is None:
+        return None
+    found: Found = {}
+    for members, of_domain in zip(domains.values(), chosen, strict=True):
+        here = [ask for b in of_domain for ask in blocks[b]]
+        part = _found(here, site, members, own_nodes=True)
+        assert part is not None, "place_blocks has checked it"
+        found.update(part)
+    return found
+
+
+def _by_shape(asks: Sequence[Ask], site: Site, found: Found) -> Found:
+    """Hand the nodes found for each shape out in physical order."""
+    members: dict[int, list[int]] = {}
+    for ask in asks:
+        members.setdefault(site.shape_of[ask.node_idx], []).append(ask.node_idx)
+    ordered: Found = {}
+    for numbers in members.values():
+        ordered.update(zip(numbers, sorted(found[number] for number in numbers), strict=True))
+    return ordered

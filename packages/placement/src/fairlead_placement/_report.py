@@ -73,7 +73,8 @@ class Report:
         asked = Table(*columns, title="Asked", title_justify="left")
         for first, last, ask in self._runs():
             number = str(first) if first == last else f"{first} to {last}"
-            cells = [number, str(ask.count), _amounts(ask.bundle), ask.strategy]
+            labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
+            cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
             nodes = [n for at in range(first, last + 1) for n in self.plan.get(at, ())]
             if self.plan:
                 cells.append(", ".join(node_id[:8] for node_id in dict.fromkeys(nodes)))

@@ -7,20 +7,20 @@ from collections.abc import Set as AbstractSet
 
 from ._groups import Demand, Reserved, place
 from ._inventory import read_holders, read_nodes
-from ._planner import Ask, Node, plan
+from ._planner import Ask, Node, never_fits, plan
 from ._ray_private import autoscaler_is_there
 from ._report import Report
 from ._waiting import Waiting
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
 
-__all__ = ["examine", "reserve"]
+__all__ = ["examine", "report_of", "reserve"]
 
 POLL_S = (0.05, 0.5)
 
 
-def examine(asks: Sequence[Ask], *, unified: bool) -> Report:
+def examine(asks: Sequence[Ask], *, unified: bool, segment_size: int | None) -> Report:
     """What would become of a reservation now, without reserving."""
-    return _report(asks, read_nodes(), unified)
+    return report_of(asks, read_nodes(), unified=unified, segment_size=segment_size)
 
 
 def reserve(
@@ -28,6 +28,7 @@ def reserve(
     *,
     name: str,
     unified: bool,
+    segment_size: int | None = None,
     timeout_s: float,
     wait_for_nodes_s: float,
     avoid: AbstractSet[str] = frozenset(),
@@ -38,6 +39,7 @@ def reserve(
         asks: what is wanted.
         name: shown in messages and in the groups' names.
         unified: one group, each ask on a physical node of its own.
+        segment_size: asks in groups of this many, each group in one topology domain.
         timeout_s: how long to wait for what others hold, and for an autoscaler.
         wait_for_nodes_s: how long to wait for nodes that are joining.
         avoid: ids of nodes that are not used.
@@ -52,18 +54,21 @@ def reserve(
         while True:
             nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             waited = time.monotonic() - began
-            if plan(asks, nodes, idle=True, own_nodes=unified) is None:
+            if never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size):
                 limit = wait_for_nodes_s
                 if autoscaler_is_there():
                     limit = max(limit, timeout_s)
                     demand.show()
                 if waited >= limit:
-                    raise ResourceInsufficientError(_insufficient(asks, unified, waited), _report(asks, nodes, unified))
+                    raise ResourceInsufficientError(
+                        _insufficient(asks, unified, segment_size, waited),
+                        report_of(asks, nodes, unified=unified, segment_size=segment_size),
+                    )
                 waiting.show(f"waiting for nodes to join, at most {limit:g} s")
             else:
                 demand.withdraw()
                 limit = timeout_s
-                chosen = plan(asks, nodes, own_nodes=unified)
+                chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
                 if chosen is not None:
                     placed = place(asks, chosen, name=name, unified=unified)
                     if placed is not None:
@@ -72,30 +77,32 @@ def reserve(
                     raise PlacementTimeoutError(
                         f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs "
                         "(see below). Release some of it, or wait longer (reserve_timeout_s).",
-                        _report(asks, nodes, unified),
+                        report_of(asks, nodes, unified=unified, segment_size=segment_size),
                     )
                 waiting.show(f"waiting for resources that others hold, at most {limit:g} s")
             time.sleep(max(0.0, min(pause, began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
-def _report(asks: Sequence[Ask], nodes: Sequence[Node], unified: bool) -> Report:
-    chosen = plan(asks, nodes, own_nodes=unified)
-    fits_idle = chosen is not None or plan(asks, nodes, idle=True, own_nodes=unified) is not None
+def report_of(asks: Sequence[Ask], nodes: Sequence[Node], *, unified: bool, segment_size: int | None = None) -> Report:
+    """What is asked, what these nodes have, and who holds it."""
+    chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
+    never = chosen is None and never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size)
     return Report(
         asks=tuple(asks),
         nodes=tuple(nodes),
         holders=read_holders(),
-        verdict="fits" if chosen is not None else "taken" if fits_idle else "impossible",
+        verdict="fits" if chosen is not None else "impossible" if never else "taken",
         plan=chosen or {},
     )
 
 
-def _insufficient(asks: Sequence[Ask], unified: bool, waited: float) -> str:
+def _insufficient(asks: Sequence[Ask], unified: bool, segment_size: int | None, waited: float) -> str:
     bundles = sum(ask.count for ask in asks)
     own = ", each logical node on a physical node of its own" if unified else ""
+    segments = f", in segments of {segment_size} nodes of one topology domain" if segment_size else ""
     after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
     return (
-        f"The cluster cannot hold {bundles} bundles in {len(asks)} logical node(s){own}, even when it is idle "
-        f"(see below).{after} Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
+        f"The cluster cannot hold {bundles} bundles in {len(asks)} logical node(s){own}{segments}, even when it is "
+        f"idle (see below).{after} Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
     )

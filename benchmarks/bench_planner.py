@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast plans for large clusters are: pure functions, no Ray.
+
+python benchmarks/bench_planner.py
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+
+from _measure import Row, interleaved, table
+
+from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
+from fairlead_placement._planner import Ask, Node, never_fits, physical_order, plan
+
+NODES, GPUS, DOMAIN = 10_000, 8, 16
+BUNDLE = {"CPU": 1.0, "GPU": 1.0}
+
+
+def planning_rows() -> list[Row]:
+    """Every row of the table; takes half a minute."""
+    gc.collect()
+    gc.freeze()  # what was there before is not ours to pay for
+    try:
+        return [*_planning(), *_refusing(), *_sharing()]
+    finally:
+        gc.unfreeze()
+
+
+def _nodes(count: int) -> list[Node]:
+    """Nodes with a little of their own each, as real ones have, in no order."""
+    return [
+        Node(
+            node_id=f"{at * 7919 % count:056x}",
+            ip="10.0.0.1",
+            total={"CPU": 96.0, "GPU": float(GPUS), "memory": 1e12 + at, f"node:{at}": 1.0},
+            free={"CPU": 96.0 - at % 7, "GPU": float(GPUS), "memory": 1e12 - at, f"node:{at}": 1.0},
+            labels={"ray.io/gpu-domain": f"d{at // DOMAIN:05}", "fairlead.io/topo-rank": str(at % DOMAIN)},
+        )
+        for at in range(count)
+    ]
+
+
+def _asks(count: int, bundles: int = GPUS) -> list[Ask]:
+    return [Ask(at, bundles, BUNDLE) for at in range(count)]
+
+
+def _whole(count: int) -> Callable[[], None]:
+    """All of it: nodes and bundles in physical order, a plan with and without segments, nodes for segments."""
+    nodes, asks = _nodes(count), _asks(count)
+
+    def everything() -> None:
+        ordered = sorted(nodes, key=physical_order)
+        assert plan(asks, ordered) is not None
+        places = [(physical_order(node)[:2], node.node_id) for node in ordered]
+        rows = [(gpu, *place, node_id) for place, node_id in places for gpu in range(GPUS)]
+        assert len(sort_bundle_indices_by_topology(rows, DOMAIN, GPUS)) == count * GPUS
+        assert select_segment_nodes({node_id: place for place, node_id in places}, DOMAIN, count)[1] == []
+
+    return everything
+
+
+def _planning() -> Iterator[Row]:
+    nodes, asks = sorted(_nodes(NODES), key=physical_order), _asks(NODES)
+    segments, one, two = interleaved(
+        lambda: plan(asks, nodes, segment_size=DOMAIN), _whole(NODES), _whole(2 * NODES), repeats=9
+    )
+    ok = one.median < 0.3
+    yield Row(f"plan {NODES:,} nodes, sort {NODES * GPUS:,} bundles, take segments", str(one), "under 300 ms", ok)
+    ratio = two.median / one.median
+    yield Row(f"  the same for {2 * NODES:,} nodes, against this", f"{ratio:.2f}x", "about 2x (n log n)", ratio < 2.8)
+    yield Row("  the plan alone, in segments", str(segments), "under 300 ms", segments.median < 0.3)
+
+
+def _refusing() -> Iterator[Row]:
+    few, many = _nodes(1_000), _nodes(2_000)
+    over, twice = _asks(1_001), _asks(2_001)
+    assert never_fits(over, few)
+    one, two = interleaved(lambda: never_fits(over, few), lambda: never_fits(twice, many), repeats=21)
+    yield Row("refuse 1,001 logical nodes on 1,000 nodes", str(one), "under 20 ms", one.median < 0.02)
+    ratio = two.median / one.median
+    yield Row("  the same for 2,001 on 2,000, against this", f"{ratio:.2f}x", "about 2x", ratio < 2.8)
+
+
+def _sharing() -> Iterator[Row]:
+    nodes = _nodes(1_000)
+    half, mixed = _asks(2_000, GPUS // 2), _asks(900) + [Ask(900 + at, 1 + at % 3, BUNDLE) for at in range(400)]
+    assert plan(half, nodes) is not None
+    assert plan(mixed, nodes) is not None
+    one, two = interleaved(lambda: plan(half, nodes), lambda: plan(mixed, nodes), repeats=9)
+    yield Row("share 1,000 nodes among 2,000 logical nodes", str(one), "under 300 ms", one.median < 0.3)
+    yield Row("share 1,000 nodes among 1,300 of four sizes", str(two), "under 300 ms", two.median < 0.3)
+
+
+if __name__ == "__main__":
+    print(table(planning_rows()))

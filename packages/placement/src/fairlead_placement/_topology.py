@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Physical order, and segments: groups of nodes that stand in one topology domain.
+
+A *domain* is a set of nodes with a fast interconnect between them; a node without one has the domain None or "".
+Pure functions of what they are given.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .exceptions import ResourceInsufficientError
+
+if TYPE_CHECKING:
+    from ._planner import Node
+
+__all__ = ["check_size", "physical_order", "select_segment_nodes", "sort_bundle_indices_by_topology"]
+
+
+def physical_order(node: "Node") -> tuple[str, int, str]:
+    """Sort key of a node: topology domain, rank in the domain, node id.
+
+    Domain and rank are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
+    `nvlink_domain_<id>` and `topo_rank`. Nodes without a domain come first. The node id breaks every tie, so the
+    slots of two nodes never interleave.
+    """
+    domain = node.labels.get("ray.io/gpu-domain")
+    if domain is None:
+        prefix = "nvlink_domain_"
+        domain = min((name.removeprefix(prefix) for name in node.total if name.startswith(prefix)), default="")
+    rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
+    try:
+        return domain, int(float(rank)), node.node_id
+    except (ValueError, OverflowError):
+        raise ValueError(f"label fairlead.io/topo-rank of node {node.node_id} must be a number, got {rank!r}") from None
+
+
+def select_segment_nodes(
+    topology: Mapping[str, tuple[str | None, float | None]], segment_size: int, num_nodes: int
+) -> tuple[list[str], list[str]]:
+    """Take nodes in complete segments.
+
+    Args:
+        topology: node id -> (domain, rank in the domain). A rank of None counts as 0.
+        segment_size: nodes in a segment, all of one domain.
+        num_nodes: how many nodes to take, a multiple of `segment_size`.
+
+    Returns:
+        The nodes taken and the others, both in physical order: by domain, rank, node id. From each domain, the first
+        ones: as many complete segments as it has and are still wanted. What is left of a domain is never mixed with
+        another, and a node without a domain is never taken.
+
+    Raises:
+        TypeError, ValueError: a bad size, a rank that is no number, or a `num_nodes` that is no multiple.
+        ResourceInsufficientError: the domains do not have that many complete segments.
+
+    >>> topology = {"c": ("x", 1), "b": ("x", 0), "a": ("y", 0), "d": ("y", 1), "e": ("x", 2)}
+    >>> select_segment_nodes(topology, segment_size=2, num_nodes=4)
+    (['b', 'c', 'a', 'd'], ['e'])
+    """
+    check_size("segment_size", segment_size)
+    check_size("num_nodes", num_nodes)
+    if num_nodes % segment_size:
+        raise ValueError(f"num_nodes must be divisible by segment_size, got {num_nodes} nodes and {segment_size}")
+    ordered = sorted((*_place(node_id, *place), node_id) for node_id, place in topology.items())
+    domains = _by_domain(ordered)
+    selected: list[str] = []
+    for nodes in domains.values():
+        selected += nodes[: min(len(nodes) // segment_size * segment_size, num_nodes - len(selected))]
+    if len(selected) < num_nodes:
+        found = ", ".join(f"{domain!r} has {len(nodes)}" for domain, nodes in domains.items()) or "there is none"
+        outside = len(topology) - sum(map(len, domains.values()))
+        raise ResourceInsufficientError(
+            f"Cannot form {num_nodes // segment_size} segments of {segment_size} nodes, each from one topology domain, "
+            f"but only {len(selected) // segment_size}. Nodes per domain: {found}; {outside} have no domain. "
+            "Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain)."
+        )
+    taken = set(selected)
+    return selected, [node_id for _, _, node_id in ordered if node_id not in taken]
+
+
+def sort_bundle_indices_by_topology(
+    bundle_data: Sequence[tuple[int | str, str | None, float | None, str]],
+    segment_size: int | None = None,
+    gpus_per_node: int | None = None,
+) -> list[int]:
+    """Physical order of bundles: by domain, rank, node id, then accelerator id.
+
+    Args:
+        bundle_data: one row per bundle: (accelerator id, domain, rank in the domain, node id). Ids of digits are
+            compared as numbers and come before others. A rank of None counts as 0.
+        segment_size: keep only bundles of nodes in complete segments. From each domain these are its first complete
+            nodes, as many as are a multiple of `segment_size`.
+        gpus_per_node: a node with fewer bundles is not complete. Required with `segment_size`, else unused.
+
+    Returns:
+        Indices into `bundle_data`. All bundles of a node are neighbours. Bundles with equal ids on one node stay in
+        the order they have. It may be shorter than `bundle_data` only with `segment_size`, and then may be empty.
+
+    Raises:
+        TypeError, ValueError: a bad size, a row that is none, a rank that is no number, or a node in two places.
+
+    >>> sort_bundle_indices_by_topology([(1, "x", 1, "b"), (0, "x", 0, "a"), (0, "x", 1, "b")])
+    [1, 2, 0]
+    """
+    if segment_size is not None:
+        check_size("segment_size", segment_size)
+        if gpus_per_node is None:
+            raise ValueError("gpus_per_node is required when segment_size is set: it tells which nodes are complete")
+    if gpus_per_node is not None:
+        check_size("gpus_per_node", gpus_per_node)
+    places: dict[str, tuple[str, float]] = {}
+    bundles: dict[str, list[tuple[tuple[int, int, str], int]]] = {}
+    for index, row in enumerate(bundle_data):
+        if len(row) != 4:
+            raise ValueError(f"row {index} must be (gpu_id, domain, rank, node_id), got {row!r}")
+        gpu_id, domain, rank, node_id = row
+        place = _place(node_id, domain, rank)
+        if places.setdefault(node_id, place) != place:
+            raise ValueError(f"node {node_id} is in two places: (domain, rank) {places[node_id]} and {place}")
+        bundles.setdefault(node_id, []).append((_accelerator_order(gpu_id), index))
+    ordered = sorted((*place, node_id) for node_id, place in places.items())
+    if segment_size is None:
+        nodes = [node_id for _, _, node_id in ordered]
+    else:
+        assert gpus_per_node is not None
+        complete = [entry for entry in ordered if len(bundles[entry[2]]) >= gpus_per_node]
+        nodes = [
+            node_id
+            for members in _by_domain(complete).values()
+            for node_id in members[: len(members) // segment_size * segment_size]
+        ]
+    return [index for node_id in nodes for _, index in sorted(bundles[node_id])]
+
+
+def check_size(name: str, size: object) -> None:
+    """Refuse what is not a positive integer."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+
+
+def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, float]:
+    if not isinstance(domain, str | None):
+        raise TypeError(f"the domain of node {node_id} must be a string or None, got {domain!r}")
+    if not isinstance(rank, int | float | None) or isinstance(rank, bool):
+        raise TypeError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
+    if rank is not None and math.isnan(rank):  # which would sort anywhere
+        raise ValueError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
+    return domain or "", rank or 0
+
+
+def _by_domain(ordered: Sequence[tuple[str, float, str]]) -> dict[str, list[str]]:
+    """Node ids per domain, in the order given, without the nodes that have none."""
+    domains: dict[str, list[str]] = {}
+    for domain, _, node_id in ordered:
+        if domain:
+            domains.setdefault(domain, []).append(node_id)
+    return domains
+
+
+def _accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:
+    if isinstance(gpu_id, bool) or not isinstance(gpu_id, int | str):
+        raise TypeError(f"an accelerator id must be an integer or a string, got {gpu_id!r}")
+    # Ids are numbers for GPUs, but may be anything.
+    if isinstance(gpu_id, int) or gpu_id.isdecimal():
+        return (0, int(gpu_id), "")
+    return (1, 0, gpu_id)

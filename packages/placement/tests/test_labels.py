@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Label selectors mean what they mean to Ray."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_placement._labels import check_selector, matches, parse_condition
+
+
+# Each answer is the one that Ray 2.60 gave for a node with the label a = x and the label e with an empty value.
+@pytest.mark.parametrize(
+    ("key", "condition", "expected"),
+    [
+        ("a", "x", True),
+        ("a", "!x", False),
+        ("a", "y", False),
+        ("a", "!y", True),
+        ("a", "in(x,y)", True),
+        ("a", "in(y,x)", True),
+        ("a", "!in(x,y)", False),
+        ("a", "!in(y,z)", True),
+        ("a", "in", False),
+        ("e", "", True),
+        ("missing", "x", False),
+        ("missing", "!x", True),
+        ("missing", "in(x)", False),
+        ("missing", "!in(x)", True),
+        ("missing", "", False),
+    ],
+)
+def test_matches(key, condition, expected):
+    """A condition on a label; a label that is missing is none of any values."""
+    check_selector({key: condition})
+    assert matches({key: condition}, {"a": "x", "e": ""}) is expected
+
+
+def test_every_condition_must_hold():
+    """A selector is a conjunction; an empty one takes any node."""
+    labels = {"zone": "a", "market": "spot"}
+
+    assert matches({"zone": "in(a,b)", "market": "spot"}, labels)
+    assert not matches({"zone": "in(a,b)", "market": "!spot"}, labels)
+    assert matches({}, labels)
+    assert matches({}, {})
+
+
+def test_a_space_after_a_comma_means_nothing():
+    """Ray takes "in(a, b)" and then looks for " b", which no label can have."""
+    assert matches({"zone": "in(a, b)"}, {"zone": "b"})
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["!", "in()", "!in()", " x", "x ", "in(x,,y)", "in(x,  y)", "in(x,)", "!!x", "in (x)", "in(x", "(x)", "-x", "x-",
+     "x y", "x" * 64, "!in(x,y))", "a=b"],
+)  # fmt: skip
+def test_bad_conditions(condition):
+    """What Ray refuses is refused here, and "(x)" too, which Ray takes and never matches."""
+    message = f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {condition!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_condition(condition)
+    with pytest.raises(ValueError, match=f"^label 'zone': {re.escape(message)}$"):
+        check_selector({"zone": condition})
+
+
+@pytest.mark.parametrize("key", ["", "a/b/c", "-a", "a-", "/a", "a/", "a b", "x" * 64, "x" * 254 + "/a"])
+def test_bad_keys(key):
+    """A key that cannot be a label is refused."""
+    with pytest.raises(ValueError, match=f"must name labels like .* got {re.escape(repr(key))}"):
+        check_selector({key: "x"})
+
+
+@pytest.mark.parametrize("key", ["a", "ray.io/node-id", "a.b.c/d_e-f.g", "x" * 63, "3"])
+def test_good_keys(key):
+    """Names with or without a prefix."""
+    check_selector({key: "x"})
+
+
+@pytest.mark.parametrize("selector", [{"a": None}, {"a": 1}, {1: "a"}])
+def test_no_strings(selector):
+    """Keys and conditions are strings."""
+    with pytest.raises(TypeError, match="maps label names to conditions, both strings, got"):
+        check_selector(selector)
+
+
+values = st.from_regex(r"[a-c]([a-c.-]?[a-c])?", fullmatch=True)
+
+
+@given(st.lists(values, min_size=1, max_size=4), st.booleans(), values)
+def test_parsing_gives_back_what_was_written(several, negated, label):
+    """A list of values, plain or negated, is exactly those; one value is a list of one."""
+    text = f"{'!' * negated}in({','.join(several)})"
+
+    assert parse_condition(text) == (not negated, frozenset(several))
+    assert parse_condition("!" * negated + label) == (not negated, frozenset([label]))
+    assert matches({"k": text}, {"k": label}) is ((label in several) != negated)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Physical order, and nodes taken in complete segments."""
+
+import itertools
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_placement import ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
+from fairlead_placement._planner import Node
+from fairlead_placement._topology import physical_order
+
+
+def node(name, *, labels=None, **total):
+    return Node(name, f"10.0.0.{name}", total, total, labels or {})
+
+
+def test_physical_order():
+    """Nodes without a domain come first, then by domain, rank (a number), and node id, whatever Ray's order."""
+    ordered = [
+        node("1"),
+        node("2", topo_rank=1),
+        node("9", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "2"}),
+        node("8", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "10"}),
+        node("4", nvlink_domain_b=1),
+        node("5", nvlink_domain_b=1),
+        node("3", nvlink_domain_b=1, topo_rank=3),
+        # A label counts more than a resource.
+        node("0", labels={"ray.io/gpu-domain": "c"}, nvlink_domain_a=1),
+    ]
+    shuffled = random.Random(0).sample(ordered, len(ordered))
+
+    assert sorted(shuffled, key=physical_order) == ordered
+
+
+@pytest.mark.parametrize("rank", ["first", "", "inf", "nan"])
+def test_bad_rank(rank):
+    """A rank that is no number is refused, with the node it is on."""
+    with pytest.raises(ValueError, match=f"label fairlead.io/topo-rank of node 7 must be a number, got '{rank}'"):
+        physical_order(node("7", labels={"fairlead.io/topo-rank": rank}))
+
+
+def domains_of(**sizes):
+    """Nodes "a0", "a1" ... of the domain "a", ranked by their number; those of "none" have no domain."""
+    return {
+        f"{domain}{at}": ("" if domain == "none" else domain, at)
+        for domain, size in sizes.items()
+        for at in range(size)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segment_size", "num_nodes", "selected", "remaining"),
+    [
+        ({"a": 2}, 2, 2, "a0 a1", ""),
+        ({"a": 2, "b": 2}, 2, 2, "a0 a1", "b0 b1"),
+        ({"a": 3, "b": 2}, 2, 4, "a0 a1 b0 b1", "a2"),
+        ({"a": 1, "b": 2}, 2, 2, "b0 b1", "a0"),
+        ({"b": 2, "none": 2}, 2, 2, "b0 b1", "none0 none1"),
+        ({"a": 5, "b": 2}, 2, 4, "a0 a1 a2 a3", "a4 b0 b1"),
+        ({"b": 1, "a": 1}, 1, 2, "a0 b0", ""),
+    ],
+)
+def test_segments_are_taken_in_physical_order(sizes, segment_size, num_nodes, selected, remaining):
+    """Complete groups from one domain, the first nodes of the first domains; too small a domain is skipped."""
+    found = select_segment_nodes(domains_of(**sizes), segment_size, num_nodes)
+
+    assert found == (selected.split(), remaining.split())
+
+
+def test_ranks_order_the_nodes_of_a_domain():
+    """Rank counts before the node id, and a missing rank is 0; the domain None is as good as none."""
+    topology = {"a": ("x", 10), "b": ("x", 2), "c": ("x", None), "d": (None, 0), "e": ("x", 2.0)}
+
+    assert select_segment_nodes(topology, 3, 3) == (["c", "b", "e"], ["d", "a"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"a": 3, "b": 1},
+            "each from one topology domain, but only 1. Nodes per domain: 'a' has 3, 'b' has 1; 0",
+        ),
+        ({"none": 4}, "but only 0. Nodes per domain: there is none; 4 have no domain."),
+        ({}, "but only 0. Nodes per domain: there is none; 0 have no domain."),
+    ],
+)
+def test_not_enough_segments(sizes, message):
+    """The refusal says what was wanted, what each domain has, and what to do."""
+    with pytest.raises(
+        ResourceInsufficientError, match=f"^Cannot form 2 segments of 2 nodes.*{re.escape(message)}"
+    ) as caught:
+        select_segment_nodes(domains_of(**sizes), 2, 4)
+    assert str(caught.value).endswith("Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain).")
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
+def test_bad_sizes(size):
+    """A size that is no positive integer is refused by name, with the value."""
+    message = f"must be an integer of at least 1, got {re.escape(repr(size))}"
+    with pytest.raises(ValueError, match="segment_size " + message):
+        select_segment_nodes(domains_of(a=4), size, 2)
+    with pytest.raises(ValueError, match="num_nodes " + message):
+        select_segment_nodes(domains_of(a=4), 2, size)
+    if size is not None:
+        with pytest.raises(ValueError, match="segment_size " + message):
+            sort_bundle_indices_by_topology([(0, "a", 0, "n")], size, 1)
+        with pytest.raises(ValueError, match="gpus_per_node " + message):
+            sort_bundle_indices_by_topology([(0, "a", 0, "n")], gpus_per_node=size)
+
+
+def test_no_multiple():
+    """Nodes that do not make whole segments are refused before anything is looked at."""
+    with pytest.raises(ValueError, match="num_nodes must be divisible by segment_size, got 10 nodes and 8"):
+        select_segment_nodes({}, 8, 10)
+
+
+def test_segments_of_bundles_need_gpus_per_node():
+    """Without it nobody knows which nodes are complete."""
+    with pytest.raises(ValueError, match="gpus_per_node is required when segment_size is set"):
+        sort_bundle_indices_by_topology([], segment_size=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        ((0, "a", 0), ValueError, "row 1 must be (gpu_id, domain, rank, node_id), got (0, 'a', 0)"),
+        ((0, "a", "first", "n"), TypeError, "the rank of node n must be a number or None, got 'first'"),
+        ((0, "a", True, "n"), TypeError, "the rank of node n must be a number or None, got True"),
+        ((0, "a", float("nan"), "n"), ValueError, "the rank of node n must be a number or None, got nan"),
+        ((0, 7, 0, "n"), TypeError, "the domain of node n must be a string or None, got 7"),
+        ((None, "a", 0, "n"), TypeError, "an accelerator id must be an integer or a string, got None"),
+        ((1, "a", 0, "m"), ValueError, "node m is in two places: (domain, rank) ('b', 3) and ('a', 0)"),
+    ],
+)
+def test_bad_rows(row, error, message):
+    """A row that says nothing about where its bundle is, or contradicts another, is refused."""
+    with pytest.raises(error, match=re.escape(message)):
+        sort_bundle_indices_by_topology([(0, "b", 3, "m"), row])
+
+
+def test_bundles_sort_by_domain_rank_node_and_accelerator():
+    """Accelerator ids count as numbers; nodes without a domain come first; the node id breaks ties."""
+    ordered = [
+        (0, None, 9, "z"),
+        (0, "a", 1, "n2"),
+        (2, "a", 1, "n2"),
+        ("10", "a", 1, "n2"),
+        ("GPU-4f", "a", 1, "n2"),
+        (0, "a", 2, "n0"),
+        (0, "a", 2, "n1"),
+        (0, "b", 0, "m"),
+    ]
+    shuffled = random.Random(1).sample(ordered, len(ordered))
+
+    assert [shuffled[index] for index in sort_bundle_indices_by_topology(shuffled)] == ordered
+    assert sort_bundle_indices_by_topology([]) == []
+
+
+def test_incomplete_nodes_and_segments_are_left_out():
+    """Of each domain the first complete nodes stay, in whole segments; others, and nodes without a domain, do not."""
+    gpus = {"a0": 2, "a1": 1, "a2": 3, "a3": 2, "b0": 2, "b1": 1, "none0": 2, "none1": 2}
+    places = domains_of(a=4, b=2, none=2)
+    rows = [(gpu, *places[name], name) for name, count in gpus.items() for gpu in range(count)]
+
+    kept = [rows[index] for index in sort_bundle_indices_by_topology(rows, segment_size=2, gpus_per_node=2)]
+
+    assert [(name, gpu) for gpu, _, _, name in kept] == [("a0", 0), ("a0", 1), ("a2", 0), ("a2", 1), ("a2", 2)]
+
+
+placed = st.dictionaries(
+    st.text("nm", min_size=1, max_size=4),
+    st.tuples(st.sampled_from([None, "", "a", "b", "c"]), st.integers(-1, 2), st.integers(1, 3)),
+    max_size=10,
+)
+
+
+@given(placed, st.integers(1, 3), st.integers(1, 3), st.randoms())
+def test_bundles_never_interleave(nodes, segment_size, gpus_per_node, shuffle):
+    """Whatever the order of the rows: every bundle once, those of a node together, the same order of places."""
+    rows = [(gpu, domain, rank, name) for name, (domain, rank, gpus) in nodes.items() for gpu in range(gpus)]
+    shuffled = shuffle.sample(rows, len(rows))
+
+    indices = sort_bundle_indices_by_topology(shuffled)
+    names = [shuffled[index][3] for index in indices]
+    assert sorted(indices) == list(range(len(rows)))
+    assert [shuffled[i] for i in indices] == [rows[i] for i in sort_bundle_indices_by_topology(rows)]
+    assert sum(one != other for one, other in itertools.pairwise(names)) == max(len(nodes) - 1, 0)
+    assert [shuffled[i] for i in indices] == sorted(rows, key=lambda row: (row[1] or "", row[2], row[3], row[0]))
+
+    kept = [shuffled[i] for i in sort_bundle_indices_by_topology(shuffled, segment_size, gpus_per_node)]
+    assert kept == [row for row in (shuffled[i] for i in indices) if row in kept]
+    left = {name for *_, name in kept}
+    for domain in {domain or "" for domain, _, _ in nodes.values()}:
+        complete = [name for name, (at, _, gpus) in nodes.items() if at == domain and gpus >= gpus_per_node]
+        whole = len(complete) // segment_size * segment_size if domain else 0
+        assert len(left.intersection(complete)) == whole
+    assert len(kept) == sum(nodes[name][2] for name in left)
+
+
+@given(placed, st.integers(1, 3), st.integers(1, 3), st.randoms())
+def test_segments_are_whole_or_refused(nodes, segment_size, segments, shuffle):
+    """Either that many segments come from the domains, none mixed and no node twice, or there are not that many."""
+    topology = {name: (domain, rank) for name, (domain, rank, _) in nodes.items()}
+    sizes = {}
+    for domain, _ in topology.values():
+        if domain:
+            sizes[domain] = sizes.get(domain, 0) + 1
+    possible = sum(size // segment_size for size in sizes.values())
+    if possible < segments:
+        with pytest.raises(ResourceInsufficientError, match=f"Cannot form {segments} segments .* but only {possible}"):
+            select_segment_nodes(topology, segment_size, segments * segment_size)
+        return
+
+    selected, remaining = select_segment_nodes(topology, segment_size, segments * segment_size)
+
+    assert sorted(selected + remaining) == sorted(topology)
+    assert len(selected) == segments * segment_size
+    for start in range(0, len(selected), segment_size):
+        (domain,) = {topology[name][0] for name in selected[start : start + segment_size]}
+        assert domain
+    again = dict(shuffle.sample(list(topology.items()), len(topology)))
+    assert select_segment_nodes(again, segment_size, segments * segment_size) == (selected, remaining)
