@@ -86,6 +86,25 @@ def test_spreading(ids):
         assert facts(cluster) == [(0, ids[rank], rank, 0) for rank in range(3)]
 
 
+def test_segments(ids):
+    """Logical nodes are taken in groups of `segment_size` from one topology domain, each on a node of its own."""
+    with RayVirtualCluster([1, 0, 1], use_gpus=False, segment_size=2) as cluster:
+        assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
+    with pytest.raises(ResourceInsufficientError, match="in segments of 2 nodes of one topology domain"):
+        RayVirtualCluster([1, 1, 1, 1], use_gpus=False, segment_size=2).reserve()
+    assert RayVirtualCluster([1, 1, 1], use_gpus=False, segment_size=3).explain().verdict == "impossible"
+
+
+def test_label_selector(ids):
+    """Only nodes that match take bundles; the table says what was asked of them."""
+    selector = {"ray.io/node-id": f"in({ids[2]}, {ids[1]})"}
+    with RayVirtualCluster([2, 2], use_gpus=False, label_selector=selector) as cluster:
+        assert {slot.node_id for slot in cluster.slots()} == {ids[1], ids[2]}
+    other = RayVirtualCluster([2], use_gpus=False, label_selector={"accelerator": "!none", "zone": "a"})
+    with pytest.raises(ResourceInsufficientError, match="on zone: a"):
+        other.reserve()
+
+
 def test_ports_on_several_nodes(ids):
     """Each node is asked for its ports; here they share one address, so all must differ."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
