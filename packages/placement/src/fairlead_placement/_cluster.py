@@ -2,19 +2,21 @@
 """A part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from ._accelerators import accelerator_ids
+from ._gpu_ids import check_gpu_ids, reserve_gpus
 from ._grid import counted, draw
 from ._inventory import read_nodes
 from ._occupancy import groups_on
@@ -68,6 +70,8 @@ class RayVirtualCluster:
         placement_group_strategy: how the bundles of *one logical node* are laid out: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
         enable_colocation: at least two worker groups may share the slots.
+        gpu_ids: which GPUs of their nodes the bundles hold: a list of ids (with one logical node in use), a list per
+            logical node, or "auto" (None): any.
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
         node_resource_constraints: per logical node, what each of its bundles holds besides.
@@ -95,6 +99,7 @@ class RayVirtualCluster:
         placement_group_strategy: str = "STRICT_PACK",
         *,
         enable_colocation: bool = False,
+        gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
         port_range_low: int | None = None,
         port_range_high: int | None = None,
         node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
@@ -121,6 +126,7 @@ class RayVirtualCluster:
         check_range(*self._ports)
         self._capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         self._extras = _constraints(node_resource_constraints, len(self._counts))
+        self._gpu_ids = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
         self._strategy = placement_group_strategy
         self._reserve_timeout_s = reserve_timeout_s
         self._wait_for_nodes_s = wait_for_nodes_s
@@ -163,7 +169,8 @@ class RayVirtualCluster:
             The cluster.
 
         Raises:
-            ResourceInsufficientError: the nodes cannot hold it even when idle.
+            ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
+                names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
             PlacementError: it is reserved already with another `unified`, or Ray is not running.
         """
@@ -176,7 +183,7 @@ class RayVirtualCluster:
             return self
         if not ray.is_initialized():
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-        reserved = reserve(
+        reserved = (functools.partial(reserve_gpus, wanted=self._gpu_ids) if self._gpu_ids else reserve)(
             self._asks(),
             name=self.name,
             unified=unified,
