@@ -48,6 +48,7 @@ def test_constructing_asks_nothing_of_ray(capsys):
         ([1], {"node_resource_constraints": []}, "has 0 entries for 1 logical nodes"),
         ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive amounts .*, got 'x': 0"),
+        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo'\], or None, got 'mpi'"),
         ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
         ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
         ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be integers, 0 or more, got -1 in \[0, -1\]"),
@@ -87,6 +88,14 @@ def test_colocation():
     assert RayVirtualCluster([1]).max_colocated_worker_groups == 1
     assert RayVirtualCluster([1], enable_colocation=True).max_colocated_worker_groups == 2
     assert RayVirtualCluster([1], True, 3, enable_colocation=True).max_colocated_worker_groups == 3
+
+
+def test_communication_backend():
+    """Unless it is given, workers use nccl with GPUs and gloo without."""
+    assert RayVirtualCluster([1]).communication_backend == "nccl"
+    assert RayVirtualCluster([1], use_gpus=False).communication_backend == "gloo"
+    assert RayVirtualCluster([1], communication_backend="gloo").communication_backend == "gloo"
+    assert RayVirtualCluster([1], use_gpus=False, communication_backend="nccl").communication_backend == "nccl"
 
 
 def test_a_cluster_is_not_sent():

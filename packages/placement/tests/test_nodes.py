@@ -16,7 +16,8 @@ from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, lea
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three nodes of 2, 4 and 4 CPUs; the latter have 2 GPUs. Their physical order is the reverse of the order in which they start."""
+    """Three nodes of 2, 4 and 4 CPUs, the latter with 2 GPUs. Their physical order is the reverse of the order in which
+    they start."""
     # Ray puts sockets below it: short.
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:

@@ -19,15 +19,19 @@ from ._accelerators import accelerator_ids
 from ._gpu_ids import check_gpu_ids, reserve_gpus
 from ._grid import counted, draw
 from ._inventory import read_nodes
+from ._monitor import Monitor, read_usage
 from ._occupancy import groups_on
 from ._planner import PRECISION, STRATEGIES, Ask, Node
 from ._ports import PORT_HIGH, PORT_LOW, PortLease, check_range, lease_ports
 from ._render import as_html
 from ._reservation import Reserved, remove, reserve
 from ._slot import Slot
+from ._usage import NodeUsage
 from .exceptions import PlacementError
 
 __all__ = ["RayVirtualCluster"]
+
+BACKENDS = ("nccl", "gloo")
 
 
 @dataclass
@@ -36,9 +40,11 @@ class _Held:
 
     groups: list[PlacementGroup] = field(default_factory=list)
     leases: list[PortLease] = field(default_factory=list)
+    monitor: Monitor | None = None
 
     def give_back(self) -> bool:
         groups, leases = list(self.groups), list(self.leases)
+        monitor, self.monitor = self.monitor, None
         self.groups.clear()
         self.leases.clear()
         if not ray.is_initialized():
@@ -46,6 +52,8 @@ class _Held:
         try:
             for lease in leases:
                 lease.release()
+            if monitor is not None:
+                monitor.stop()
         finally:
             returned = remove(groups)
         return returned
@@ -72,6 +80,9 @@ class RayVirtualCluster:
         enable_colocation: at least two worker groups may share the slots.
         gpu_ids: which GPUs of their nodes the bundles hold: a list of ids (with one logical node in use), a list per
             logical node, or "auto" (None): any.
+        monitor_memory: have the memory of the nodes sampled once a second while the cluster is reserved; see
+            `get_resource_usage`.
+        communication_backend: "nccl" or "gloo", for workers to use; None: "nccl" with GPUs, else "gloo".
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
         node_resource_constraints: per logical node, what each of its bundles holds besides.
@@ -100,6 +111,8 @@ class RayVirtualCluster:
         *,
         enable_colocation: bool = False,
         gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
+        monitor_memory: bool = False,
+        communication_backend: Literal["nccl", "gloo"] | None = None,
         port_range_low: int | None = None,
         port_range_high: int | None = None,
         node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
@@ -110,6 +123,10 @@ class RayVirtualCluster:
         if placement_group_strategy not in STRATEGIES:
             raise ValueError(
                 f"placement_group_strategy must be one of {list(STRATEGIES)}, got {placement_group_strategy!r}"
+            )
+        if communication_backend not in (None, *BACKENDS):
+            raise ValueError(
+                f"communication_backend must be one of {list(BACKENDS)}, or None, got {communication_backend!r}"
             )
         _positive("num_gpus_per_node", num_gpus_per_node)
         _positive("max_colocated_worker_groups", max_colocated_worker_groups)
@@ -127,6 +144,8 @@ class RayVirtualCluster:
         self._capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         self._extras = _constraints(node_resource_constraints, len(self._counts))
         self._gpu_ids = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
+        self._monitor_memory = monitor_memory
+        self._backend = communication_backend
         self._strategy = placement_group_strategy
         self._reserve_timeout_s = reserve_timeout_s
         self._wait_for_nodes_s = wait_for_nodes_s
@@ -149,6 +168,11 @@ class RayVirtualCluster:
     def max_colocated_worker_groups(self) -> int:
         """How many worker groups may share a slot."""
         return self._capacity
+
+    @property
+    def communication_backend(self) -> str:
+        """What workers are to communicate with: "nccl" or "gloo"."""
+        return self._backend or ("nccl" if self.use_gpus else "gloo")
 
     def world_size(self) -> int:
         """Bundles in all. Reserves nothing."""
@@ -194,7 +218,11 @@ class RayVirtualCluster:
         try:
             ids = accelerator_ids(reserved, timeout_s=max(self._reserve_timeout_s, 30.0))
             self._slots = _slots_of(reserved, ids, read_nodes(), self._capacity)
+            if self._monitor_memory:
+                self._held.monitor = Monitor(_node_ids(self._slots), self.name)
+                self._held.monitor.read()
         except BaseException:
+            self._slots = ()
             self._held.give_back()
             raise
         self._reserved = reserved
@@ -245,6 +273,16 @@ class RayVirtualCluster:
         leases = [lease for (lease,) in lease_ports(slots, low=self._ports[0], high=self._ports[1])]
         self._held.leases.extend(leases)
         return [(lease.address, lease.port) for lease in leases]
+
+    def get_resource_usage(self) -> tuple[NodeUsage, ...]:
+        """The memory of each physical node of the cluster that is alive, in physical order. Reserves.
+
+        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent had to be made anew;
+        else of this one sample. One request a node.
+        """
+        slots = self.slots()
+        monitor = self._held.monitor
+        return read_usage(_node_ids(slots)) if monitor is None else monitor.read()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """The cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
@@ -353,6 +391,10 @@ def _slots_of(
         )
         on_node[at] += 1
     return tuple(slots)
+
+
+def _node_ids(slots: Sequence[Slot]) -> list[str]:
+    return list(dict.fromkeys(slot.node_id for slot in slots))
 
 
 def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
