@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What processes and nodes use, as their agents measure it."""
 
+import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -115,9 +117,10 @@ def test_monitoring(local_ray, agent, requests, eventually):
         (first,) = cluster.get_resource_usage()
         assert requests == ["memory", "memory"]
         assert first.samples >= 2
-        time.sleep(2.5)
+        time.sleep(1.6)
         (later,) = cluster.get_resource_usage()
-        assert 2 <= later.samples - first.samples - 1 <= 3
+        # Besides the one on request; on a busy machine the last may be late.
+        assert 1 <= later.samples - first.samples - 1 <= 3
         assert later.memory_peak_bytes >= max(first.memory_peak_bytes, later.memory_used_bytes)
         assert later.sampled_at > first.sampled_at
         names, runs = watchers(agent)
@@ -137,7 +140,7 @@ def test_two_clusters(local_ray, agent):
     one.shutdown()
     assert len(watchers(agent)[0]) == 1
     before = other.get_resource_usage()[0].samples
-    time.sleep(1.5)
+    time.sleep(1.2)
     assert other.get_resource_usage()[0].samples >= before + 2
     other.shutdown()
     assert watchers(agent)[0] == []
@@ -237,3 +240,37 @@ def test_gpu_values(agent, monkeypatch):
     usage = agent.memory()
     assert usage.gpu_memory == (GpuMemory(total_bytes=3, used_bytes=1, peak_bytes=2),)
     assert (usage.memory_peak_bytes, usage.samples, usage.sampled_at) == (6, 7, 8.0)
+
+
+def test_metrics(run_script):
+    """With ray[default] on the node the samples are Ray's metrics, tagged with node and cluster."""
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    out = run_script(f"""
+        import time, urllib.request
+        import ray
+        from fairlead_placement import RayVirtualCluster
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
+            _system_config={{"metrics_report_interval_ms": 1000}},
+        )
+        with RayVirtualCluster([1], use_gpus=False, monitor_memory=True, name="train") as cluster:
+            print(cluster.slots()[0].node_id)
+            lines, deadline = [], time.monotonic() + 60
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.5)
+                try:
+                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+                except OSError:
+                    continue  # not up yet
+                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_")]
+            print(*lines)
+        """)
+    node_id, *lines = out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ray_fairlead_node_memory_used_bytes{")
+    assert 'cluster="train"' in lines[0]
+    assert f'node="{node_id}"' in lines[0]
+    assert float(lines[0].split()[-1]) > 0

@@ -207,7 +207,8 @@ class RayVirtualCluster:
             return self
         if not ray.is_initialized():
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-        reserved = (functools.partial(reserve_gpus, wanted=self._gpu_ids) if self._gpu_ids else reserve)(
+        how = functools.partial(reserve_gpus, wanted=self._gpu_ids) if self._gpu_ids else reserve
+        reserved = how(
             self._asks(),
             name=self.name,
             unified=unified,
