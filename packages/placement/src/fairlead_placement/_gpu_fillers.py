@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ._accelerators import accelerator_ids
@@ -62,8 +62,7 @@ def filled(nodes: Sequence[Node]) -> Iterator[Fillers]:
                     [bundle], name="", bundle_label_selector=[{"ray.io/node-id": node.node_id}], strategy="PACK"
                 )
                 made.append(Reserved(group, (0,), (node.node_id,), (bundle,)))
-        deadline = time.monotonic() + PLACING_S
-        placed = [one for one in made if one.group.wait(1 if time.monotonic() < deadline else 0)]
+        placed = _placed(made)
         # What was free in sum but not as a whole, or has been taken since, must not be taken later.
         drop([one for one in made if one not in placed])
         held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
@@ -78,6 +77,17 @@ def drop(made: Sequence[Reserved]) -> None:
     """Remove groups and wait until their resources are back; those that have been removed before are passed over."""
     if made and ray.is_initialized():
         remove([one.group for one in made])
+
+
+def _placed(made: Sequence[Reserved]) -> list[Reserved]:
+    """Those that Ray has placed, after all of them have been, or had the time."""
+    deadline = time.monotonic() + PLACING_S
+    while True:
+        states = {group_id: row["state"] for group_id, row in placement_group_table().items()} if made else {}
+        placed = [one for one in made if states.get(one.group.id.hex()) == "CREATED"]
+        if len(placed) == len(made) or time.monotonic() >= deadline:
+            return placed
+        time.sleep(0.005)
 
 
 def _ask_visible() -> Any:
