@@ -57,9 +57,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """What touches torch without needing it: tests that skip where it is not installed."""
-    install(session, package("sharding"), *test_requirements("sharding"), "torch")
+    """What touches torch, or Ray's metrics, without needing them: tests that skip where they are not installed."""
+    install(session, package("sharding"), package("placement", "[metrics]"), *test_requirements("placement"), "torch")
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
+    files = [f"packages/placement/tests/test_{name}.py" for name in ("ports", "usage")]
+    session.run("pytest", *files, "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
 
 
 @nox.session

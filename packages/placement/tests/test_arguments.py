@@ -52,6 +52,20 @@ def test_constructing_asks_nothing_of_ray(capsys):
         ([1], {"node_resource_constraints": []}, "has 0 entries for 1 logical nodes"),
         ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive amounts .*, got 'x': 0"),
+        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo'\], or None, got 'mpi'"),
+        ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
+        ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
+        ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be integers, 0 or more, got -1 in \[0, -1\]"),
+        ([1], {"gpu_ids": [True]}, "gpu_ids must be integers, 0 or more, got True"),
+        ([1], {"gpu_ids": ["0"]}, "gpu_ids must be integers, 0 or more, got '0'"),
+        ([1], {"gpu_ids": "all"}, "gpu_ids must be a list of ids, .* or 'auto', got 'all'"),
+        ([1], {"gpu_ids": 0}, "gpu_ids must be a list of ids, .*, got 0"),
+        ([1, 1], {"gpu_ids": [0, 1]}, r"must be a list per logical node, as 2 are in use, got \[0, 1\]"),
+        ([1, 1], {"gpu_ids": [[0]]}, r"gpu_ids has 1 lists for 2 logical nodes: \[\[0\]\]"),
+        ([1, 1], {"gpu_ids": [[0], 1]}, "gpu_ids of logical node 1 must be 1 ids, .*, got 1"),
+        ([1, 0], {"gpu_ids": [[0], [1]]}, r"gpu_ids of logical node 1 must be 0 ids, .*, got \[1\]"),
+        ([1], {"gpu_ids": [0], "use_gpus": False}, r"gpu_ids=\[0\] needs use_gpus=True"),
+        ([1], {"gpu_ids": [0], "placement_group_strategy": "PACK"}, "needs .*='STRICT_PACK', .*, got 'PACK'"),
     ],
 )
 def test_bad_arguments(counts, options, message):
@@ -78,6 +92,14 @@ def test_colocation():
     assert RayVirtualCluster([1]).max_colocated_worker_groups == 1
     assert RayVirtualCluster([1], enable_colocation=True).max_colocated_worker_groups == 2
     assert RayVirtualCluster([1], True, 3, enable_colocation=True).max_colocated_worker_groups == 3
+
+
+def test_communication_backend():
+    """Unless it is given, workers use nccl with GPUs and gloo without."""
+    assert RayVirtualCluster([1]).communication_backend == "nccl"
+    assert RayVirtualCluster([1], use_gpus=False).communication_backend == "gloo"
+    assert RayVirtualCluster([1], communication_backend="gloo").communication_backend == "gloo"
+    assert RayVirtualCluster([1], use_gpus=False, communication_backend="nccl").communication_backend == "nccl"
 
 
 def test_a_cluster_is_not_sent():

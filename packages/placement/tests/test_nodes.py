@@ -16,7 +16,8 @@ from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, lea
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three nodes of 2, 4 and 4 CPUs. Their physical order is the reverse of the order in which they start."""
+    """Three nodes of 2, 4 and 4 CPUs, the latter with 2 GPUs. Their physical order is the reverse of the order in which
+    they start."""
     # Ray puts sockets below it: short.
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
@@ -27,7 +28,7 @@ def cluster():
         )
         try:
             for rank in (2, 1):
-                made.add_node(num_cpus=4, resources={"nvlink_domain_a": 1, "topo_rank": rank})
+                made.add_node(num_cpus=4, num_gpus=2, resources={"nvlink_domain_a": 1, "topo_rank": rank})
             ray.init(address=made.address, logging_level="warning")
             yield made
         finally:
@@ -103,6 +104,27 @@ def test_label_selector(ids):
     other = RayVirtualCluster([2], use_gpus=False, label_selector={"accelerator": "!none", "zone": "a"})
     with pytest.raises(ResourceInsufficientError, match="on zone: a"):
         other.reserve()
+
+
+def test_particular_gpus(ids):
+    """A logical node gets a physical node on which its GPUs are free; if there is none, the holder on each is named."""
+    with RayVirtualCluster([1], gpu_ids=[1], name="first") as first:
+        with RayVirtualCluster([2, 1], gpu_ids=[[0, 1], [0]]) as cluster:
+            assert (first.slots()[0].node_id, cluster.slots()[0].node_id) == (ids[0], ids[0])
+            assert [(s.node_idx, s.node_id, s.accelerator_ids) for s in cluster.slots()] == [
+                (1, ids[0], ("0",)),
+                (0, ids[1], ("0",)),
+                (0, ids[1], ("1",)),
+            ]
+        with RayVirtualCluster([1, 1], gpu_ids=[[0], [0]]).reserve(unified=True) as cluster:
+            assert [(s.node_id, s.accelerator_ids) for s in cluster.slots()] == [(ids[0], ("0",)), (ids[1], ("0",))]
+        with RayVirtualCluster([1], gpu_ids=[1], name="second") as second:
+            assert second.slots()[0].node_id == ids[1]
+            with pytest.raises(ResourceInsufficientError) as caught:
+                RayVirtualCluster([2], gpu_ids=[1, 0], reserve_timeout_s=0).reserve()
+        for node_id, name in zip(ids, ("first", "second"), strict=False):
+            assert f"not free on node {node_id[:8]}" in caught.value.reason
+            assert f"id 1 is held by placement group {name}-0-" in caught.value.reason
 
 
 def test_ports_on_several_nodes(ids):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, PlacementTimeoutError, PortUnavailableError, RayVirtualCluster, lease_ports
 
@@ -238,3 +239,72 @@ def test_errors_of_functions(agent, tmp_path, error):
         agent.run(fail)
     assert isinstance(caught.value, ray.exceptions.RayTaskError)
     assert calls.read_text() == "x"
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_torch(slots, run_script, use_libuv):
+    """torch's store, with either backend and in another process, listens and is used while its port is leased."""
+    pytest.importorskip("torch")
+    with lease_ports(slots[:1], **RANGE)[0][0] as lease:
+        out = run_script(f"""
+            from datetime import timedelta
+            from torch.distributed import TCPStore
+            options = dict(world_size=2, timeout=timedelta(seconds=30), wait_for_workers=False, use_libuv={use_libuv})
+            server = TCPStore("{lease.address}", {lease.port}, is_master=True, **options)
+            client = TCPStore("{lease.address}", {lease.port}, is_master=False, **options)
+            client.set("key", "reached")
+            print(server.get("key").decode(), server.port, server.libuvBackend)
+            """)
+        assert out == f"reached {lease.port} {use_libuv}\n"
+
+
+def test_many_leases_of_two_drivers(slots, start_script):
+    """64 leases that two drivers take on one node at the same time, by ones and by eights, are 64 ports."""
+    wide = {"low": LOW, "high": LOW + 70}
+    source = f"""
+        import ray
+        from fairlead_placement import NodeAgent
+        ray.init("{ray.get_runtime_context().gcs_address}", logging_level="error")
+        agent = NodeAgent("{slots[0].node_id}")
+        agent.leased()
+        print("ready")
+        input()
+        """
+    take = f"""
+        held = [agent.lease(count, {wide["low"]}, {wide["high"]})[0] for count in [1] * 16 + [8, 8]]
+        print([port for leases in held for port, _ in leases])
+        input()
+        """
+    drivers = [start_script(source + take) for _ in range(2)]
+    assert [driver.line() for driver in drivers] == ["ready", "ready"]
+    for driver in drivers:
+        driver.process.stdin.write("\n")
+        driver.process.stdin.flush()
+    ports = [port for driver in drivers for port in eval(driver.line())]
+    assert len(ports) == len(set(ports)) == 64
+    assert all(wide["low"] <= port <= wide["high"] for port in ports)
+    for driver in drivers:
+        driver.finish()
+
+
+def test_workers_survive_their_agent(slots, agent, eventually):
+    """The death of a node's agent harms no worker there: it keeps its state and answers."""
+
+    class Worker:
+        def __init__(self):
+            self.calls = 0
+
+        def call(self):
+            self.calls += 1
+            return self.calls, os.getpid()
+
+    strategy = PlacementGroupSchedulingStrategy(slots[0].placement_group, slots[0].bundle_index)
+    worker = ray.remote(Worker).options(num_cpus=1, scheduling_strategy=strategy).remote()
+    _, pid = ray.get(worker.call.remote())
+    assert [one.pid for one in agent.usage([pid])] == [pid]
+    kill_agent(slots, eventually)
+    time.sleep(0.5)
+    assert ray.get(worker.call.remote(), timeout=10) == (2, pid)
+    assert [one.pid for one in agent.usage([pid])] == [pid]
+    assert ray.get(worker.call.remote(), timeout=10) == (3, pid)
+    ray.kill(worker)

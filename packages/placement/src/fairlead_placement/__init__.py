@@ -18,16 +18,20 @@ from ._ports import PortLease, lease_ports
 from ._report import Report
 from ._slot import Slot
 from ._topology import select_segment_nodes, sort_bundle_indices_by_topology
+from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GpuMemory",
     "NodeAgent",
+    "NodeUsage",
     "PlacementError",
     "PlacementTimeoutError",
     "PortLease",
     "PortUnavailableError",
+    "ProcessUsage",
     "RayVirtualCluster",
     "Report",
     "ResourceInsufficientError",

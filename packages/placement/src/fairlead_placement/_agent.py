@@ -3,13 +3,14 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _agent_process
+from . import _agent_meters, _agent_process
+from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
 __all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents"]
@@ -17,6 +18,7 @@ __all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents"]
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(_agent_process)
+ray.cloudpickle.register_pickle_by_value(_agent_meters)
 
 
 # Ray ends a named actor when its creator drops the last handle, so handles are kept, by session, job and node.
@@ -49,7 +51,7 @@ def _handle(node_id: str, *, instead_of: Any = None) -> Any:
                     max_concurrency=16,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                 )
-                .remote()
+                .remote(node_id)
             )
         return _handles[key]
 
@@ -88,6 +90,25 @@ class NodeAgent:
         """The ports held now, ascending."""
         ports: list[int] = self._ask("leased")
         return ports
+
+    def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
+        """What processes of the node use, in the order asked. One that is not there, or has ended, is left out."""
+        return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
+
+    def memory(self, watcher: str | None = None, name: str = "") -> NodeUsage:
+        """Take a sample of the node's memory.
+
+        Args:
+            watcher: for whom samples, once a second, go on until `unwatch`; None: this is the only one.
+            name: tag `cluster` of the watcher's metrics.
+        """
+        total, used, available, peak, gpus, samples, sampled_at = self._ask("memory", watcher, name)
+        on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+        return NodeUsage(self.node_id, total, used, available, peak, on_gpus, samples, sampled_at)
+
+    def unwatch(self, watcher: str) -> None:
+        """Take no more samples for a watcher. Can be repeated; other watchers are served on."""
+        self._ask("unwatch", watcher)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
         """Call a function on the node and return what it returns; other requests are answered meanwhile.

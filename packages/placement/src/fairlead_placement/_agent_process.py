@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs inside a node agent's process, on several threads.
 
-Shipped by value, so nodes need nothing but Ray: this module imports the standard library only and nothing of its
-siblings.
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library and `_agent_meters`, which
+is shipped by value too.
 """
 
 import random
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
+
+from ._agent_meters import Gpus, MemoryMeter, ProcessMeter
 
 __all__ = ["AgentProcess"]
 
 
 class AgentProcess:
-    """Holds the leased ports of one node for one job."""
+    """Holds the leased ports of one node for one job, and measures what is used there."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_id: str) -> None:
+        gpus = Gpus()
+        self._processes = ProcessMeter(gpus)
+        self._memory = MemoryMeter(gpus, node_id)
         self._lock = threading.Lock()
         self._held: dict[str, tuple[int, socket.socket]] = {}
         # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
@@ -71,6 +77,19 @@ class AgentProcess:
     def leased(self) -> list[int]:
         with self._lock:
             return sorted(port for port, _ in self._held.values())
+
+    def usage(self, pids: list[int]) -> list[Any]:
+        return self._processes.read(pids)
+
+    def memory(self, watcher: str | None, name: str) -> tuple[Any, ...]:
+        """As `MemoryMeter.read`, and the time."""
+        return (*self._memory.read(watcher, name), time.time())
+
+    def unwatch(self, watcher: str) -> None:
+        self._memory.unwatch(watcher)
+
+    def watchers(self) -> tuple[list[str], bool]:
+        return self._memory.watchers()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node."""

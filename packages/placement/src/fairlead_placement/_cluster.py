@@ -4,13 +4,14 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from ._checks import checked_constraints, checked_counts, checked_positive, checked_seconds, checked_segments
+from ._gpu_ids import check_gpu_ids
 from ._grid import counted, draw
 from ._holding import Holding, forgotten
 from ._labels import check_selector
@@ -21,9 +22,12 @@ from ._render import as_html
 from ._report import Report
 from ._reservation import examine
 from ._slot import Slot
+from ._usage import NodeUsage
 from .exceptions import PlacementError
 
 __all__ = ["RayVirtualCluster"]
+
+BACKENDS = ("nccl", "gloo")
 
 
 class RayVirtualCluster:
@@ -38,6 +42,11 @@ class RayVirtualCluster:
         placement_group_strategy: how the bundles of *one logical node* are laid out: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
         enable_colocation: at least two worker groups may share the slots.
+        gpu_ids: which GPUs of their nodes the bundles hold: a list of ids (with one logical node in use), a list per
+            logical node, or "auto" (None): any. Not together with `segment_size`.
+        monitor_memory: have the memory of the nodes sampled once a second while the cluster is reserved; see
+            `get_resource_usage`.
+        communication_backend: "nccl" or "gloo", for workers to use; None: "nccl" with GPUs, else "gloo".
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
         segment_size: take logical nodes in groups of this many, each group on physical nodes of its own in one
@@ -69,6 +78,9 @@ class RayVirtualCluster:
         placement_group_strategy: str = "STRICT_PACK",
         *,
         enable_colocation: bool = False,
+        gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
+        monitor_memory: bool = False,
+        communication_backend: Literal["nccl", "gloo"] | None = None,
         port_range_low: int | None = None,
         port_range_high: int | None = None,
         segment_size: int | None = None,
@@ -82,6 +94,10 @@ class RayVirtualCluster:
             raise ValueError(
                 f"placement_group_strategy must be one of {list(STRATEGIES)}, got {placement_group_strategy!r}"
             )
+        if communication_backend not in (None, *BACKENDS):
+            raise ValueError(
+                f"communication_backend must be one of {list(BACKENDS)}, or None, got {communication_backend!r}"
+            )
         checked_positive("num_gpus_per_node", num_gpus_per_node)
         checked_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         self._ports = (
@@ -93,6 +109,10 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
+        wanted = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
+        if wanted and segment_size is not None:
+            raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
+        self._backend = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
@@ -107,6 +127,8 @@ class RayVirtualCluster:
             asks,
             name=name,
             capacity=capacity,
+            gpu_ids=wanted,
+            monitor_memory=monitor_memory,
             segment_size=checked_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
             timeout_s=checked_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=checked_seconds("wait_for_nodes_s", wait_for_nodes_s),
@@ -130,6 +152,11 @@ class RayVirtualCluster:
     def port_range(self) -> tuple[int, int]:
         """First and last port that is leased on its nodes, both included."""
         return self._ports
+
+    @property
+    def communication_backend(self) -> str:
+        """What workers are to communicate with: "nccl" or "gloo"."""
+        return self._backend
 
     def world_size(self) -> int:
         """Bundles in all. Reserves nothing."""
@@ -161,7 +188,8 @@ class RayVirtualCluster:
             The cluster.
 
         Raises:
-            ResourceInsufficientError: the nodes cannot hold it even when idle.
+            ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
+                names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
             PlacementError: it is reserved already with another `unified`; Ray is not running; or this is a view of a
                 cluster that has been shut down.
@@ -293,6 +321,14 @@ class RayVirtualCluster:
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
         leases = self._holding.lease(slots, *self._ports)
         return [(lease.address, lease.port) for lease in leases]
+
+    def get_resource_usage(self) -> tuple[NodeUsage, ...]:
+        """The memory of each physical node of the cluster that is alive, in physical order. Reserves.
+
+        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent had to be made anew;
+        else of this one sample. One request a node.
+        """
+        return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
         """The slots, if there are any yet: looking reserves nothing."""

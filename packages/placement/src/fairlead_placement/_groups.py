@@ -17,7 +17,7 @@ from ray.util.placement_group import (
 from ._planner import Ask
 from ._ray_private import free_per_node
 
-__all__ = ["Demand", "Reserved", "place", "remove"]
+__all__ = ["PLACING_S", "Demand", "Reserved", "place", "remove"]
 
 # A pinned group whose node has room is placed within milliseconds. One that is not has lost a race.
 PLACING_S = 1.0
@@ -83,7 +83,7 @@ class Demand:
                 [dict(ask.bundle)] * ask.count,
                 strategy=ask.strategy,
                 name=_name(self._name, ask),
-                bundle_label_selector=[selector] * ask.count if selector else [],
+                bundle_label_selector=[selector] * ask.count if selector else None,
             )
             self._groups.append(group)
 

@@ -9,17 +9,21 @@ import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from ._accelerators import accelerator_ids
+from ._gpu_ids import reserve_gpus
 from ._groups import Reserved, remove
 from ._inventory import read_nodes
+from ._monitor import Monitor, read_usage
 from ._planner import PRECISION, Ask, Node, physical_order
 from ._ports import PortLease, lease_ports
 from ._reservation import reserve
 from ._slot import Slot
+from ._usage import NodeUsage
 from .exceptions import PlacementError
 
 __all__ = ["Holding", "forgotten"]
@@ -35,6 +39,8 @@ class Holding:
         name: of the cluster.
         capacity: how many worker groups may share a slot.
         segment_size: logical nodes in groups of this many, each group in one topology domain.
+        gpu_ids: which GPUs of its node each logical node is to have; nothing if any will do.
+        monitor_memory: have the nodes' memory sampled while it is reserved.
         timeout_s: how long to wait for what others hold.
         wait_for_nodes_s: how long to wait for nodes that are joining.
     """
@@ -46,6 +52,8 @@ class Holding:
         name: str,
         capacity: int,
         segment_size: int | None = None,
+        gpu_ids: Mapping[int, frozenset[str]] | None = None,
+        monitor_memory: bool = False,
         timeout_s: float,
         wait_for_nodes_s: float,
     ) -> None:
@@ -53,6 +61,8 @@ class Holding:
         self.name = name
         self.capacity = capacity
         self.segment_size = segment_size
+        self.gpu_ids = dict(gpu_ids or {})
+        self.monitor_memory = monitor_memory
         self.timeout_s = timeout_s
         self.wait_for_nodes_s = wait_for_nodes_s
         self.unified = False
@@ -60,6 +70,7 @@ class Holding:
         self.slots: tuple[Slot, ...] = ()
         self._groups: list[PlacementGroup] = []
         self._leases: list[PortLease] = []
+        self._monitor: Monitor | None = None
         # Reentrant: the finalizer may run in the middle of anything.
         self._lock = threading.RLock()
 
@@ -75,17 +86,19 @@ class Holding:
                 return
             deadline = time.monotonic() + self.timeout_s
             while True:
-                placed = reserve(
-                    self.asks,
-                    name=self.name,
-                    unified=unified,
-                    segment_size=self.segment_size,
-                    timeout_s=max(0.0, deadline - time.monotonic()),
-                    wait_for_nodes_s=self.wait_for_nodes_s,
-                )
+                left = max(0.0, deadline - time.monotonic())
+                options: dict[str, Any] = {
+                    "unified": unified,
+                    "timeout_s": left,
+                    "wait_for_nodes_s": self.wait_for_nodes_s,
+                }
+                placed = self._reserve(self.asks, segment_size=self.segment_size, **options)
                 self._groups = [one.group for one in placed]
                 try:
                     self.slots = _slots_of(placed, self.capacity)
+                    if self.monitor_memory:
+                        self._monitor = Monitor(self.node_ids, self.name)
+                        self._monitor.read()
                 except (ray.exceptions.RayError, PlacementError):
                     self.give_back()
                     # A node that was lost meanwhile is planned around; anything else is what it is.
@@ -114,15 +127,9 @@ class Holding:
             try:
                 for ask in sorted(asks, key=lambda ask: -ask.count):
                     left = max(0.0, deadline - time.monotonic())
-                    placed += reserve(
-                        [ask],
-                        name=self.name,
-                        unified=False,
-                        timeout_s=left,
-                        # A new node may be on its way: that is what one waits for after a loss.
-                        wait_for_nodes_s=left,
-                        avoid=self._taken_by(ask, alive, placed),
-                    )
+                    avoid = self._taken_by(ask, alive, placed)
+                    # A new node may be on its way: that is what one waits for after a loss.
+                    placed += self._reserve([ask], unified=False, timeout_s=left, wait_for_nodes_s=left, avoid=avoid)
                 found = _slots_of(placed, self.capacity)
             except BaseException:
                 remove([one.group for one in placed])
@@ -130,7 +137,41 @@ class Holding:
             self._groups += [one.group for one in placed]
             self._put_in(lost, found)
             self._drop_empty_groups()
+            if self._monitor is not None:
+                self._monitor.watch(self.node_ids)
             return tuple(self.slots[at] for at in lost)
+
+    def _reserve(
+        self,
+        asks: Sequence[Ask],
+        *,
+        unified: bool,
+        segment_size: int | None = None,
+        timeout_s: float,
+        wait_for_nodes_s: float,
+        avoid: AbstractSet[str] = frozenset(),
+    ) -> tuple[Reserved, ...]:
+        options: dict[str, Any] = {
+            "name": self.name,
+            "unified": unified,
+            "timeout_s": timeout_s,
+            "wait_for_nodes_s": wait_for_nodes_s,
+            "avoid": avoid,
+        }
+        if self.gpu_ids:
+            return reserve_gpus(asks, {ask.node_idx: self.gpu_ids[ask.node_idx] for ask in asks}, **options)
+        return reserve(asks, segment_size=segment_size, **options)
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The physical nodes, in the order of the slots."""
+        return list(dict.fromkeys(slot.node_id for slot in self.slots))
+
+    def usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
+        """The memory of some of its nodes: watched, or one sample."""
+        if self._monitor is None:
+            return read_usage(node_ids)
+        return tuple(usage for usage in self._monitor.read() if usage.node_id in node_ids)
 
     def _taken_by(self, ask: Ask, alive: AbstractSet[str], placed: Sequence[Reserved]) -> frozenset[str]:
         """The nodes that what is left of the cluster keeps a replacement from."""
@@ -186,13 +227,16 @@ class Holding:
     def give_back(self) -> bool:
         """Ports and groups; whether Ray had the resources back in time."""
         with self._lock:
-            groups, leases = self._groups, self._leases
-            self._groups, self._leases, self.slots, self.reserved = [], [], (), False
+            groups, leases, monitor = self._groups, self._leases, self._monitor
+            self._groups, self._leases, self._monitor = [], [], None
+            self.slots, self.reserved = (), False
         if not ray.is_initialized():
             return True  # Ray ended, and with it everything that was held
         try:
             for lease in leases:
                 lease.release()
+            if monitor is not None:
+                monitor.stop()
         finally:
             returned = remove(groups)
         return returned

@@ -7,7 +7,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from ._planner import Node, physical_order
-from ._ray_private import actor_holdings, draining_nodes, free_per_node, job_of_placement_group
+from ._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
 from ._report import Holder
 
 __all__ = ["read_holders", "read_nodes"]
@@ -45,9 +45,10 @@ def read_holders() -> tuple[Holder, ...]:
         if bundles:
             job = job_of_placement_group(group_id)
             holders.append(Holder("placement group", row["name"], group_id, job, bundles))
-    for actor_id, name, job, node_id, resources in actor_holdings():
+    for actor in live_actors():
         # In a placement group it holds "CPU_group_...": what the group holds already.
-        own = {what: amount for what, amount in resources.items() if amount > 0 and "_group_" not in what}
-        if own:
-            holders.append(Holder("actor", name, actor_id, job, {node_id: (own,)}))
+        own = {what: amount for what, amount in actor.resources.items() if amount > 0 and "_group_" not in what}
+        if own and actor.node_id:
+            name = actor.name or actor.class_name
+            holders.append(Holder("actor", name, actor.actor_id, actor.job_id, {actor.node_id: (own,)}))
     return tuple(holders)

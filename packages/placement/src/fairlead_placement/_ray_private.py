@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 __all__ = [
-    "actor_holdings",
+    "LiveActor",
     "autoscaler_is_there",
     "draining_nodes",
     "find_cluster",
     "free_per_node",
     "job_of_placement_group",
     "live_actors",
+    "visible_gpus",
 ]
 
 
@@ -55,32 +57,6 @@ def find_cluster() -> str | None:
     return found
 
 
-def actor_holdings() -> list[tuple[str, str, str, str, Mapping[str, float]]]:
-    """(actor id, name or class, job, node id, what it holds) of every actor that is alive.
-
-    No public call says what an actor holds without the dashboard. Without this one, reports name placement groups
-    only, and the rest as "tasks, or actors".
-    """
-    try:
-        from ray.core.generated.gcs_pb2 import ActorTableData
-    except ImportError:
-        return []
-    rows = [
-        ActorTableData.FromString(raw)
-        for raw in ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
-    ]
-    return [
-        (
-            row.actor_id.hex(),
-            row.name or row.class_name,
-            row.job_id.hex(),
-            row.address.node_id.hex(),
-            {one.name: sum(used.quantity for used in one.resource_ids) for one in row.resource_mapping},
-        )
-        for row in rows
-    ]
-
-
 def autoscaler_is_there() -> bool:
     """Whether an autoscaler has told Ray what it may add.
 
@@ -91,13 +67,79 @@ def autoscaler_is_there() -> bool:
     return ask is not None and ask() is not None
 
 
-def live_actors() -> Mapping[str, tuple[str, str]]:
-    """(class name, name) of every actor that is not dead, by id.
+@dataclass(frozen=True)
+class LiveActor:
+    """An actor that is not dead, and what it holds.
 
-    `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without. No fallback.
+    Attributes:
+        actor_id: hexadecimal, as the other ids.
+        class_name: its class.
+        name: its name, or nothing.
+        job_id: the job that made it.
+        node_id: where it runs; empty as long as it does not.
+        group_id: its placement group, or nothing.
+        resources: amounts; in a placement group by Ray's names for the group's, such as "CPU_group_<id>".
+        gpus: Ray's numbers, on its node, of the GPUs it holds a part of: not their ids.
     """
-    return {
-        actor_id: (row["ActorClassName"], row["Name"])
-        for actor_id, row in ray._private.state.actors().items()
-        if row["State"] != "DEAD"
-    }
+
+    actor_id: str
+    class_name: str
+    name: str
+    job_id: str
+    node_id: str
+    group_id: str
+    resources: Mapping[str, float]
+    gpus: tuple[int, ...]
+
+
+def live_actors() -> tuple[LiveActor, ...]:
+    """Every actor that is not dead.
+
+    `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without, and says nothing
+    about which GPUs an actor has. Where the private table has another shape, no actor is named in errors.
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import ActorTableData
+
+        table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, None)
+        rows = [ActorTableData.FromString(raw) for raw in table]
+    except (ImportError, AttributeError, TypeError):
+        return ()
+    return tuple(
+        LiveActor(
+            actor_id=row.actor_id.hex(),
+            class_name=row.class_name,
+            name=row.name,
+            job_id=row.job_id.hex(),
+            node_id=row.address.node_id.hex().replace("f" * 56, ""),
+            group_id=row.placement_group_id.hex(),
+            resources={one.name: sum(held.quantity for held in one.resource_ids) for one in row.resource_mapping},
+            gpus=tuple(
+                sorted(
+                    {
+                        held.index
+                        for one in row.resource_mapping
+                        if one.name == "GPU" or one.name.startswith("GPU_group_")
+                        for held in one.resource_ids
+                    }
+                )
+            ),
+        )
+        for row in rows
+        if row.state != ActorTableData.DEAD
+    )
+
+
+def visible_gpus() -> Callable[[], list[str] | None]:
+    """A function, for a task, that tells the ids of all GPUs of its node, or None when they are 0, 1, ...
+
+    Ray tells a process only the ids that it holds. Without this attribute the ids are taken to be 0, 1, ...
+    """
+
+    def ids() -> list[str] | None:
+        visible: dict[str, list[str] | None] = getattr(
+            ray._private.worker.global_worker, "original_visible_accelerator_ids", {}
+        )
+        return visible.get("GPU")
+
+    return ids

@@ -32,7 +32,7 @@ class ResourceInsufficientError(_Reported):
     """The nodes that are there cannot hold the request, even when nothing else runs on them.
 
     You do not get this when the request would fit but others hold the resources: that is waited for, and ends
-    as `PlacementTimeoutError`.
+    as `PlacementTimeoutError`. Except for particular GPUs (`gpu_ids`): others hold exactly those, as the reason says.
 
     Attributes:
         reason: one sentence: what does not fit and what to do about it.

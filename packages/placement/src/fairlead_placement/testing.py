@@ -86,9 +86,9 @@ def _snapshot() -> _Snapshot:
     return _Snapshot(
         free=frozenset(free),
         actors=frozenset(
-            f"{actor_id} {kind} {name}"
-            for actor_id, (kind, name) in live_actors().items()
-            if not name.startswith(AGENT_NAME_PREFIX)
+            f"{actor.actor_id} {actor.class_name} {actor.name}"
+            for actor in live_actors()
+            if not actor.name.startswith(AGENT_NAME_PREFIX)
         ),
         groups=frozenset(
             f"{group_id} {row['name']}"

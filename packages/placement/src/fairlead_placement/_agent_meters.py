@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures processes and memory inside a node agent's process.
+
+Shipped by value, as `_agent_process`: this module imports nothing of its siblings. psutil is there wherever Ray is:
+Ray brings its own and does not start without it.
+"""
+
+import threading
+import time
+from typing import Any
+
+__all__ = ["Gpus", "MemoryMeter", "ProcessMeter"]
+
+INTERVAL_S = 1.0
+# Total, used, peak of one GPU; total, used, available, peak of the node, its GPUs, samples so far. In bytes.
+GpuRow = tuple[int, int, int]
+Row = tuple[int, int, int, int, list[GpuRow] | None, int]
+
+
+class Gpus:
+    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, nothing is told."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            import pynvml
+        except ImportError:
+            return
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return  # no driver
+        self._nvml = pynvml
+
+    def memory(self) -> list[tuple[int, int]] | None:
+        """(total, used) bytes of each GPU, by NVML's index."""
+        found = self._of_each("nvmlDeviceGetMemoryInfo")
+        return found and [(int(one.total), int(one.used)) for one in found]
+
+    def by_process(self) -> dict[int, int] | None:
+        """Bytes that each process holds on all GPUs together."""
+        found = self._of_each("nvmlDeviceGetComputeRunningProcesses")
+        if found is None:
+            return None
+        held: dict[int, int] = {}
+        for process in (process for on_gpu in found for process in on_gpu):
+            # None where the driver does not tell.
+            held[process.pid] = held.get(process.pid, 0) + (process.usedGpuMemory or 0)
+        return held
+
+    def _of_each(self, function: str) -> list[Any] | None:
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        try:
+            gpus = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            return [getattr(nvml, function)(gpu) for gpu in gpus] or None
+        except nvml.NVMLError:
+            return None  # a GPU that has fallen off the bus must not end the sampling of the rest
+
+
+class ProcessMeter:
+    """What processes use; remembers their CPU time from one request to the next."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._lock = threading.Lock()
+        # (pid, start) -> (CPU seconds, when); a pid that is used again is another process.
+        self._last: dict[tuple[int, float], tuple[float, float]] = {}
+
+    def read(self, pids: list[int]) -> list[tuple[int, float, int, int, int | None]]:
+        """(pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is there."""
+        import psutil
+
+        on_gpus = self._gpus.by_process()
+        rows = []
+        with self._lock:
+            for pid in pids:
+                try:
+                    process = psutil.Process(pid)
+                    with process.oneshot():
+                        if process.status() == psutil.STATUS_ZOMBIE:
+                            continue
+                        cpu = process.cpu_times()
+                        memory, threads = process.memory_info().rss, process.num_threads()
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+                key = (pid, process.create_time())
+                seconds, now = cpu.user + cpu.system, time.time()
+                # At first, since the process started.
+                before, since = self._last.get(key, (0.0, key[1]))
+                self._last[key] = (seconds, now)
+                percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
+                rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
+            self._last = {key: last for key, last in self._last.items() if psutil.pid_exists(key[0])}
+        return rows
+
+
+class _Watch:
+    """What one watcher has seen since it began."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.samples = 0
+        self.peak = 0
+        self.gpu_peaks: dict[int, int] = {}
+
+
+class MemoryMeter:
+    """Samples the node's memory once a second, on a thread of its own, while anybody watches."""
+
+    def __init__(self, gpus: Gpus, node_id: str) -> None:
+        self._gpus = gpus
+        self._node_id = node_id
+        self._lock = threading.Lock()
+        self._watches: dict[str, _Watch] = {}
+        self._thread: threading.Thread | None = None
+        self._gauges: tuple[Any, Any] | None = None
+
+    def read(self, watcher: str | None, name: str) -> Row:
+        """Take a sample.
+
+        Sampling for the watcher goes on until `unwatch`; without one this is a single sample.
+        """
+        with self._lock:
+            if watcher is None:
+                return self._sample([_Watch(name)])[0]
+            watch = self._watches.setdefault(watcher, _Watch(name))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._go_on, name="fairlead-memory", daemon=True)
+                self._thread.start()
+            return self._sample([watch])[0]
+
+    def unwatch(self, watcher: str) -> None:
+        """Take no more samples for a watcher; can be repeated."""
+        with self._lock:
+            self._watches.pop(watcher, None)
+
+    def watchers(self) -> tuple[list[str], bool]:
+        """Who watches, and whether the thread runs."""
+        with self._lock:
+            return list(self._watches), self._thread is not None
+
+    def _go_on(self) -> None:
+        try:
+            while True:
+                time.sleep(INTERVAL_S)
+                with self._lock:
+                    if not self._watches:
+                        self._thread = None
+                        return
+                    rows = self._sample(list(self._watches.values()))
+                    names = [watch.name for watch in self._watches.values()]
+                for name, row in zip(names, rows, strict=True):
+                    self._publish(name, row[1], row[4])
+        except BaseException:
+            with self._lock:
+                self._thread = None  # the next request starts another
+            raise
+
+    def _sample(self, watches: list[_Watch]) -> list[tuple[int, int, int, int, list[tuple[int, int, int]] | None, int]]:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        # Not psutil's `used`, which counts what the kernel has borrowed for caches in some versions and not in others.
+        used = memory.total - memory.available
+        gpus = self._gpus.memory()
+        rows: list[Row] = []
+        for watch in watches:
+            watch.samples += 1
+            watch.peak = max(watch.peak, used)
+            for index, (_, used_there) in enumerate(gpus or ()):
+                watch.gpu_peaks[index] = max(watch.gpu_peaks.get(index, 0), used_there)
+            on_gpus = None
+            if gpus is not None:
+                on_gpus = [(total, now, watch.gpu_peaks[index]) for index, (total, now) in enumerate(gpus)]
+            rows.append((memory.total, used, memory.available, watch.peak, on_gpus, watch.samples))
+        return rows
+
+    def _publish(self, name: str, used: int, gpus: list[GpuRow] | None) -> None:
+        """Set Ray's metrics. Without ray[default] on the node nobody collects them, and nothing else happens."""
+        if self._gauges is None:
+            from ray.util.metrics import Gauge
+
+            self._gauges = (
+                Gauge(
+                    "fairlead_node_memory_used_bytes",
+                    description="Memory in use on a node of a virtual cluster.",
+                    tag_keys=("node", "cluster"),
+                ),
+                Gauge(
+                    "fairlead_gpu_memory_used_bytes",
+                    description="Memory in use on a GPU of a node of a virtual cluster.",
+                    tag_keys=("node", "cluster", "gpu"),
+                ),
+            )
+        tags = {"node": self._node_id, "cluster": name}
+        self._gauges[0].set(used, tags=tags)
+        for index, (_, used_there, _) in enumerate(gpus or ()):
+            self._gauges[1].set(used_there, tags={**tags, "gpu": str(index)})

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GPUs a node has, and holding those that are free one by one, which is how Ray lets them be told apart."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ._accelerators import accelerator_ids
+from ._groups import PLACING_S, Reserved, remove
+from ._planner import Node
+from ._ray_private import visible_gpus
+
+__all__ = ["IDS_S", "Fillers", "drop", "filled", "gpu_names"]
+
+# A task that tells an id takes milliseconds, and about a second where its process has to be started.
+IDS_S = 30.0
+Fillers = Mapping[str, Mapping[str, Reserved]]
+
+
+def gpu_names(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
+    """The ids of all GPUs of each node, by node id, in Ray's own order; asked with one short task a node.
+
+    They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. A node that does not answer is
+    taken to have the former.
+    """
+    counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
+    asked = {
+        _ask_visible()
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(): node_id
+        for node_id, count in counts.items()
+        if count > 0
+    }
+    names = {node_id: tuple(map(str, range(count))) for node_id, count in counts.items()}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=IDS_S) if asked else ([], [])
+    for ref in answered:
+        with contextlib.suppress(ray.exceptions.RayError):  # its node has gone
+            visible = ray.get(ref)
+            if visible:
+                names[asked[ref]] = tuple(visible[: counts[asked[ref]]])
+    return names
+
+
+@contextlib.contextmanager
+def filled(nodes: Sequence[Node]) -> Iterator[Fillers]:
+    """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
+
+    Yields for each node id the groups by GPU id. Whatever happens in the block, or before it, all of them are gone
+    after it; one may be dropped earlier.
+    """
+    made: list[Reserved] = []
+    try:
+        for node in nodes:
+            for _ in range(int(node.free.get("GPU", 0))):
+                bundle = {"GPU": 1.0}
+                group = placement_group(
+                    [bundle], name="", bundle_label_selector=[{"ray.io/node-id": node.node_id}], strategy="PACK"
+                )
+                made.append(Reserved(group, (0,), (node.node_id,), (bundle,)))
+        placed = _placed(made)
+        # What was free in sum but not as a whole, or has been taken since, must not be taken later.
+        drop([one for one in made if one not in placed])
+        held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
+        for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, timeout_s=IDS_S), strict=True):
+            held[one.node_ids[0]][gpu_id] = one
+        yield held
+    finally:
+        drop(made)
+
+
+def drop(made: Sequence[Reserved]) -> None:
+    """Remove groups and wait until their resources are back; those that have been removed before are passed over."""
+    if made and ray.is_initialized():
+        remove([one.group for one in made])
+
+
+def _placed(made: Sequence[Reserved]) -> list[Reserved]:
+    """Those that Ray has placed, after all of them have been, or had the time."""
+    deadline = time.monotonic() + PLACING_S
+    while True:
+        states = {group_id: row["state"] for group_id, row in placement_group_table().items()} if made else {}
+        placed = [one for one in made if states.get(one.group.id.hex()) == "CREATED"]
+        if len(placed) == len(made) or time.monotonic() >= deadline:
+            return placed
+        time.sleep(0.005)
+
+
+def _ask_visible() -> Any:
+    return ray.remote(visible_gpus())

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reserving particular GPUs, on one node of 4 that are not real."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+
+
+def in_bundle(group, index=0):
+    return PlacementGroupSchedulingStrategy(group, index)
+
+
+def groups_there():
+    return [i for i, row in placement_group_table().items() if row["state"] != "REMOVED"]
+
+
+def seen(cluster):
+    """The ids that a process in each bundle gets, by logical node."""
+
+    @ray.remote(num_cpus=1, num_gpus=1)
+    def ids():
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    slots = cluster.slots()
+    asked = [
+        ids.options(scheduling_strategy=in_bundle(slot.placement_group, slot.bundle_index)).remote() for slot in slots
+    ]
+    by_node = {}
+    for slot, told in zip(slots, ray.get(asked), strict=True):
+        assert tuple(told) == slot.accelerator_ids
+        by_node.setdefault(slot.node_idx, []).extend(map(int, told))
+    return by_node
+
+
+class Trainer:
+    def gpus(self):
+        return [int(one) for one in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+@contextlib.contextmanager
+def actor(**options):
+    made = ray.remote(Trainer).options(**{"num_cpus": 0, "num_gpus": 1, **options}).remote()
+    try:
+        yield ray.get(made.gpus.remote())
+    finally:
+        ray.kill(made)
+
+
+@contextlib.contextmanager
+def held(bundles, name=""):
+    group = placement_group(bundles, name=name)
+    ray.get(group.ready())
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@pytest.fixture
+def local(local_ray):
+    """What is left over after a test would be somebody's GPU."""
+    assert groups_there() == []
+    yield
+    assert groups_there() == []
+
+
+@pytest.mark.parametrize("ids", [[2], [3, 1], [0, 1, 2, 3]])
+def test_the_bundles_have_the_ids(local, ids):
+    """The bundles kept are on the GPUs that were named, in ascending order; the other GPUs are free again."""
+    with RayVirtualCluster([0, len(ids)], gpu_ids=ids) as cluster:
+        assert seen(cluster) == {1: sorted(ids)}
+        assert groups_there() == [cluster.get_placement_groups()[0].id.hex()]
+        assert ray.available_resources().get("GPU", 0) == 4 - len(ids)
+
+
+def test_a_list_for_each_logical_node(local):
+    """Logical nodes that share a physical node each get their own ids; a list of an unused one is empty."""
+    with RayVirtualCluster([2, 0, 1], gpu_ids=[[3, 0], [], [2]], max_colocated_worker_groups=2) as cluster:
+        assert [slot.accelerator_ids for slot in cluster.slots()] == [("0",), ("2",), ("3",)]
+        assert [slot.node_idx for slot in cluster.slots()] == [0, 2, 0]
+        assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0, "GPU": 0.5}] * 3
+    with RayVirtualCluster([0, 2], gpu_ids=[[], [3, 2]]).reserve(unified=True) as cluster:
+        assert seen(cluster) == {1: [2, 3]}
+
+
+def test_auto(local, monkeypatch):
+    """ "auto" is any GPUs, found without holding others."""
+    monkeypatch.delattr("fairlead_placement._cluster.reserve_gpus")
+    with RayVirtualCluster([2], gpu_ids="auto") as cluster:
+        assert len(cluster.slots()) == 2
+
+
+def test_two_at_once(local):
+    """Two clusters that ask for different GPUs of one node at the same time both get theirs."""
+    clusters = [RayVirtualCluster([2], gpu_ids=ids, reserve_timeout_s=60) for ids in ([1, 2], [0, 3])]
+    threads = [threading.Thread(target=cluster.reserve) for cluster in clusters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [seen(cluster) for cluster in clusters] == [{0: [1, 2]}, {0: [0, 3]}]
+    for cluster in clusters:
+        cluster.shutdown()
+
+
+def test_held_by_actors(local):
+    """GPUs that live actors have are waited for until the deadline; the error names each actor, and nothing is left."""
+    job = ray.get_runtime_context().get_job_id()
+    with (
+        actor(name="first") as (first,),
+        held([{"GPU": 1}], name="other[/people]") as group,
+        actor(num_gpus=0.5, scheduling_strategy=in_bundle(group)) as (second,),
+    ):
+        before = groups_there()
+        began = time.monotonic()
+        with pytest.raises(ResourceInsufficientError) as caught:
+            RayVirtualCluster([4], gpu_ids=[0, 1, 2, 3], reserve_timeout_s=0.5).reserve()
+        assert time.monotonic() - began < 10
+        assert groups_there() == before
+        message = caught.value.reason
+        assert re.match(r"Waited \d+\.\d s for particular GPUs\. GPU ", message)
+        assert f"id {first} is held by actor Trainer 'first' (job {job})" in message
+        inside = f"in placement group other[/people] {group.id.hex()[:8]} (job {job})"
+        assert f"id {second} is held by actor Trainer (job {job}) {inside}" in message
+        assert message.count("is held by") == 2
+        assert message.endswith("Release them, ask for others (gpu_ids), or wait longer (reserve_timeout_s).")
+        assert "│ 0            │ 4       │ 1 CPU, 1 GPU │ STRICT_PACK │" in str(caught.value)
+
+        free = sorted({0, 1, 2, 3} - {first, second})
+        with RayVirtualCluster([2], gpu_ids=free, reserve_timeout_s=0) as cluster:
+            assert seen(cluster) == {0: free}
+
+
+def test_held_by_a_part(local):
+    """A GPU of which somebody has a part is held, though Ray counts the rest as free."""
+    with (
+        actor(num_gpus=0.25) as (part,),
+        pytest.raises(ResourceInsufficientError, match=f"id {part} is held by actor Trainer"),
+    ):
+        RayVirtualCluster([1], gpu_ids=[part], reserve_timeout_s=0).reserve()
+
+
+def test_held_by_idle_reservations(local, eventually):
+    """GPUs of a reservation in which nothing runs are found by elimination: it is named."""
+    with RayVirtualCluster([2], gpu_ids=[1, 3], name="idle") as cluster:
+        (group,) = cluster.get_placement_groups()
+        with actor(), pytest.raises(ResourceInsufficientError) as caught:
+            RayVirtualCluster([2], gpu_ids=[3, 2], reserve_timeout_s=0).reserve()
+        name = placement_group_table(group)["name"]
+        assert name.startswith("idle-0-")
+        who = f"placement group {name} {group.id.hex()[:8]} (job {ray.get_runtime_context().get_job_id()})"
+        assert f"id 3 is held by {who}, in which nothing runs" in caught.value.reason
+        assert groups_there() == [group.id.hex()]
+        assert eventually(lambda: ray.available_resources()["GPU"] == 2)
+        with pytest.raises(ResourceInsufficientError, match=r"GPU 1, 3, asked .*: ids 1, 3 are held by placement"):
+            RayVirtualCluster([3], gpu_ids=[3, 2, 1], reserve_timeout_s=0).reserve()
+
+
+def test_held_by_a_task(local, tmp_path, eventually):
+    """Ray does not tell which GPUs a task has: it is what remains when nobody else is known."""
+    started, stop = tmp_path / "started", tmp_path / "stop"
+
+    def work():
+        started.touch()
+        while not stop.exists():
+            time.sleep(0.05)
+
+    task = ray.remote(num_cpus=0, num_gpus=4)(work).remote()
+    assert eventually(started.exists)
+    with pytest.raises(ResourceInsufficientError, match="id 2 is held by a running task"):
+        RayVirtualCluster([1], gpu_ids=[2], reserve_timeout_s=0).reserve()
+    stop.touch()
+    ray.get(task)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "message"),
+    [
+        ([2], [3, 4], r"No node has GPU 4, asked for logical node 0: node \w{8} \([\d.]+\) has 0, 1, 2, 3. Ask for"),
+        ([1, 1], [[0], [0]], r"cannot hold 2 logical node\(s\) on the GPUs asked for, even when it is idle: node"),
+    ],
+)
+def test_no_node_has_them(local, counts, ids, message):
+    """Ids that no node has, or that several logical nodes want of one node, are refused at once."""
+    began = time.monotonic()
+    with pytest.raises(ResourceInsufficientError, match=message):
+        RayVirtualCluster(counts, gpu_ids=ids).reserve()
+    assert time.monotonic() - began < 2
+
+
+def test_only_the_rest_is_missing(local):
+    """When the GPUs are free and something else is not, that is said, and not that GPUs are held."""
+    with held([{"CPU": 15}]), pytest.raises(PlacementTimeoutError, match="GPUs asked for are free, but others hold"):
+        RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
+
+
+def test_a_waiter_is_served(local):
+    """Whoever waits for particular GPUs gets them when they are given back."""
+    first = RayVirtualCluster([2], gpu_ids=[0, 1]).reserve()
+    second = RayVirtualCluster([2], gpu_ids=[1, 2], reserve_timeout_s=60)
+    waiter = threading.Thread(target=second.reserve)
+    waiter.start()
+    time.sleep(1)
+    assert waiter.is_alive()
+    first.shutdown()
+    waiter.join()
+    assert seen(second) == {0: [1, 2]}
+    second.shutdown()
+
+
+def test_wrong_ids_are_not_kept(local, monkeypatch):
+    """What Ray placed on other GPUs is given back, and counts as taken (seam: the check says they are others)."""
+    checked = []
+    monkeypatch.setattr("fairlead_placement._gpu_ids._as_wanted", lambda *placed: checked.append(placed))
+    with pytest.raises(PlacementTimeoutError, match="or take turns with it"):
+        RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [
+        "_gpu_fillers.accelerator_ids",
+        "_gpu_ids._exchange",
+        "_gpu_ids._place",
+        "_gpu_ids._as_wanted",
+    ],
+)
+def test_interrupted(local, monkeypatch, seam):
+    """Wherever an interrupt comes, no group is left when it is raised (seam: the step that it comes in)."""
+
+    def interrupt(*args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    monkeypatch.setattr(f"fairlead_placement.{seam}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        RayVirtualCluster([1], gpu_ids=[2]).reserve()
+    assert groups_there() == []
+
+
+def test_interrupted_at_the_end(local, monkeypatch):
+    """Also the groups on the right GPUs are gone when the fillers' removal is interrupted (seam: that removal)."""
+    from fairlead_placement import _gpu_fillers
+
+    drop, calls = _gpu_fillers.drop, []
+
+    def interrupted_late(made):
+        drop(made)
+        calls.append(len(made))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_gpu_fillers, "drop", interrupted_late)
+    with pytest.raises(KeyboardInterrupt):
+        RayVirtualCluster([1], gpu_ids=[2]).reserve()
+    assert calls == [0, 4]
+    assert groups_there() == []
+
+
+def test_renamed(run_script):
+    """On a node whose Ray sees some GPUs only, the ids are theirs."""
+    out = run_script(
+        """
+        import ray
+        from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+        ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", num_gpus=3)
+
+        @ray.remote(num_cpus=0, num_gpus=1)
+        class Holder:
+            def gpus(self):
+                return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+        holder = Holder.remote()
+        print(ray.get(holder.gpus.remote()))
+        with RayVirtualCluster([1], gpu_ids=[9]) as cluster:
+            print([slot.accelerator_ids for slot in cluster.slots()])
+        for ids in ([0], [5]):
+            try:
+                RayVirtualCluster([1], gpu_ids=ids, reserve_timeout_s=0).reserve()
+            except ResourceInsufficientError as error:
+                print(error.reason)
+        """,
+        CUDA_VISIBLE_DEVICES="5,7,9",
+        RAY_ADDRESS="",
+    )
+    held, got, no_node, taken = out.splitlines()
+    assert (held, got) == ("['5']", "[('9',)]")
+    assert "No node has GPU 0, asked for logical node 0: node" in no_node
+    assert "has 5, 7, 9." in no_node
+    assert "id 5 is held by actor Holder" in taken

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes and nodes use, as their agents measure it."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+import ray
+
+from fairlead_placement import GpuMemory, NodeAgent, PlacementError, ProcessUsage, RayVirtualCluster, _agent
+from fairlead_placement._agent_meters import Gpus, MemoryMeter, ProcessMeter
+
+
+@pytest.fixture
+def node_id(local_ray):
+    return ray.nodes()[0]["NodeID"]
+
+
+@pytest.fixture
+def agent(node_id):
+    return NodeAgent(node_id)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Every request to an agent, by method. They are all made."""
+    made = []
+    request = _agent._request
+
+    def counted(handle, method, *args, **options):
+        made.append(method)
+        return request(handle, method, *args, **options)
+
+    monkeypatch.setattr(_agent, "_request", counted)
+    return made
+
+
+def watchers(agent):
+    return agent._ask("watchers")
+
+
+@pytest.fixture
+def child():
+    """A process that uses a CPU as long as it lives, and about 64 MiB."""
+    source = "held = bytearray(b'x') * (64 << 20); print('ready', flush=True)\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_processes(agent, child):
+    """CPU time, memory and threads of processes are told, in the order asked, as values that cannot be changed."""
+    mine, busy = agent.usage([os.getpid(), child.pid])
+
+    assert [type(mine), mine.pid, busy.pid] == [ProcessUsage, os.getpid(), child.pid]
+    assert busy.cpu_percent > 5  # since it started
+    assert 64 << 20 < busy.rss_bytes < 256 << 20
+    assert busy.num_threads == 1
+    assert mine.num_threads >= threading.active_count()
+    assert mine.rss_bytes > 0
+    time.sleep(0.3)
+    (again,) = agent.usage([child.pid])
+    assert 5 < again.cpu_percent < 150  # since it was asked for
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        again.cpu_percent = 0.0
+
+
+def test_a_process_that_stands_still(agent):
+    """CPU percent is that of the time since the last request, not of the whole life."""
+    agent.usage([os.getpid()])
+    time.sleep(0.5)
+    assert agent.usage([os.getpid()])[0].cpu_percent < 60
+
+
+def test_a_process_that_has_gone(agent, child):
+    """A process that was never there, has ended, or has ended and waits to be collected, is left out."""
+    assert len(agent.usage([child.pid])) == 1
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert [one.pid for one in agent.usage([child.pid, os.getpid(), 2**22 + 1])] == [os.getpid()]
+    child.wait()
+    assert agent.usage([child.pid]) == []
+    assert agent.usage([]) == []
+
+
+def test_one_sample(local_ray, agent, requests):
+    """Without `monitor_memory` a sample is taken on request, with one request a node, and nothing goes on."""
+    with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
+        assert requests == []
+        (usage,) = cluster.get_resource_usage()
+        assert requests == ["memory"]
+        assert watchers(agent) == ([], False)
+    assert usage.node_id == agent.node_id
+    assert usage.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usage.memory_used_bytes + usage.memory_available_bytes == usage.memory_total_bytes
+    assert 0 < usage.memory_used_bytes == usage.memory_peak_bytes
+    assert usage.samples == 1
+    assert abs(usage.sampled_at - time.time()) < 60
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        usage.samples = 0
+
+
+def test_monitoring(local_ray, agent, requests, eventually):
+    """With `monitor_memory` samples are taken once a second until shutdown, and the peak is kept."""
+    with RayVirtualCluster([1, 2], use_gpus=False, monitor_memory=True, name="watched") as cluster:
+        assert requests == ["memory"]
+        (first,) = cluster.get_resource_usage()
+        assert requests == ["memory", "memory"]
+        assert first.samples >= 2
+        time.sleep(1.6)
+        (later,) = cluster.get_resource_usage()
+        # Besides the one on request; on a busy machine the last may be late.
+        assert 1 <= later.samples - first.samples - 1 <= 3
+        assert later.memory_peak_bytes >= max(first.memory_peak_bytes, later.memory_used_bytes)
+        assert later.sampled_at > first.sampled_at
+        names, runs = watchers(agent)
+        assert (len(names), runs) == (1, True)
+    assert requests.count("unwatch") == 1
+    assert watchers(agent)[0] == []
+    assert eventually(lambda: not watchers(agent)[1])
+
+
+def test_two_clusters(local_ray, agent):
+    """A cluster that stops watching a node does not stop another's samples, and each has its own count."""
+    one = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
+    time.sleep(1.2)
+    other = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
+    assert len(watchers(agent)[0]) == 2
+    assert one.get_resource_usage()[0].samples > other.get_resource_usage()[0].samples
+    one.shutdown()
+    assert len(watchers(agent)[0]) == 1
+    before = other.get_resource_usage()[0].samples
+    time.sleep(1.2)
+    assert other.get_resource_usage()[0].samples >= before + 2
+    other.shutdown()
+    assert watchers(agent)[0] == []
+
+
+def test_an_agent_that_dies(local_ray, agent, eventually):
+    """When the agent has died the next request has a new one go on, from its start."""
+    with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:
+        (before,) = cluster.get_resource_usage()
+        pid = agent.run(os.getpid)
+        ray.kill(ray.get_actor(f"fairlead-agent-{ray.get_runtime_context().get_job_id()}-{agent.node_id}"))
+        assert eventually(lambda: agent.run(os.getpid) != pid)
+        (after,) = cluster.get_resource_usage()
+        assert (before.samples, after.samples) == (2, 1)
+        assert len(watchers(agent)[0]) == 1
+    assert watchers(agent)[0] == []
+
+
+def test_no_agent(local_ray, monkeypatch):
+    """When the nodes cannot be watched nothing stays reserved (seam: the request fails)."""
+
+    def fail(*args, **options):
+        raise ray.exceptions.ActorUnschedulableError("no")
+
+    cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(_agent, "_request", fail)
+        with pytest.raises(PlacementError, match="could not do 'memory'"):
+            cluster.reserve()
+    assert repr(cluster).endswith("not reserved)")
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs, of which the second is used by two processes."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.used = [0, 30]
+        self.broken = False
+
+    def nvmlInit(self):
+        if self.used is None:
+            raise self.NVMLError("no driver")
+
+    def nvmlDeviceGetCount(self):
+        if self.broken:
+            raise self.NVMLError("lost")
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return types.SimpleNamespace(total=100, used=self.used[gpu])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        rows = [(os.getpid(), 10), (os.getppid(), None)] if gpu else [(os.getpid(), 7)]
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in rows]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def test_gpu_memory(nvml):
+    """With nvidia-ml-py GPU memory is told, with peaks, and what a process holds on all GPUs (seam: pynvml)."""
+    meter = MemoryMeter(Gpus(), "node")
+    assert meter.read("me", "")[4] == [(100, 0, 0), (100, 30, 30)]
+    nvml.used = [5, 20]
+    assert meter.read("me", "")[4] == [(100, 5, 5), (100, 20, 30)]
+    assert meter.read(None, "")[4] == [(100, 5, 5), (100, 20, 20)]
+    meter.unwatch("me")
+    held = ProcessMeter(Gpus()).read([os.getpid(), os.getppid(), 1])
+    assert [row[4] for row in held] == [17, 0, 0]
+    nvml.broken = True
+    assert meter.read(None, "")[4] is None
+    assert ProcessMeter(Gpus()).read([os.getpid()])[0][4] is None
+
+
+@pytest.mark.parametrize("used", [[], None], ids=["no GPU", "no driver"])
+def test_no_gpu(nvml, used):
+    """Without a GPU, or without its driver, nothing is told about GPUs (seam: pynvml)."""
+    nvml.used = used
+    assert (Gpus().memory(), Gpus().by_process()) == (None, None)
+
+
+def test_gpu_values(agent, monkeypatch):
+    """GPU memory arrives as values (seam: the agent's answer)."""
+    row = (9, 4, 5, 6, [(3, 1, 2)], 7, 8.0)
+    monkeypatch.setattr(NodeAgent, "_ask", lambda *args: row)
+    usage = agent.memory()
+    assert usage.gpu_memory == (GpuMemory(total_bytes=3, used_bytes=1, peak_bytes=2),)
+    assert (usage.memory_peak_bytes, usage.samples, usage.sampled_at) == (6, 7, 8.0)
+
+
+def test_metrics(run_script):
+    """With ray[default] on the node the samples are Ray's metrics, tagged with node and cluster."""
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    out = run_script(f"""
+        import time, urllib.request
+        import ray
+        from fairlead_placement import RayVirtualCluster
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
+            _system_config={{"metrics_report_interval_ms": 1000}},
+        )
+        with RayVirtualCluster([1], use_gpus=False, monitor_memory=True, name="train") as cluster:
+            print(cluster.slots()[0].node_id)
+            lines, deadline = [], time.monotonic() + 60
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.5)
+                try:
+                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+                except OSError:
+                    continue  # not up yet
+                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_")]
+            print(*lines)
+        """)
+    node_id, *lines = out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ray_fairlead_node_memory_used_bytes{")
+    assert 'cluster="train"' in lines[0]
+    assert f'node="{node_id}"' in lines[0]
+    assert float(lines[0].split()[-1]) > 0
