@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests on several hosts. They skip where there can be no network namespaces."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from .hosts import Hosts
+from .hosts import Host, Hosts
 from .network import why_not
 
-# Domain and rank of the hosts, in the order in which they start: their physical order is 4, 2, 3, 1.
+# Domain and rank of the hosts, in the order in which they start. It is not their physical order.
 TOPOLOGY = [("b", 1), ("a", 1), ("b", 0), ("a", 0)]
 
 
@@ -28,6 +29,27 @@ def hosts(namespaces: None) -> Iterator[Hosts]:
         for domain, rank in TOPOLOGY:
             made.start_host(labels={"ray.io/gpu-domain": domain, "fairlead.io/topo-rank": str(rank)})
         yield made
+
+
+@pytest.fixture(scope="session")
+def addresses(hosts: Hosts) -> list[str]:
+    """Of the four shared hosts, in physical order."""
+    return [address for _, address in sorted(zip(TOPOLOGY, hosts.addresses[1:5], strict=True))]
+
+
+@pytest.fixture
+def start_spare(hosts: Hosts) -> Iterator[Callable[[], Host]]:
+    """Adds hosts, last in physical order, with a resource `spare`, for a test to kill."""
+    started: list[Host] = []
+
+    def start() -> Host:
+        started.append(hosts.start_host(resources={"spare": 3}, labels={"ray.io/gpu-domain": "z"}))
+        return started[-1]
+
+    yield start
+    left = [host for host in started if hosts.kill(host)]
+    if left:  # the test failed: let the cluster notice, or the next one fails too
+        time.sleep(5)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def main() -> None:
         function, args, address = ray.cloudpickle.loads(channel.recv_bytes())
         with attached(address):
             run(channel, steps(function, args))
-    except Exception as error:
+    except BaseException as error:  # noqa: BLE001 - pytest.fail() is no Exception
         traceback.print_exc()
         error.add_note("In the driver:\n" + traceback.format_exc())
         send(channel, "raised", error)

@@ -78,6 +78,11 @@ class Hosts:
         return self._hosts[0]
 
     @property
+    def addresses(self) -> list[str]:
+        """Of all hosts, in the order in which they were started."""
+        return [host.address for host in self._hosts]
+
+    @property
     def address(self) -> str:
         """Of the cluster, as for `ray.init`."""
         return f"{self.head.address}:{_PORT}"
@@ -142,11 +147,12 @@ class Hosts:
         """The host of an address, such as a slot's `node_ip`."""
         return next(host for host in self._hosts if host.address == address)
 
-    def kill(self, host: Host) -> None:
-        """Kill the raylet; its workers notice, and end."""
-        for pid in processes(host.space):
-            if Path("/proc", str(pid), "comm").read_text().strip() == "raylet":
-                os.kill(pid, signal.SIGKILL)
+    def kill(self, host: Host) -> bool:
+        """Kill the raylet; its workers notice, and end. False if there was none."""
+        raylets = [pid for pid in processes(host.space) if _program(pid) == "raylet"]
+        for pid in raylets:
+            os.kill(pid, signal.SIGKILL)
+        return bool(raylets)
 
     def cut(self, host: Host) -> None:
         """Take the host's link down: nothing comes through, in either direction, and nobody is told."""
@@ -202,6 +208,13 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return ""
 
 
 def _prefix(space: str, binds: Mapping[str, str]) -> tuple[str, ...]:

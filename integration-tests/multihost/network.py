@@ -6,6 +6,7 @@ in. Only the names of the namespaces are shared. They carry the process id, so t
 one left behind.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -99,7 +100,8 @@ def _remove_leftovers() -> None:
     listed = [*_namespaces(), *(path.name for path in Path(tempfile.gettempdir()).glob("fairlead-*"))]
     for name, pid in {match[0]: int(match[1]) for match in map(_NAME.match, listed) if match}.items():
         if not Path("/proc", str(pid)).exists():
-            _remove(name)
+            with contextlib.suppress(RuntimeError):  # another run may be removing it, too
+                _remove(name)
 
 
 def _remove(name: str) -> None:
@@ -108,20 +110,14 @@ def _remove(name: str) -> None:
     # What is ended may have started something meanwhile.
     while (left := [pid for space in spaces for pid in processes(space)]) and time.monotonic() < deadline:
         for pid in left:
-            _kill(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
     for space in spaces:  # its end of the link goes with it, and so does the other end
         _ip("netns", "del", space)
     shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
     if left:
         raise RuntimeError(f"processes {left} in {name} could not be ended")
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _namespaces() -> list[str]:
