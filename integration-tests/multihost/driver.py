@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The test's side of a driver: a function that runs in a process of its own, step by step."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,7 @@ class Driver:
         # Tests are not importable in the driver, nor on the nodes: their functions and classes travel by value.
         module = sys.modules[function.__module__]
         ray.cloudpickle.register_pickle_by_value(module)
+        message = ray.cloudpickle.dumps((function, args, address))
         self._log = log
         self._channel, theirs = multiprocessing.Pipe()
         with theirs, log.open("wb") as output:
@@ -58,11 +60,11 @@ class Driver:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self._channel.send_bytes(ray.cloudpickle.dumps((function, args, address)))
+        self._send(message)
 
     def resume(self, value: Any = None) -> None:
         """Let it run on, to its next `yield`."""
-        self._channel.send_bytes(ray.cloudpickle.dumps(value))
+        self._send(ray.cloudpickle.dumps(value))
 
     def answer(self, timeout_s: float = 60.0) -> Any:
         """What it yields next, or returns; raises what it raises."""
@@ -99,6 +101,10 @@ class Driver:
                 self.finish()
         finally:
             self.close()
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended: what it said last tells why
+            self._channel.send_bytes(message)
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         try:

@@ -4,6 +4,9 @@
 Nothing of it is in the machine's own network: no address, route or device of it can clash, and nothing else reaches
 in. Only the names of the namespaces are shared. They carry the process id, so that a later run knows what a crashed
 one left behind.
+
+The addresses are of a range for tests that is nobody's on the internet: a Ray that looks for clusters finds them in the
+machine's table of processes, and may try them from outside.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ from pathlib import Path
 __all__ = ["Network", "processes", "why_not"]
 
 _NAME = re.compile(r"fairlead-(\d+)-[0-9a-f]{4}")
-_SUBNET = "10.77.0"
+_SUBNET = "198.18.0"
 
 
 def why_not() -> str | None:

@@ -16,9 +16,9 @@ def places(cluster):
 
 
 def own_address():
-    """The address this process really speaks from."""
+    """The address this process really speaks from, whatever Ray calls it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.77.0.254", 9))  # sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
         return probe.getsockname()[0]
 
 
