@@ -32,10 +32,9 @@ def why_not() -> str | None:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need the program ip (iproute2)"
-    name = _new_name()
     try:
-        _ip("netns", "add", name)
-        _ip("netns", "del", name)
+        with Network() as network:
+            network.add()
     except RuntimeError as error:
         return f"network namespaces cannot be made here: {error}"
     return None

@@ -59,9 +59,11 @@ def test_killed_while_others_wait(hosts, start_spare):
             yield [waiter.done() for waiter in (refused, patient, elsewhere)]
             yield refused.exception(), elsewhere.exception()
             cluster, _ = patient.result()
+            new = cluster.slots()[0].node_id
             yield {slot.node_ip for slot in cluster.slots()}
             cluster.shutdown()
         yield
+        wait_until_dead(new)
 
     with hosts.driver(driver) as driving:
         driving.step()
@@ -122,6 +124,7 @@ def test_a_lost_host_is_replaced(hosts, start_spare):
             with RayWorkerGroup([kept], Counter) as survivors:
                 before = counts(survivors)
                 yield [slot.node_ip for slot in lost]
+                wait_until_dead(lost[0].node_id)
                 new = cluster.replace_lost_nodes(60.0)
                 assert cluster.replace_lost_nodes(60.0) == ()
                 assert [slot.node_idx for slot in new] == [1, 1]
@@ -134,6 +137,7 @@ def test_a_lost_host_is_replaced(hosts, start_spare):
                 assert counts(survivors) == [(before[0][0], 2)]
                 yield [slot.node_ip for slot in new]
         yield
+        wait_until_dead(new[0].node_id)
 
     with hosts.driver(driver) as driving:
         driving.step()
