@@ -2,6 +2,7 @@
 """The one entry point: `nox` checks everything, `nox -s demo` shows the main job."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ SIBLINGS = {
     "workergroup": ["sharding", "placement"],
     "tpu-executor": [],
 }
+MULTIHOST = "integration-tests/multihost"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -52,7 +54,16 @@ def tests(session: nox.Session, name: str) -> None:
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
     install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout")
-    session.run("pytest", "integration-tests", *session.posargs, env=RAY_ENV)
+    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def multihost(session: nox.Session) -> None:
+    """What crosses hosts: several on this machine, in network namespaces, which need root."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        session.skip("network namespaces need root, and the program ip (iproute2)")
+    install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
+    session.run("pytest", MULTIHOST, *session.posargs, env=RAY_ENV)
 
 
 @nox.session
@@ -118,8 +129,8 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, the built distributions and the demo."""
-    for name in [*nox.options.sessions, "build", "interop", "demo"]:
+    """Everything a change has to pass: the defaults, several hosts, the built distributions and the demo."""
+    for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
 

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of several hosts on one machine, each with its own address and raylet; and faults for them."""
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .driver import Driver
+from .network import Network, processes
+
+__all__ = ["Host", "Hosts"]
+
+_PORT = 6379
+# A raylet that is killed refuses connections: it is declared dead after about 2 s. One that is silent is so after
+# about 16 s, which leaves room for a link that is cut for 5 s, and for a machine that is busy.
+_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its address, and the prefix of a command line that runs something there."""
+
+    space: str
+    address: str
+    prefix: tuple[str, ...]
+
+
+class Hosts:
+    """A cluster of hosts. The first one started is the head, on which drivers run.
+
+    The hosts have networks of their own, but share the machine's files, shared memory and table of processes.
+
+    Args:
+        auth: whether the cluster wants a token (`RAY_AUTH_MODE`); `token_path` is a file with it.
+        system_config: of Ray, for the whole cluster; over the one that shortens the time until a dead host is noticed.
+
+        with Hosts() as hosts:
+            hosts.start_host(num_cpus=0)
+            other = hosts.start_host(num_cpus=2, resources={"spare": 1}, labels={"ray.io/gpu-domain": "a"})
+            assert hosts.drive(function, "argument") == "answer"
+            hosts.kill(other)
+    """
+
+    def __init__(self, *, auth: bool = True, system_config: Mapping[str, Any] | None = None) -> None:
+        self._config = {**_HEALTH_CHECKS, **(system_config or {})}
+        self._hosts: list[Host] = []
+        self._drivers = 0
+        self._network = Network()
+        self._folder = self._network.folder
+        self.token_path = self._folder / "token"
+        self.token_path.write_text(secrets.token_hex(32))
+        self.env = {
+            # Nothing of what the machine's user has set for another cluster.
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "RAY_TMPDIR": str(self._folder),
+            "RAY_AUTH_MODE": "token" if auth else "disabled",
+            "RAY_AUTH_TOKEN_PATH": str(self.token_path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+
+    @property
+    def head(self) -> Host:
+        return self._hosts[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all hosts, in the order in which they were started."""
+        return [host.address for host in self._hosts]
+
+    @property
+    def address(self) -> str:
+        """Of the cluster, as for `ray.init`."""
+        return f"{self.head.address}:{_PORT}"
+
+    def start_host(
+        self,
+        *,
+        num_cpus: float = 2,
+        resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        binds: Mapping[str, str] | None = None,
+    ) -> Host:
+        """Start a host, and return when it has joined.
+
+        One after another: several raylets that start at once time out on a small machine.
+
+        Args:
+            num_cpus: logical CPUs.
+            resources: custom resources.
+            labels: node labels.
+            env: variables of the raylet, and so of the workers there; on the head not of drivers.
+            binds: folders that this host sees in place of others: `{"/opt/env": "/tmp/env-of-host-2"}`.
+        """
+        space, address = self._network.add()
+        host = Host(space, address, _prefix(space, binds or {}))
+        first = not self._hosts
+        joining = (
+            ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--system-config={json.dumps(self._config)}"]
+            if first
+            else [f"--address={self.address}"]
+        )
+        command = [
+            *host.prefix,
+            *(sys.executable, "-m", "ray.scripts.scripts", "start"),
+            *joining,
+            f"--node-ip-address={address}",
+            f"--num-cpus={num_cpus:g}",
+            f"--resources={json.dumps(dict(resources or {}))}",
+            f"--labels={','.join(f'{name}={value}' for name, value in (labels or {}).items())}",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]
+        # To a file: Ray's daemons would keep a pipe open.
+        log = self._folder / f"start-{address}.log"
+        with log.open("wb") as output:
+            done = subprocess.run(
+                command,
+                env={**self.env, **(env or {})},
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=90,
+            )
+        if done.returncode:
+            raise RuntimeError(f"ray start on {address} failed:\n{log.read_text(errors='replace')[-4000:]}")
+        self._hosts.append(host)
+        return host
+
+    def host_at(self, address: str) -> Host:
+        """The host of an address, such as a slot's `node_ip`."""
+        return next(host for host in self._hosts if host.address == address)
+
+    def kill(self, host: Host) -> bool:
+        """Kill the raylet; its workers notice, and end. False if there was none."""
+        raylets = [pid for pid in processes(host.space) if _program(pid) == "raylet"]
+        for pid in raylets:
+            os.kill(pid, signal.SIGKILL)
+        return bool(raylets)
+
+    def cut(self, host: Host) -> None:
+        """Take the host's link down: nothing comes through, in either direction, and nobody is told."""
+        self._network.link(host.space, "down")
+
+    def mend(self, host: Host) -> None:
+        """Bring the link up again."""
+        self._network.link(host.space, "up")
+
+    def driver(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        attach: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> Driver:
+        """Start a driver on the head, to be led step by step.
+
+        Args:
+            function: it and its module's functions and classes travel by value.
+            args: its arguments.
+            attach: attach to the cluster before, and assert afterwards that nothing was lost or left behind.
+            env: variables of the driver.
+        """
+        self._drivers += 1
+        return Driver(
+            self.head.prefix,
+            function,
+            *args,
+            address=self.address if attach else None,
+            env={**self.env, **(env or {})},
+            log=self._folder / f"driver-{self._drivers}.log",
+        )
+
+    def drive(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        attach: bool = True,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Any:
+        """Run a function as a driver on the head; what it returns, or raises."""
+        with self.driver(function, *args, attach=attach, env=env) as driver:
+            return driver.step(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End all processes and remove everything."""
+        self._network.close()
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def _prefix(space: str, binds: Mapping[str, str]) -> tuple[str, ...]:
+    inside = ("ip", "netns", "exec", space)
+    if not binds:
+        return inside
+    # `ip netns exec` gives each command mounts of its own.
+    mounts = [f"mount --bind {shlex.quote(source)} {shlex.quote(target)}" for target, source in binds.items()]
+    return (*inside, "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the other tests here stand on: a host sees its own things, and nothing outlives its run."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from .driver import DriverError
+from .network import Network
+
+
+def test_a_host_of_its_own(make_hosts, tmp_path):
+    """A host has its address, variables and folders, which drivers on other hosts do not see."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    (tmp_path / "seen").mkdir()
+
+    def look():
+        return os.environ.get("MARK"), os.listdir(tmp_path / "seen"), ray.util.get_node_ip_address()
+
+    def driver():
+        return look(), ray.get(ray.remote(look).remote(), timeout=40)
+
+    hosts = make_hosts()
+    hosts.start_host(num_cpus=0)
+    host = hosts.start_host(env={"MARK": "here"}, binds={str(tmp_path / "seen"): str(tmp_path / "mine")})
+    assert hosts.drive(driver) == ((None, [], hosts.head.address), ("here", ["file"], host.address))
+    assert os.listdir(tmp_path / "seen") == []
+
+
+def test_drivers_that_fail(hosts):
+    """What a driver raises is raised here; one that hangs or dies is reported with what it printed."""
+
+    def raises():
+        raise LookupError("lost")
+
+    def hangs():
+        sys.stderr.write("about to hang\n")
+        time.sleep(600)
+
+    def dies():
+        sys.stderr.write("about to die\n")
+        os._exit(3)
+
+    with pytest.raises(LookupError, match="lost"):
+        hosts.drive(raises)
+    with pytest.raises(DriverError, match=r"within 2 s\n(.*\n)*about to hang\n(.*\n)*.* in hangs\n"):
+        hosts.drive(hangs, attach=False, timeout_s=2)
+    with pytest.raises(DriverError, match=r"died: 3\n(.*\n)*about to die"):
+        hosts.drive(dies, attach=False)
+
+
+def test_crashed_run(namespaces):
+    """Namespaces, processes and folder of a run that was killed are removed by the next one."""
+    source = """
+        import os, subprocess
+        from network import Network
+        network = Network()
+        space, _ = network.add()
+        sleeper = subprocess.Popen(["ip", "netns", "exec", space, "sleep", "600"], stdout=subprocess.DEVNULL)
+        print(network.name, sleeper.pid, flush=True)
+        input()
+    """
+    crashed = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    name, pid = crashed.stdout.readline().split()
+    with Network():
+        assert name in left_of(name)  # it still runs
+        crashed.kill()
+        crashed.wait()
+    with Network():
+        assert left_of(name) == ""
+        assert not running(int(pid))
+
+
+def left_of(name):
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return " ".join(
+        [line for line in listed.splitlines() if name in line] + [*map(str, Path(tempfile.gettempdir()).glob(name))]
+    )
+
+
+def running(pid):
+    try:
+        return ") Z " not in Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
