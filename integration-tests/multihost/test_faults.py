@@ -111,9 +111,6 @@ def test_killed_in_use(hosts, start_spare):
         driving.step()
 
 
-@pytest.mark.xfail(
-    not hasattr(RayVirtualCluster, "replace_lost_nodes"), strict=True, reason="replace_lost_nodes is not there yet"
-)
 def test_a_lost_host_is_replaced(hosts, start_spare):
     """The lost logical node gets slots on a new host, once; the others keep theirs, and their workers."""
 

@@ -95,7 +95,7 @@ def test_a_list_for_each_logical_node(local):
 
 def test_auto(local, monkeypatch):
     """ "auto" is any GPUs, found without holding others."""
-    monkeypatch.delattr("fairlead_placement._cluster.reserve_gpus")
+    monkeypatch.delattr("fairlead_placement._holding.reserve_gpus")
     with RayVirtualCluster([2], gpu_ids="auto") as cluster:
         assert len(cluster.slots()) == 2
 
@@ -232,7 +232,7 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     [
         "_gpu_fillers.accelerator_ids",
         "_gpu_ids._exchange",
-        "_gpu_ids._place",
+        "_gpu_ids.place",
         "_gpu_ids._as_wanted",
     ],
 )

@@ -236,8 +236,8 @@ class RayVirtualCluster:
             timeout_s: how long to wait for room, also on nodes that are still to join.
 
         Returns:
-            The new slots, which stand in `slots()` at the places of the lost ones; nothing when no node is lost, so
-            that it can be asked for again.
+            The new slots, which stand in `slots()` at the places of the lost ones; nothing when no node is lost, or
+            Ray has not noticed it yet, so that it can be asked for again.
 
         Raises:
             ResourceInsufficientError, PlacementTimeoutError: there was no room; nothing has changed.

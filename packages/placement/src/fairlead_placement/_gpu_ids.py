@@ -98,9 +98,8 @@ def reserve_gpus(
             if plan(_exact(asks, wanted), _shown(nodes, owned, owned), idle=True, own_nodes=unified) is None:
                 limit = wait_for_nodes_s
                 if waited >= limit:
-                    raise ResourceInsufficientError(
-                        _no_node(asks, wanted, nodes, names), report_of(asks, nodes, unified=unified)
-                    )
+                    found = report_of(asks, nodes, unified=unified)
+                    raise ResourceInsufficientError(_no_node(asks, wanted, nodes, names), found)
                 waiting.show(f"waiting for nodes to join, at most {limit:g} s")
             else:
                 limit = timeout_s

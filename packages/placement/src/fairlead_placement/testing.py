@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._agent import AGENT_NAME_PREFIX, known_agents
+from ._agent import AGENT_NAME_PREFIX, NodeAgent, known_agents
 from ._ray_private import free_per_node, live_actors
+from .exceptions import PlacementError
 
 __all__ = ["assert_no_leaks"]
 
@@ -95,8 +96,16 @@ def _snapshot() -> _Snapshot:
             for group_id, row in placement_group_table().items()
             if row["state"] != "REMOVED"
         ),
-        ports=frozenset(f"{agent.node_id[:8]}: {port}" for agent in known_agents() for port in agent.leased()),
+        ports=frozenset(f"{agent.node_id[:8]}: {port}" for agent in known_agents() for port in _leased(agent)),
     )
+
+
+def _leased(agent: NodeAgent) -> list[int]:
+    try:
+        return agent.leased()
+    except PlacementError:
+        # Its node is dying and Ray has not noticed: what it held is going. A node that lives is looked at again.
+        return []
 
 
 def _difference(before: _Snapshot, now: _Snapshot, waited: float) -> str:
