@@ -6,9 +6,11 @@ python benchmarks/bench_placement.py
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 from _measure import Row, interleaved, table
+from bench_planner import planning_rows
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, init_ray
@@ -18,9 +20,9 @@ BUNDLES = 8
 
 def rows() -> list[Row]:
     """Every row of the table; takes half a minute."""
-    init_ray(address="local", num_cpus=2 * BUNDLES)
+    init_ray(address="local", num_cpus=2 * BUNDLES, num_gpus=BUNDLES)
     try:
-        return [*_reserving(), *_refusing()]
+        return [*_reserving(), *_accelerators(), *_refusing(), *planning_rows()]
     finally:
         ray.shutdown()
 
@@ -53,6 +55,29 @@ def _reserving() -> Iterator[Row]:
     more = (mine - base) * 1e3
     yield Row(f"reserve {BUNDLES} bundles on a node, by hand", f"{base * 1e3:.1f} ms", "", True)
     yield Row("  by cluster, slots included", f"{more:+.1f} ms", "at most 10 ms more", more <= 10)
+
+
+def _accelerators() -> Iterator[Row]:
+    """With accelerators every bundle is asked for its ids: by one task each, all at once."""
+    asked: list[int] = []
+    remote = ray.remote
+
+    def counting(function: Any) -> Any:
+        asked.append(1)
+        return remote(function)
+
+    with RayVirtualCluster([BUNDLES]) as warm:
+        warm.slots()
+    ray.remote = counting
+    try:
+        start = time.perf_counter()
+        with RayVirtualCluster([BUNDLES]) as cluster:
+            cluster.slots()
+            seconds = time.perf_counter() - start
+    finally:
+        ray.remote = remote
+    measured = f"{len(asked)} tasks, {seconds:.2f} s"
+    yield Row(f"reserve {BUNDLES} bundles with a GPU each", measured, "a task each", len(asked) == BUNDLES)
 
 
 def _refusing() -> Iterator[Row]:
