@@ -95,7 +95,7 @@ def test_a_list_for_each_logical_node(local):
 
 def test_auto(local, monkeypatch):
     """ "auto" is any GPUs, found without holding others."""
-    monkeypatch.delattr("fairlead_placement._cluster.reserve_gpus")
+    monkeypatch.delattr("fairlead_placement._holding.reserve_gpus")
     with RayVirtualCluster([2], gpu_ids="auto") as cluster:
         assert len(cluster.slots()) == 2
 
@@ -134,6 +134,7 @@ def test_held_by_actors(local):
         assert f"id {second} is held by actor Trainer (job {job}) {inside}" in message
         assert message.count("is held by") == 2
         assert message.endswith("Release them, ask for others (gpu_ids), or wait longer (reserve_timeout_s).")
+        assert caught.value.report.verdict == "taken"
         assert "│ 0            │ 4       │ 1 CPU, 1 GPU │ STRICT_PACK │" in str(caught.value)
 
         free = sorted({0, 1, 2, 3} - {first, second})
@@ -193,8 +194,9 @@ def test_held_by_a_task(local, tmp_path, eventually):
 def test_no_node_has_them(local, counts, ids, message):
     """Ids that no node has, or that several logical nodes want of one node, are refused at once."""
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=message):
+    with pytest.raises(ResourceInsufficientError, match=message) as caught:
         RayVirtualCluster(counts, gpu_ids=ids).reserve()
+    assert (caught.value.report.verdict, caught.value.report.plan) == ("impossible", {})
     assert time.monotonic() - began < 2
 
 
@@ -232,7 +234,7 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     [
         "_gpu_fillers.accelerator_ids",
         "_gpu_ids._exchange",
-        "_gpu_ids._place",
+        "_gpu_ids.place",
         "_gpu_ids._as_wanted",
     ],
 )
