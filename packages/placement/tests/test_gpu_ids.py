@@ -134,6 +134,7 @@ def test_held_by_actors(local):
         assert f"id {second} is held by actor Trainer (job {job}) {inside}" in message
         assert message.count("is held by") == 2
         assert message.endswith("Release them, ask for others (gpu_ids), or wait longer (reserve_timeout_s).")
+        assert caught.value.report.verdict == "taken"
         assert "│ 0            │ 4       │ 1 CPU, 1 GPU │ STRICT_PACK │" in str(caught.value)
 
         free = sorted({0, 1, 2, 3} - {first, second})
@@ -193,8 +194,9 @@ def test_held_by_a_task(local, tmp_path, eventually):
 def test_no_node_has_them(local, counts, ids, message):
     """Ids that no node has, or that several logical nodes want of one node, are refused at once."""
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=message):
+    with pytest.raises(ResourceInsufficientError, match=message) as caught:
         RayVirtualCluster(counts, gpu_ids=ids).reserve()
+    assert (caught.value.report.verdict, caught.value.report.plan) == ("impossible", {})
     assert time.monotonic() - began < 2
 
 

@@ -17,7 +17,8 @@ from ._gpu_fillers import IDS_S, Fillers, drop, filled, gpu_names
 from ._gpu_holders import held_by
 from ._groups import Reserved, place
 from ._inventory import read_nodes
-from ._planner import Ask, Node, plan
+from ._planner import Ask, Node, never_fits, plan
+from ._report import Report, Verdict
 from ._reservation import POLL_S, report_of
 from ._waiting import Waiting
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
@@ -95,10 +96,10 @@ def reserve_gpus(
             names.update(gpu_names([node for node in nodes if node.node_id not in names]))
             owned = {node.node_id: frozenset(names[node.node_id]) for node in nodes}
             waited = time.monotonic() - began
-            if plan(_exact(asks, wanted), _shown(nodes, owned, owned), idle=True, own_nodes=unified) is None:
+            if never_fits(_exact(asks, wanted), _shown(nodes, owned, owned), own_nodes=unified):
                 limit = wait_for_nodes_s
                 if waited >= limit:
-                    found = report_of(asks, nodes, unified=unified)
+                    found = _report(asks, nodes, unified, "impossible")
                     raise ResourceInsufficientError(_no_node(asks, wanted, nodes, names), found)
                 waiting.show(f"waiting for nodes to join, at most {limit:g} s")
             else:
@@ -260,10 +261,15 @@ def _refusal(
         return ResourceInsufficientError(
             f"Waited {waited:.1f} s for particular GPUs. " + ". ".join(reasons) + ". Release them, ask for others "
             "(gpu_ids), or wait longer (reserve_timeout_s).",
-            report_of(asks, nodes, unified=unified),
+            _report(asks, nodes, unified, "taken"),
         )
     return PlacementTimeoutError(
         f"Waited {waited:.1f} s: the GPUs asked for are free, but others hold what else the request needs, or take "
         "turns with it (see below). Release some of it, or wait longer (reserve_timeout_s).",
-        report_of(asks, nodes, unified=unified),
+        _report(asks, nodes, unified, "taken"),
     )
+
+
+def _report(asks: Sequence[Ask], nodes: Sequence[Node], unified: bool, verdict: Verdict) -> Report:
+    # What the asks alone would come to says nothing about particular GPUs.
+    return replace(report_of(asks, nodes, unified=unified), verdict=verdict, plan={})
