@@ -118,6 +118,19 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
             assert new.node_id != before[0].node_id
 
 
+def test_particular_gpus_are_replaced(nodes, eventually):
+    """A lost logical node that asked for particular GPUs gets those of another node."""
+    for _ in range(2):
+        nodes.add_node(num_cpus=2, num_gpus=2)
+    with RayVirtualCluster([1, 1], gpu_ids=[[1], [1]]) as cluster:
+        before = cluster.slots()
+        kill(nodes, before[0].node_id, eventually)
+        late = nodes.add_node(num_cpus=2, num_gpus=2)
+        (new,) = cluster.replace_lost_nodes(timeout_s=30)
+        assert (new.node_id, new.accelerator_ids) == (late.node_id, ("1",))
+        assert cluster.slots() == (new, before[1])
+
+
 def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
     """Where an autoscaler may add nodes, too large a request shows as demand until they come, or the deadline.
 

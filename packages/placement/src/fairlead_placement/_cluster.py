@@ -169,7 +169,8 @@ class RayVirtualCluster:
     def explain(self, *, unified: bool = False) -> Report:
         """What would become of a reservation now: whether it fits, where it would go, and who holds what is missing.
 
-        Reserves nothing; of a cluster that is reserved it tells about a second one like it.
+        Reserves nothing; of a cluster that is reserved it tells about a second one like it. Which GPUs are free is not
+        looked at, as that needs them to be held: for `gpu_ids` it tells about any GPUs.
 
         Raises:
             PlacementError: Ray is not running.
