@@ -52,7 +52,7 @@ def test_constructing_asks_nothing_of_ray(capsys):
         ([1], {"node_resource_constraints": []}, "has 0 entries for 1 logical nodes"),
         ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive amounts .*, got 'x': 0"),
-        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo'\], or None, got 'mpi'"),
+        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo', None\], got 'mpi'"),
         ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
         ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
         ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be integers, 0 or more, got -1 in \[0, -1\]"),

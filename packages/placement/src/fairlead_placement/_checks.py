@@ -5,7 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["checked_constraints", "checked_counts", "checked_positive", "checked_seconds", "checked_segments"]
+__all__ = [
+    "checked_choice",
+    "checked_constraints",
+    "checked_counts",
+    "checked_positive",
+    "checked_seconds",
+    "checked_segments",
+]
 
 
 def checked_counts(counts: Any) -> tuple[int, ...]:
@@ -16,6 +23,11 @@ def checked_counts(counts: Any) -> tuple[int, ...]:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
     return tuple(counts)
+
+
+def checked_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def checked_positive(name: str, value: Any) -> int:

@@ -4,21 +4,25 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from rich.console import Console, RenderableType
 
-from ._checks import checked_constraints, checked_counts, checked_positive, checked_seconds, checked_segments
+from ._checks import (
+    checked_choice,
+    checked_constraints,
+    checked_counts,
+    checked_positive,
+    checked_seconds,
+    checked_segments,
+)
+from ._drawn import Drawn
 from ._gpu_ids import check_gpu_ids
-from ._grid import counted, draw
 from ._holding import Holding, forgotten
 from ._labels import check_selector
-from ._occupancy import groups_on
 from ._planner import STRATEGIES, Ask
 from ._ports import PORT_HIGH, PORT_LOW, check_range
-from ._render import as_html
 from ._report import Report
 from ._reservation import examine
 from ._slot import Slot
@@ -30,7 +34,7 @@ __all__ = ["RayVirtualCluster"]
 BACKENDS = ("nccl", "gloo")
 
 
-class RayVirtualCluster:
+class RayVirtualCluster(Drawn):
     """Reserves bundles on logical nodes and hands them out as slots in physical order.
 
     Args:
@@ -90,14 +94,8 @@ class RayVirtualCluster:
         wait_for_nodes_s: float = 0.0,
     ) -> None:
         self._counts = checked_counts(bundle_ct_per_node_list)
-        if placement_group_strategy not in STRATEGIES:
-            raise ValueError(
-                f"placement_group_strategy must be one of {list(STRATEGIES)}, got {placement_group_strategy!r}"
-            )
-        if communication_backend not in (None, *BACKENDS):
-            raise ValueError(
-                f"communication_backend must be one of {list(BACKENDS)}, or None, got {communication_backend!r}"
-            )
+        checked_choice("placement_group_strategy", placement_group_strategy, STRATEGIES)
+        checked_choice("communication_backend", communication_backend, (*BACKENDS, None))
         checked_positive("num_gpus_per_node", num_gpus_per_node)
         checked_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         self._ports = (
@@ -332,32 +330,7 @@ class RayVirtualCluster:
         return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
-        """The slots, if there are any yet: looking reserves nothing."""
         return self.slots() if self._holding.reserved else ()
-
-    def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
-        """The cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
-
-        Args:
-            worker_groups: groups to draw in it: anything with `name_prefix`, `world_size`, `worker_metadata`.
-            title: instead of the headline that counts nodes and GPUs.
-        """
-        return draw(self._counts, self._shown_slots(), self.use_gpus, worker_groups, title)
-
-    def print_cluster_grid(self, worker_group: Any | None = None) -> None:
-        """Print the grid, with the workers of one group. Reserves nothing."""
-        Console().print(self.grid([] if worker_group is None else [worker_group]))
-
-    def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
-        """Print the grid with several groups; without an argument, those that live on this cluster."""
-        groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
-        bundles = counted(self.world_size(), "GPU" if self.use_gpus else "CPU")
-        nodes = counted(self.node_count(), "node")
-        title = f"Ray Cluster Global View: {nodes}, {bundles}, Worker Groups: {len(groups)}"
-        Console().print(self.grid(groups, title=title))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.grid(groups_on(self._shown_slots())))
 
     def shutdown(self) -> bool:
         """Give everything back: leased ports and placement groups, with whatever runs in them.

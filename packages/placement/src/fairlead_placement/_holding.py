@@ -2,7 +2,6 @@
 """A reservation and all that was taken on it, held together and given back together."""
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -14,21 +13,19 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from ._accelerators import accelerator_ids
 from ._gpu_ids import reserve_gpus
 from ._groups import Reserved, remove
 from ._inventory import read_nodes
 from ._monitor import Monitor, read_usage
-from ._planner import PRECISION, Ask, Node, physical_order
+from ._planner import Ask, physical_order
 from ._ports import PortLease, lease_ports
 from ._reservation import reserve
 from ._slot import Slot
+from ._slots import slots_of
 from ._usage import NodeUsage
 from .exceptions import PlacementError
 
 __all__ = ["Holding", "forgotten"]
-
-ACCELERATOR_IDS_S = 30.0
 
 
 class Holding:
@@ -95,7 +92,7 @@ class Holding:
                 placed = self._reserve(self.asks, segment_size=self.segment_size, **options)
                 self._groups = [one.group for one in placed]
                 try:
-                    self.slots = _slots_of(placed, self.capacity)
+                    self.slots = slots_of(placed, self.capacity)
                     if self.monitor_memory:
                         self._monitor = Monitor(self.node_ids, self.name)
                         self._monitor.read()
@@ -130,7 +127,7 @@ class Holding:
                     avoid = self._taken_by(ask, alive, placed)
                     # A new node may be on its way: that is what one waits for after a loss.
                     placed += self._reserve([ask], unified=False, timeout_s=left, wait_for_nodes_s=left, avoid=avoid)
-                found = _slots_of(placed, self.capacity)
+                found = slots_of(placed, self.capacity)
             except BaseException:
                 remove([one.group for one in placed])
                 raise
@@ -141,26 +138,12 @@ class Holding:
                 self._monitor.watch(self.node_ids)
             return tuple(self.slots[at] for at in lost)
 
-    def _reserve(
-        self,
-        asks: Sequence[Ask],
-        *,
-        unified: bool,
-        segment_size: int | None = None,
-        timeout_s: float,
-        wait_for_nodes_s: float,
-        avoid: AbstractSet[str] = frozenset(),
-    ) -> tuple[Reserved, ...]:
-        options: dict[str, Any] = {
-            "name": self.name,
-            "unified": unified,
-            "timeout_s": timeout_s,
-            "wait_for_nodes_s": wait_for_nodes_s,
-            "avoid": avoid,
-        }
+    def _reserve(self, asks: Sequence[Ask], *, segment_size: int | None = None, **options: Any) -> tuple[Reserved, ...]:
+        """With the particular GPUs that were asked for, if any were."""
         if self.gpu_ids:
-            return reserve_gpus(asks, {ask.node_idx: self.gpu_ids[ask.node_idx] for ask in asks}, **options)
-        return reserve(asks, segment_size=segment_size, **options)
+            wanted = {ask.node_idx: self.gpu_ids[ask.node_idx] for ask in asks}
+            return reserve_gpus(asks, wanted, name=self.name, **options)
+        return reserve(asks, name=self.name, segment_size=segment_size, **options)
 
     @property
     def node_ids(self) -> list[str]:
@@ -251,64 +234,3 @@ def forgotten(holding: Holding) -> None:
 
 def _alive(node_ids: Sequence[str]) -> bool:
     return set(node_ids) <= {row["NodeID"] for row in ray.nodes() if row["Alive"]}
-
-
-def _slots_of(placed: Sequence[Reserved], capacity: int) -> tuple[Slot, ...]:
-    """The bundles of groups as slots in physical order; asks every bundle that has accelerators which they are."""
-    ids = accelerator_ids(placed, timeout_s=ACCELERATOR_IDS_S)
-    nodes = read_nodes()
-    position = {node.node_id: at for at, node in enumerate(nodes)}
-    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
-    if gone:
-        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    rows = sorted(
-        (position[node_id], [_number(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
-        for g, one in enumerate(placed)
-        for index, node_id in enumerate(one.node_ids)
-    )
-    node_rank = {at: rank for rank, at in enumerate(dict.fromkeys(row[0] for row in rows))}
-    on_node = dict.fromkeys(node_rank, 0)
-    slots = []
-    for at, _, node_idx, g, index in rows:
-        slots.append(_slot(placed[g], index, nodes[at], ids[g][index], node_idx, node_rank[at], on_node[at], capacity))
-        on_node[at] += 1
-    return tuple(slots)
-
-
-def _number(accelerator_id: str) -> tuple[int, int, str]:
-    """Sort key: ids are numbers for GPUs, but may be anything."""
-    return (0, int(accelerator_id), "") if accelerator_id.isdigit() else (1, 0, accelerator_id)
-
-
-def _slot(
-    one: Reserved,
-    index: int,
-    node: Node,
-    ids: tuple[str, ...],
-    node_idx: int,
-    node_rank: int,
-    local_rank: int,
-    capacity: int,
-) -> Slot:
-    return Slot(
-        placement_group=one.group,
-        bundle_index=index,
-        node_idx=node_idx,
-        node_id=node.node_id,
-        node_ip=node.ip,
-        node_rank=node_rank,
-        local_rank=local_rank,
-        accelerator_ids=ids,
-        labels=dict(node.labels),
-        worker_resources=_share(one.bundles[index], capacity),
-        capacity=capacity,
-    )
-
-
-def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """What one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
-    share = {"CPU": 1.0}
-    if bundle.get("GPU", 0) > 0:
-        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
-        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
-    return share
