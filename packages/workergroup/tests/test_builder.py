@@ -70,14 +70,20 @@ class TestConfigureWorker:
         """Resources, variables, constructor arguments and runtime_env overrides; only leaders get the bundles."""
         with (
             RayVirtualCluster([4], num_gpus_per_node=6) as cluster,
-            RayWorkerGroup(cluster, Configured, bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]) as group,
+            RayWorkerGroup(
+                cluster,
+                Configured,
+                bundle_indices_list=[(0, [0, 1]), (0, [2, 3])],
+                env_vars={"OVERRIDE": "user"},
+            ) as group,
         ):
             answers = told(group)
         env = {"ASKED": "1.0 6", "LOCAL_RANK": "0"}
         assert answers[0] == (1, (0, [0, 1]), {**env, "OVERRIDE": "1", "RANK": "0"}, 0.5)
-        assert answers[1] == (0, None, {**env, "OVERRIDE": None, "RANK": "1"}, 0.5)
+        assert answers[1] == (0, None, {**env, "OVERRIDE": "user", "RANK": "1"}, 0.5)
         assert answers[2] == (5, (0, [2, 3]), {**env, "OVERRIDE": "1", "RANK": "2"}, 0.5)
         assert "configure_worker overrides LOCAL_RANK for rank 1" in caplog.messages
+        assert "configure_worker overrides LOCAL_RANK, OVERRIDE for rank 0" in caplog.messages
 
     def test_three_answers(self, cluster):
         """Without overrides, and by full name: the workers' side configures."""

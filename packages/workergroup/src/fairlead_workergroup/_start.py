@@ -63,11 +63,11 @@ def plan_workers(
         resources, configured_env, init_kwargs, overrides = configured
         environment = worker_environment(
             driver=os.environ,
-            of_class={**of_class, **overrides.get("env_vars", {})},
+            of_class=of_class,
             of_slot=place.slot.env,
             of_user=env_vars,
             of_rank=_rank_variables(place, len(places), places[0].slot.node_ip),
-            configured=configured_env,
+            configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
         if environment.loader_variables:
