@@ -101,7 +101,7 @@ def reserve_gpus(
                 if waited >= limit:
                     found = _report(asks, nodes, unified, "impossible")
                     raise ResourceInsufficientError(_no_node(asks, wanted, nodes, names), found)
-                waiting.show(f"waiting for nodes to join, at most {limit:g} s")
+                waiting.show("nodes have to join", limit)
             else:
                 limit = timeout_s
                 placed, free = _try_nodes(asks, wanted, nodes, owned, name=name, unified=unified)
@@ -109,7 +109,7 @@ def reserve_gpus(
                     return placed
                 if waited >= limit:
                     raise _refusal(asks, wanted, nodes, names, free, waited, unified)
-                waiting.show(f"waiting for GPUs that others hold, at most {limit:g} s")
+                waiting.show("others hold its GPUs", limit)
             # Not in step with others that do the same: two that fill one node at a time both miss.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])

@@ -64,7 +64,7 @@ def reserve(
                         _insufficient(asks, unified, segment_size, waited),
                         report_of(asks, nodes, unified=unified, segment_size=segment_size),
                     )
-                waiting.show(f"waiting for nodes to join, at most {limit:g} s")
+                waiting.show("nodes have to join", limit)
             else:
                 demand.withdraw()
                 limit = timeout_s
@@ -79,7 +79,7 @@ def reserve(
                         "(see below). Release some of it, or wait longer (reserve_timeout_s).",
                         report_of(asks, nodes, unified=unified, segment_size=segment_size),
                     )
-                waiting.show(f"waiting for resources that others hold, at most {limit:g} s")
+                waiting.show("others hold what it needs", limit)
             time.sleep(max(0.0, min(pause, began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 

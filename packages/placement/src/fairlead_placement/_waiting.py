@@ -21,12 +21,12 @@ class Waiting:
         self._status = self._console.status("")
         self._shown = False
 
-    def show(self, what: str) -> None:
+    def show(self, what: str, limit_s: float) -> None:
         waited = time.monotonic() - self._began
         if waited < QUIET_S or not self._console.is_terminal:
             return
         # As Text: what looks like markup in a name is not.
-        self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} s so far"))
+        self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
         if not self._shown:
             self._status.start()
             self._shown = True
