@@ -25,6 +25,26 @@ def test_constructing_asks_nothing_of_ray(capsys):
     assert not ray.is_initialized()
 
 
+def test_from_config():
+    """Equal logical nodes from a mapping; the options are those of the class."""
+    cluster = RayVirtualCluster.from_config({"gpus_per_node": 4, "num_nodes": 3}, use_gpus=False, name="c")
+    assert repr(cluster) == "RayVirtualCluster([4, 4, 4], CPU, name='c', not reserved)"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_nodes": 2}, r"config\['gpus_per_node'\] must be an integer of at least 1, got None"),
+        ({"gpus_per_node": 8, "num_nodes": 0}, r"config\['num_nodes'\] must be .*, got 0"),
+        ({"gpus_per_node": "8", "num_nodes": 1}, r"config\['gpus_per_node'\] must be .*, got '8'"),
+    ],
+)
+def test_bad_config(config, message):
+    """What is missing or no count is named."""
+    with pytest.raises(ValueError, match=message):
+        RayVirtualCluster.from_config(config)
+
+
 @pytest.mark.parametrize(
     ("counts", "options", "message"),
     [

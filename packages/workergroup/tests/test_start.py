@@ -204,6 +204,29 @@ class TestClasses:
             RayWorkerGroup(cluster, greedy)
 
 
+class TestFacts:
+    def test_published(self, cluster):
+        """What a worker is told of itself is plain data in `sys.modules["_fairlead_worker"]`."""
+
+        class Curious:
+            def facts(self):
+                return sys.modules["_fairlead_worker"].facts
+
+        axes = NamedSharding.from_shape(dp=2, tp=4)
+        with RayWorkerGroup(cluster, Curious, name_prefix="c", sharding_annotations=axes) as group:
+            facts = answers(group, "facts")[6]
+            port = str(group.master_port)
+        assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "axes")} == {
+            "rank": 6,
+            "world_size": 8,
+            "name": "c-0-6",
+            "coords": {"dp": 1, "tp": 2},
+            "axes": {"dp": 2, "tp": 4},
+        }
+        assert facts["communication_backend"] == "gloo"
+        assert facts["env"]["MASTER_PORT"] == port
+
+
 class TestManyGroups:
     def test_only_workers_and_one_agent(self, cluster):
         """8 workers are 8 actors, and one agent for the node."""

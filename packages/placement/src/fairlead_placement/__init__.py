@@ -11,7 +11,7 @@
 """
 
 from ._agent import NodeAgent
-from ._cluster import RayVirtualCluster
+from ._cluster import ClusterConfig, RayVirtualCluster
 from ._init import init_ray
 from ._occupancy import SlotClaim, claim_slots
 from ._ports import PortLease, lease_ports
@@ -24,6 +24,7 @@ from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableEr
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClusterConfig",
     "GpuMemory",
     "NodeAgent",
     "NodeUsage",

@@ -4,7 +4,7 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypedDict
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -29,9 +29,21 @@ from ._slot import Slot
 from ._usage import NodeUsage
 from .exceptions import PlacementError
 
-__all__ = ["RayVirtualCluster"]
+__all__ = ["ClusterConfig", "RayVirtualCluster"]
 
 BACKENDS = ("nccl", "gloo")
+
+
+class ClusterConfig(TypedDict):
+    """What `RayVirtualCluster.from_config` takes.
+
+    Attributes:
+        gpus_per_node: bundles of each logical node.
+        num_nodes: how many logical nodes.
+    """
+
+    gpus_per_node: int
+    num_nodes: int
 
 
 class RayVirtualCluster(Drawn):
@@ -134,6 +146,24 @@ class RayVirtualCluster(Drawn):
         self._parent: RayVirtualCluster | None = None
         self._places: tuple[int, ...] | None = None
         self._finalizer = weakref.finalize(self, forgotten, self._holding)
+
+    @classmethod
+    def from_config(cls, config: ClusterConfig, **options: Any) -> "RayVirtualCluster":
+        """A cluster of equal logical nodes.
+
+        Args:
+            config: `{"gpus_per_node": 8, "num_nodes": 2}`: bundles per logical node, and how many of these.
+            options: as of the class.
+
+        Raises:
+            ValueError: a key is missing, or a number is not a positive integer.
+
+        >>> RayVirtualCluster.from_config({"gpus_per_node": 8, "num_nodes": 2})
+        RayVirtualCluster([8, 8], GPU, name='', not reserved)
+        """
+        for key in ("gpus_per_node", "num_nodes"):
+            checked_positive(f"config[{key!r}]", config.get(key))
+        return cls([config["gpus_per_node"]] * config["num_nodes"], **options)
 
     def __repr__(self) -> str:
         state = "reserved" if self._holding.reserved else "not reserved"

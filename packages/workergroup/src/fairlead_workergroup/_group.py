@@ -149,6 +149,7 @@ class RayWorkerGroup(ClassicCalls):
                 "name": plan.place.name,
                 "coords": dict(plan.coords),
                 "axes": self.sharding_annotations.shape,
+                "communication_backend": getattr(self.cluster, "communication_backend", None),
                 "env": {**plan.environment.variables, "MASTER_PORT": str(self.master_port)},
                 "path": list(plan.environment.path),
             }

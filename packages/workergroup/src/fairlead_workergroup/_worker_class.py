@@ -42,10 +42,6 @@ class Method:
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
-    @property
-    def streams(self) -> bool:
-        return self.kind in ("generator", "async_generator")
-
 
 @dataclass(frozen=True)
 class WorkerClass:
