@@ -76,7 +76,7 @@ def test_a_lost_node_is_replaced(nodes, eventually):
 
         assert where(before[2]) == kept
         began = time.monotonic()
-        with pytest.raises(PlacementTimeoutError, match=r"Waited 1\.\d s"):  # all that is left is held, by itself
+        with pytest.raises(PlacementTimeoutError, match=r"Waited \d\.\d s"):  # all that is left is held, by itself
             cluster.replace_lost_nodes(timeout_s=1)
         assert 1 <= time.monotonic() - began < 4
         assert cluster.slots() == before
@@ -138,7 +138,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
     """
     monkeypatch.setattr("fairlead_placement._reservation.autoscaler_is_there", lambda: True)
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited 1\.\d s for nodes"), assert_no_leaks():
+    with pytest.raises(ResourceInsufficientError, match=r"Waited \d\.\d s for nodes"), assert_no_leaks():
         RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
     assert 1.2 <= time.monotonic() - began < 4
 

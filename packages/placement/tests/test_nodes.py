@@ -142,9 +142,9 @@ def test_a_node_that_joins_later(cluster):
     with pytest.raises(ResourceInsufficientError, match=r"wait for nodes that are joining \(wait_for_nodes_s\)"):
         RayVirtualCluster([6], use_gpus=False).reserve()
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited 1.\d s for nodes"):
+    with pytest.raises(ResourceInsufficientError, match=r"Waited \d\.\d s for nodes"):
         RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=1).reserve()
-    assert 1 <= time.monotonic() - began < 2
+    assert 1 <= time.monotonic() - began < 5
 
     late = RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=60)
     waiter = threading.Thread(target=late.reserve)

@@ -214,7 +214,7 @@ def test_taken():
             began = time.monotonic()
             with pytest.raises(PlacementTimeoutError) as caught:
                 RayVirtualCluster([4], use_gpus=False, reserve_timeout_s=timeout_s).reserve()
-            assert timeout_s <= time.monotonic() - began < timeout_s + 0.5
+            assert timeout_s <= time.monotonic() - began < timeout_s + 3
             assert list(groups_there()) == [group.id.hex()]
     message = str(caught.value)
     assert isinstance(caught.value, TimeoutError)

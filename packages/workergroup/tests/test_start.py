@@ -254,7 +254,7 @@ class TestManyGroups:
                 ResourceInsufficientError, match=r"'Slow' cannot run .*'policy' is there.*enable_colocation=True"
             ):
                 RayWorkerGroup(cluster, Slow)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 5
         with RayWorkerGroup(cluster, Slow):
             pass
 
