@@ -108,6 +108,9 @@ class Recorder:
 
         return mine(), ray.get(ray.remote(num_cpus=0)(mine).remote())
 
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
     def die(self):
         os._exit(1)
 
@@ -556,3 +559,12 @@ def test_a_killed_worker(cluster, capsys):
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
             group.run_all_workers_single_data("rank")
+
+
+def test_results_after_shutdown(cluster):
+    """A call that a shutdown has cut short says that its workers were lost."""
+    with RayWorkerGroup(cluster, Recorder, workers_per_node=2) as group:
+        futures = group.run_all_workers_single_data("sleep", 600)
+        group.shutdown()
+        with pytest.raises(WorkerFailureError, match=r"rank 0 .*: killed"):
+            group.get_all_worker_results(futures)

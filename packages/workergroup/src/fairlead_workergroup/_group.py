@@ -226,8 +226,9 @@ class RayWorkerGroup(ClassicCalls):
     def _note_lost(self, failures: Sequence[WorkerFailure]) -> None:
         with self._lock:
             self._lost.update({failure.rank: failure for failure in failures})
-            for failure in failures:
-                self.worker_metadata[failure.rank]["state"] = "dead"
+            for worker in self.worker_metadata:  # nothing after a shutdown
+                if worker["global_rank"] in self._lost:
+                    worker["state"] = "dead"
 
     def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
         return self._facts
