@@ -10,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from . import _agent_meters, _agent_process
+from ._inventory import alive_nodes
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
@@ -156,6 +157,6 @@ def known_agents() -> list[NodeAgent]:
     """The agents this process has made or found and whose nodes are alive."""
     context = ray.get_runtime_context()
     here = (context.get_session_name(), context.get_job_id())
-    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    alive = alive_nodes()
     with _lock:
         return [NodeAgent(node_id) for *where, node_id in _handles if tuple(where) == here and node_id in alive]

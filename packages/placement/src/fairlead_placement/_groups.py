@@ -14,6 +14,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from ._inventory import alive_nodes
 from ._planner import Ask
 from ._ray_private import free_per_node
 
@@ -135,7 +136,7 @@ def _shown(group: PlacementGroup) -> bool:
     if row.get("state") != "CREATED":
         return True
     free = free_per_node()
-    nodes = set(row["bundles_to_node_id"].values()) & {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    nodes = set(row["bundles_to_node_id"].values()) & alive_nodes()
     return all(any(group.id.hex() in name for name in free.get(node_id, {})) for node_id in nodes)
 
 

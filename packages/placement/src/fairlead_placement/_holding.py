@@ -15,10 +15,10 @@ from ray.util.placement_group import PlacementGroup
 
 from ._gpu_ids import reserve_gpus
 from ._groups import Reserved, remove
-from ._inventory import read_nodes
+from ._inventory import alive_nodes, read_nodes
 from ._monitor import Monitor, read_usage
 from ._planner import Ask, physical_order
-from ._ports import PortLease, lease_ports
+from ._ports import PortLease, lease_ports, release_ports
 from ._reservation import reserve
 from ._slot import Slot
 from ._slots import slots_of
@@ -83,27 +83,26 @@ class Holding:
                 return
             deadline = time.monotonic() + self.timeout_s
             while True:
-                left = max(0.0, deadline - time.monotonic())
-                options: dict[str, Any] = {
-                    "unified": unified,
-                    "timeout_s": left,
-                    "wait_for_nodes_s": self.wait_for_nodes_s,
-                }
-                placed = self._reserve(self.asks, segment_size=self.segment_size, **options)
+                placed = self._reserve(
+                    self.asks,
+                    segment_size=self.segment_size,
+                    unified=unified,
+                    timeout_s=max(0.0, deadline - time.monotonic()),
+                    wait_for_nodes_s=self.wait_for_nodes_s,
+                )
                 self._groups = [one.group for one in placed]
                 try:
                     self.slots = slots_of(placed, self.capacity)
                     if self.monitor_memory:
                         self._monitor = Monitor(self.node_ids, self.name)
                         self._monitor.read()
-                except (ray.exceptions.RayError, PlacementError):
+                except BaseException as error:
                     self.give_back()
                     # A node that was lost meanwhile is planned around; anything else is what it is.
-                    if time.monotonic() >= deadline or _alive([n for one in placed for n in one.node_ids]):
+                    lost = {node_id for one in placed for node_id in one.node_ids} - alive_nodes()
+                    of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
+                    if not (of_ray and lost and time.monotonic() < deadline):
                         raise
-                except BaseException:
-                    self.give_back()
-                    raise
                 else:
                     self.unified, self.reserved = unified, True
                     return
@@ -111,7 +110,7 @@ class Holding:
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """New slots for those whose node is gone, at their places; nothing if none is."""
         with self._lock:
-            alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+            alive = alive_nodes()
             lost = [at for at, slot in enumerate(self.slots) if slot.node_id not in alive]
             if not lost:
                 return ()
@@ -216,8 +215,7 @@ class Holding:
         if not ray.is_initialized():
             return True  # Ray ended, and with it everything that was held
         try:
-            for lease in leases:
-                lease.release()
+            release_ports(leases)
             if monitor is not None:
                 monitor.stop()
         finally:
@@ -230,7 +228,3 @@ def forgotten(holding: Holding) -> None:
     if not sys.is_finalizing():
         with contextlib.suppress(PlacementError, ray.exceptions.RayError):
             holding.give_back()
-
-
-def _alive(node_ids: Sequence[str]) -> bool:
-    return set(node_ids) <= {row["NodeID"] for row in ray.nodes() if row["Alive"]}

@@ -10,7 +10,12 @@ from ._planner import Node, physical_order
 from ._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
 from ._report import Holder
 
-__all__ = ["read_holders", "read_nodes"]
+__all__ = ["alive_nodes", "read_holders", "read_nodes"]
+
+
+def alive_nodes() -> frozenset[str]:
+    """The ids of the nodes that Ray takes to be alive, those that are about to go included."""
+    return frozenset(row["NodeID"] for row in ray.nodes() if row["Alive"])
 
 
 def read_nodes() -> tuple[Node, ...]:

@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import ray
-
 from ._agent import NodeAgent
+from ._inventory import alive_nodes
 from ._usage import NodeUsage
 from .exceptions import PlacementError
 
@@ -65,5 +64,5 @@ def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str
 
 
 def _alive(node_ids: Sequence[str]) -> list[str]:
-    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    alive = alive_nodes()
     return [node_id for node_id in node_ids if node_id in alive]

@@ -8,10 +8,11 @@ from types import TracebackType
 import ray
 
 from ._agent import NodeAgent
+from ._inventory import alive_nodes
 from ._slot import Slot
 from .exceptions import PlacementError, PortUnavailableError
 
-__all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports"]
+__all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports", "release_ports"]
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
@@ -37,7 +38,7 @@ class PortLease:
 
     def release(self) -> None:
         """Give the port back. Can be repeated; does nothing when Ray is down or the node is gone."""
-        _release([self])
+        release_ports([self])
 
     def __enter__(self) -> "PortLease":
         return self
@@ -84,7 +85,7 @@ def lease_ports(
                 mine = ports[nth * count : (nth + 1) * count]
                 leases[at] = tuple(PortLease(ip, port, node_id, lease_id) for port, lease_id in mine)
     except BaseException:
-        _release([lease for group in leases.values() for lease in group])
+        release_ports([lease for group in leases.values() for lease in group])
         raise
     return tuple(leases[at] for at in range(len(slots)))
 
@@ -94,13 +95,14 @@ def check_range(low: int, high: int) -> None:
         raise ValueError(f"port range must satisfy 1 <= low <= high <= 65535, got low={low}, high={high}")
 
 
-def _release(leases: Sequence[PortLease]) -> None:
+def release_ports(leases: Sequence[PortLease]) -> None:
+    """Give ports back, asking each node once. Can be repeated; does nothing where Ray or the node is gone."""
     if not ray.is_initialized():
         return  # the agents ended with the job, and their sockets with them
     per_node: dict[str, list[str]] = {}
     for lease in leases:
         per_node.setdefault(lease.node_id, []).append(lease.lease_id)
-    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    alive = alive_nodes()
     for node_id, lease_ids in per_node.items():
         if node_id not in alive:
             continue
@@ -108,5 +110,5 @@ def _release(leases: Sequence[PortLease]) -> None:
             NodeAgent(node_id).release(lease_ids)
         except PlacementError:
             # The node went between the two lines above: its sockets are gone. Anything else is worth hearing of.
-            if any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()):
+            if node_id in alive_nodes():
                 raise

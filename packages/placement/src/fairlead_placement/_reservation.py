@@ -54,7 +54,8 @@ def reserve(
         while True:
             nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             waited = time.monotonic() - began
-            if never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size):
+            chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
+            if chosen is None and never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size):
                 limit = wait_for_nodes_s
                 if autoscaler_is_there():
                     limit = max(limit, timeout_s)
@@ -68,7 +69,6 @@ def reserve(
             else:
                 demand.withdraw()
                 limit = timeout_s
-                chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
                 if chosen is not None:
                     placed = place(asks, chosen, name=name, unified=unified)
                     if placed is not None:
