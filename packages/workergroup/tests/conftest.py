@@ -4,6 +4,14 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline and no health check of speed: on a busy machine they would fail tests for being slow. No database: a test
+# run leaves no files.
+settings.register_profile(
+    "fairlead-workergroup", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fairlead-workergroup")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@
 >>> ray.shutdown()
 """
 
-from ._agent import NodeAgent
+from ._agent import NodeAgent, run_on_nodes
 from ._cluster import ClusterConfig, RayVirtualCluster
 from ._init import init_ray
 from ._occupancy import SlotClaim, claim_slots
@@ -41,6 +41,7 @@ __all__ = [
     "claim_slots",
     "init_ray",
     "lease_ports",
+    "run_on_nodes",
     "select_segment_nodes",
     "sort_bundle_indices_by_topology",
 ]

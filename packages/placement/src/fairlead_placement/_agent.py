@@ -3,7 +3,8 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from ._inventory import alive_nodes
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
-__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents"]
+__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes"]
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # fairlead-placement need not be installed on the nodes.
@@ -138,10 +139,7 @@ class NodeAgent:
         except ray.exceptions.RayTaskError:
             raise  # the function's own, whatever its class
         except ray.exceptions.GetTimeoutError as error:
-            raise PlacementTimeoutError(
-                f"The agent of node {self.node_id} did not answer {method!r} within {limit:g} s. "
-                "Its process may be starting on a very busy node: try again, or look at the node."
-            ) from error
+            raise _late(self.node_id, method, limit) from error
         except ray.exceptions.RayError as error:
             raise PlacementError(
                 f"The agent of node {self.node_id} could not do {method!r}: {error}. If the node is gone, "
@@ -151,6 +149,52 @@ class NodeAgent:
 
 def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
     return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)
+
+
+def run_on_nodes(
+    function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
+) -> dict[str, Any]:
+    """Call a function on several nodes at once: one request to each.
+
+    Args:
+        function: as of `NodeAgent.run`.
+        arguments: the function's positional arguments, by node id.
+        timeout_s: deadline of all of them together.
+
+    Returns:
+        By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
+        does not hide what the others say.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = {node_id: _handle(node_id).run.remote(function, *args) for node_id, args in arguments.items()}
+    refs = list(asked.values())
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    found: dict[str, Any] = {}
+    for node_id, ref in asked.items():
+        try:
+            found[node_id] = ray.get(ref, timeout=0)
+        except ray.exceptions.RayTaskError as error:
+            found[node_id] = error  # the function's own, whatever its class
+        except ray.exceptions.ActorDiedError:
+            # The agent was gone: the node may still be there, and a new agent too.
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                found[node_id] = NodeAgent(node_id).run(function, *arguments[node_id], timeout_s=left)
+            except Exception as error:  # noqa: BLE001  whatever the function raises
+                found[node_id] = error
+        except ray.exceptions.GetTimeoutError:
+            found[node_id] = _late(node_id, "run", timeout_s)
+        except ray.exceptions.RayError as error:
+            found[node_id] = PlacementError(f"The agent of node {node_id} could not do 'run': {error}.")
+    return found
+
+
+def _late(node_id: str, method: str, limit: float) -> PlacementTimeoutError:
+    return PlacementTimeoutError(
+        f"The agent of node {node_id} did not answer {method!r} within {limit:g} s. "
+        "Its process may be starting on a very busy node: try again, or look at the node."
+    )
 
 
 def known_agents() -> list[NodeAgent]:

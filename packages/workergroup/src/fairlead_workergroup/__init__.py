@@ -19,20 +19,44 @@
 """
 
 from ._builder import RayWorkerBuilder
+from ._call import Call
+from ._explain import CallExplanation
 from ._group import RayWorkerGroup
+from ._marks import PerWorker, Shard
 from ._options import recursive_merge_options
+from ._outcome import CallStatistics, Outcome
 from ._results import MultiWorkerFuture
 from ._statistics import GroupStatistics
-from .exceptions import RemoteError, WorkerFailure, WorkerFailureError, WorkerGroupError, WorkerStartError
+from ._view import GroupView
+from .exceptions import (
+    CallCancelledError,
+    CallTimeoutError,
+    LateWorker,
+    RemoteError,
+    WorkerFailure,
+    WorkerFailureError,
+    WorkerGroupError,
+    WorkerStartError,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Call",
+    "CallCancelledError",
+    "CallExplanation",
+    "CallStatistics",
+    "CallTimeoutError",
     "GroupStatistics",
+    "GroupView",
+    "LateWorker",
     "MultiWorkerFuture",
+    "Outcome",
+    "PerWorker",
     "RayWorkerBuilder",
     "RayWorkerGroup",
     "RemoteError",
+    "Shard",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",

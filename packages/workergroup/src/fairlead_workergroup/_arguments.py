@@ -2,14 +2,17 @@
 """The put rule: small plain values travel with the call, everything else is stored once and passed by reference."""
 
 import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import ObjectRef
 
+from ._marks import PassedOn
 from ._ray_private import object_sizes
 
-__all__ = ["Arguments", "is_inlined"]
+__all__ = ["Arguments", "Gathered", "is_inlined"]
 
 INLINE_BYTES = 10_000
 INLINE_ITEMS = 16
@@ -36,26 +39,42 @@ def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, numbers.Number)
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """An argument that is the list of several objects, none of which passes through the driver."""
+
+    refs: tuple[ObjectRef, ...]
+
+
 class Arguments:
     """Prepares the arguments of one call: one put per distinct value, by identity.
 
     Keep the values alive while this lives: identity is all that tells them apart.
+
+    Args:
+        put: what stores a value and returns the reference to it.
 
     >>> arguments = Arguments()
     >>> arguments.prepared(3), arguments.puts
     (3, 0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
+        self._put = put
         self._refs: dict[int, ObjectRef] = {}
 
     def prepared(self, value: Any) -> Any:
-        """The value itself if it is inlined or already an ObjectRef, else a reference to the one stored copy."""
+        """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
+
+        A `Call` goes on as the references to its answers.
+        """
         if isinstance(value, ObjectRef) or is_inlined(value):
             return value
+        if isinstance(value, PassedOn):
+            return value.as_argument()
         ref = self._refs.get(id(value))
         if ref is None:
-            ref = self._refs[id(value)] = ray.put(value)
+            ref = self._refs[id(value)] = self._put(value)
         return ref
 
     @property

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classic calling methods: thin layers over one planner and one submitter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
+from ._call import Call
+from ._planning import Axes, Column, as_axes
 from ._results import MultiWorkerFuture, fetched
-from ._submit import Column
 
 __all__ = ["ClassicCalls"]
-
-Axes = str | Iterable[str] | None
 
 
 class ClassicCalls:
@@ -26,15 +25,16 @@ class ClassicCalls:
 
     sharding_annotations: NamedSharding
 
-    def _call(
+    def _dispatch(
         self,
         method: str,
-        ranks: Sequence[int],
+        called: list[int],
         args: Sequence[Column],
         kwargs: Mapping[str, Column],
         *,
-        answers: Sequence[bool] | None = None,
-    ) -> list[Any]:
+        returned: list[int],
+        answers: list[bool] | None = None,
+    ) -> Call:
         raise NotImplementedError
 
     def run_single_worker_single_data(self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any) -> ObjectRef:
@@ -59,7 +59,7 @@ class ClassicCalls:
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
-        (future,) = self._call(method, [worker_idx], *_same(args, kwargs))
+        (future,) = self._dispatch(method, [worker_idx], *_same(args, kwargs), returned=[worker_idx]).futures
         return future
 
     def run_all_workers_single_data(
@@ -80,7 +80,8 @@ class ClassicCalls:
             ValueError: an axis that does not exist.
             AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
         """
-        return self._call(method, self._leaders(run_rank_0_only_axes), *_same(args, kwargs))
+        ranks = self._leaders(run_rank_0_only_axes)
+        return self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -118,7 +119,8 @@ class ClassicCalls:
 
         columns = [column(f"positional argument {at}", values) for at, values in enumerate(args)]
         named = {name: column(f"argument {name!r}", values) for name, values in kwargs.items()}
-        return self._call(method, ranks, columns, _with_common(named, common_kwargs))
+        named = _with_common(named, common_kwargs)
+        return self._dispatch(method, ranks, columns, named, returned=ranks).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -131,7 +133,7 @@ class ClassicCalls:
         make_dummy_calls_to_free_axes: bool = False,
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> MultiWorkerFuture:
+    ) -> Call:
         """Call a method of workers with the piece of the data that their coordinates ask for.
 
         Args:
@@ -146,7 +148,7 @@ class ClassicCalls:
             kwargs: a nested sequence per keyword argument, as `args`.
 
         Returns:
-            A future of the answers by rank; `get_all_worker_results` fetches them.
+            The call, a `MultiWorkerFuture` of the answers by rank; `get_all_worker_results` fetches them.
 
         Raises:
             ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
@@ -154,9 +156,9 @@ class ClassicCalls:
             AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
         """
         plan = self.sharding_annotations.plan(
-            in_sharded_axes=_axes(in_sharded_axes),
-            replicate_on_axes=_axes(replicate_on_axes),
-            output_is_replicated=_axes(output_is_replicated),
+            in_sharded_axes=as_axes(in_sharded_axes),
+            replicate_on_axes=as_axes(replicate_on_axes),
+            output_is_replicated=as_axes(output_is_replicated),
             make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
         )
         index = plan.piece.tolist()
@@ -170,9 +172,14 @@ class ClassicCalls:
 
         columns = [column(f"positional argument {at}", nested) for at, nested in enumerate(args)]
         named = {name: column(f"argument {name!r}", nested) for name, nested in kwargs.items()}
-        called = plan.called.tolist()
-        futures = self._call(method, called, columns, _with_common(named, common_kwargs), answers=plan.answers.tolist())
-        return MultiWorkerFuture(futures, return_from_workers=plan.returned.tolist(), called_workers=called)
+        return self._dispatch(
+            method,
+            plan.called.tolist(),
+            columns,
+            _with_common(named, common_kwargs),
+            answers=plan.answers.tolist(),
+            returned=plan.returned.tolist(),
+        )
 
     def get_all_worker_results(
         self, future: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -193,13 +200,7 @@ class ClassicCalls:
 
     def _leaders(self, axes: Axes) -> list[int]:
         sharding = self.sharding_annotations
-        return sorted(sharding.layout.ravel()[sharding.leaders(*_axes(axes))].tolist())
-
-
-def _axes(axes: Axes) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+        return sorted(sharding.layout.ravel()[sharding.leaders(*as_axes(axes))].tolist())
 
 
 def _same(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Column], dict[str, Column]]:

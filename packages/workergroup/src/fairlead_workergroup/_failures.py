@@ -44,6 +44,16 @@ class WorkerFacts:
     node_id: str = ""
     node_ip: str = ""
     pid: int = 0
+    started: int = -1
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Its pid and when it started: a pid alone may be somebody else's by now."""
+        return self.pid, self.started
+
+    def failure(self, kind: str, cause: str) -> WorkerFailure:
+        """What is told of it when it has been lost."""
+        return WorkerFailure(self.rank, kind, self.coords, self.node_id, self.pid, cause)
 
     def __str__(self) -> str:
         coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
@@ -63,7 +73,7 @@ def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | Non
     else:
         kind = "killed"
     cause = " ".join(str(error).split("\n\t")[0].split())
-    return WorkerFailure(worker.rank, kind, worker.coords, worker.node_id, worker.pid, cause)
+    return worker.failure(kind, cause)
 
 
 def _node_gone(node_id: str) -> bool:

@@ -4,6 +4,7 @@
 import dataclasses
 import math
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,23 +19,29 @@ from fairlead_sharding import NamedSharding
 
 from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
+from ._call import Call
 from ._classic import ClassicCalls
+from ._deadline import check_timeout
 from ._environment import check_env_vars
 from ._failures import WorkerFacts
 from ._held import Held, forgotten
+from ._inspect import cancelled, late_workers
+from ._map import Strategy, check_strategy
 from ._places import lay_out
+from ._planning import Column, Mesh
 from ._ray_private import actor_id_of, dead_actors, object_sizes
 from ._shutdown import clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
-from ._submit import Column, submit
+from ._submit import submit
+from ._view import Addressed
 from ._worker_class import check_python, describe_class
-from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
+from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
 
 
-class RayWorkerGroup(ClassicCalls):
+class RayWorkerGroup(ClassicCalls, Addressed):
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -49,6 +56,12 @@ class RayWorkerGroup(ClassicCalls):
         env_vars: variables of the workers. The driver's environment is not copied to them.
         python: path of the interpreter that workers run, equal on all nodes; this one's if None. It must have the
             cluster's version of Ray, and needs nothing else of ours.
+        async_communication: async methods of a worker overlap, on one event loop, which its other methods block.
+            Otherwise a worker runs one method at a time.
+        enable_load_balancing: what `map` has given to a worker that dies goes to the others.
+        load_balancing_strategy: who gets the next item of `map`: "round_robin", "least_loaded", or a function of the
+            number of items each worker has now, that returns which of them.
+        call_timeout_s: seconds that a `call` may take when it says nothing else; None: no limit.
         start_timeout_s: how long all constructors together may take.
 
     Raises:
@@ -77,6 +90,10 @@ class RayWorkerGroup(ClassicCalls):
         env_vars: Mapping[str, str] | None = None,
         *,
         python: str | None = None,
+        async_communication: bool = False,
+        enable_load_balancing: bool = False,
+        load_balancing_strategy: Strategy = "round_robin",
+        call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         builder = worker if isinstance(worker, RayWorkerBuilder) else RayWorkerBuilder(worker)
@@ -84,6 +101,9 @@ class RayWorkerGroup(ClassicCalls):
         check_env_vars(env_vars)
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
+        self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
+        self._load_balancing_strategy = check_strategy(load_balancing_strategy)
+        self._enable_load_balancing = enable_load_balancing
         slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
@@ -95,6 +115,7 @@ class RayWorkerGroup(ClassicCalls):
         self.cluster = cluster
         self.name_prefix = name_prefix
         self.sharding_annotations = _sharding(sharding_annotations, len(places))
+        self._mesh = Mesh(self.sharding_annotations)
         self.world_size = len(places)
         self.workers: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
@@ -102,8 +123,11 @@ class RayWorkerGroup(ClassicCalls):
         self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(len(places))]
         self._id = uuid.uuid4().hex[:6]
         self._lock = threading.Lock()
+        self._submitting = threading.Lock()
         self._counts = GroupStatistics()
+        # By actor: also of those that have been replaced, for what they still answer. By rank: of those there are.
         self._facts: dict[str, WorkerFacts] = {}
+        self._workers_now: list[WorkerFacts] = []
         self._lost: dict[int, WorkerFailure] = {}
         self._shut: bool | None = None
 
@@ -119,6 +143,7 @@ class RayWorkerGroup(ClassicCalls):
                 node_id=nodes[0],
                 runtime_env={"py_executable": python} if python is not None else None,
                 timeout_s=start_timeout_s,
+                concurrent=async_communication,
             )
             plans = plan_workers(places, self._class, coords=self._coords, env_vars=env_vars, python=python)
             self._start(plans, builder, start_timeout_s)
@@ -164,7 +189,9 @@ class RayWorkerGroup(ClassicCalls):
         self.workers = list(self._held.workers)
         self.worker_metadata = [place.metadata() for place in self._places]
         for plan, answer, actor in zip(plans, answers, self.workers, strict=True):
-            self._facts[actor_id_of(actor)] = dataclasses.replace(plan.facts, pid=answer["pid"])
+            who = dataclasses.replace(plan.facts, pid=answer["pid"], started=answer["started"])
+            self._facts[actor_id_of(actor)] = who
+            self._workers_now.append(who)
 
     def __repr__(self) -> str:
         state = f"{self.world_size} workers" if self.workers else "shut down"
@@ -195,33 +222,73 @@ class RayWorkerGroup(ClassicCalls):
         """What has been stored, sent and fetched so far."""
         return self._counts
 
-    def _call(
+    @property
+    def _of_group(self) -> "RayWorkerGroup":
+        return self
+
+    def _dispatch(
         self,
         method: str,
-        ranks: Sequence[int],
+        called: list[int],
         args: Sequence[Column],
         kwargs: Mapping[str, Column],
         *,
-        answers: Sequence[bool] | None = None,
-    ) -> list[Any]:
+        returned: list[int],
+        answers: list[bool] | None = None,
+        timeout_s: float | None = None,
+        single: bool = False,
+        discard: bool = False,
+    ) -> Call:
+        began = time.monotonic()
         if not self.workers:
             raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
-        wanted = self._class.method(method)
-        lost = tuple(self._lost[rank] for rank in ranks if rank in self._lost)
-        if lost:
+        found = self._class.method(method)
+        if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
             raise WorkerFailureError(lost)
-        with self._lock:  # calls of several threads do not interleave on their way to the workers
-            futures, stored = submit([self.workers[r] for r in ranks], wanted, args, kwargs, answers=answers)
-        self._count(calls=1, requests=len(futures), puts=stored.puts, bytes_put=stored.bytes_put)
-        return futures
+        with self._submitting:  # calls of several threads do not interleave on their way to the workers
+            futures, stored = submit([self.workers[rank] for rank in called], found, args, kwargs, answers=answers)
+        puts, bytes_put = stored.puts, stored.bytes_put
+        self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
+        return Call(
+            futures,
+            called,
+            returned,
+            group=self,
+            method=found,
+            began=began,
+            timeout_s=self._call_timeout_s if timeout_s is None else timeout_s,
+            single=single,
+            discard=discard,
+            puts=puts,
+            bytes_put=bytes_put,
+        )
 
     def _count(self, **more: int) -> None:
         with self._lock:
             counts = {name: getattr(self._counts, name) + amount for name, amount in more.items()}
             self._counts = dataclasses.replace(self._counts, **counts)
 
-    def _count_fetched(self, refs: Sequence[ObjectRef]) -> None:
-        self._count(fetched=len(refs), bytes_fetched=sum(object_sizes(refs)))
+    def _count_fetched(self, refs: Sequence[ObjectRef]) -> int:
+        size = sum(object_sizes(refs))
+        self._count(fetched=len(refs), bytes_fetched=size)
+        return size
+
+    def _late_workers(self, ranks: Sequence[int]) -> tuple[LateWorker, ...]:
+        return late_workers([self._workers_now[rank] for rank in ranks])
+
+    def _cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
+        """Drop what has not started of a call, given by rank; the ranks that are running it."""
+        running = cancelled([(self._workers_now[rank], future) for rank, future in futures.items()])
+        if force and running:
+            for rank in running:
+                ray.kill(self.workers[rank])
+            self._note_lost(
+                [
+                    self._workers_now[rank].failure("cancelled", f"its call of {method!r} was cancelled with force")
+                    for rank in running
+                ]
+            )
+        return running
 
     def _note_lost(self, failures: Sequence[WorkerFailure]) -> None:
         with self._lock:

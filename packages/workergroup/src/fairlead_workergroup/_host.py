@@ -1,155 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side: the class each worker actor runs, and how a user's class is looked at.
+"""The worker's side: the class each worker actor runs.
 
-Shipped by value, so that a worker's Python needs nothing but Ray: this module imports the standard library and Ray
-only, and nothing of its siblings. What it publishes about the worker is plain data in
+Shipped by value, so that a worker's Python needs nothing but Ray: this module imports the standard library, Ray, and
+what is shipped with it, only. What it publishes about the worker is plain data in
 `sys.modules["_fairlead_worker"]`.
 """
 
 import asyncio
-import functools
-import importlib
 import inspect
 import os
-import subprocess
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-__all__ = ["WorkerHost", "describe", "host_class", "load", "python_facts", "start_tick"]
+from ._loading import load
+from ._record import OverlappingRecord, Record
 
-
-def load(target: Any) -> type:
-    """The user's class, from its full name, its pickled bytes or itself; `@ray.remote` is taken off."""
-    return _undecorated(_found(target))
-
-
-def _found(target: Any) -> Any:
-    if isinstance(target, bytes):
-        return ray.cloudpickle.loads(target)
-    return _import(target) if isinstance(target, str) else target
-
-
-def _undecorated(found: Any) -> type:
-    cls = getattr(found, "__ray_actor_class__", found)
-    if not isinstance(cls, type):
-        raise TypeError(f"a worker must be a class, got {found!r}")
-    return cls
-
-
-def _import(full_name: str) -> Any:
-    """`package.module.Outer.Class`: the longest prefix that is a module, then attributes."""
-    parts = full_name.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:split])
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            # Only "there is no such module" means that the name is a class; what the module misses is its own error.
-            if error.name is None or not (module_name + ".").startswith(error.name + "."):
-                raise
-            missing = error
-            continue
-        try:
-            return functools.reduce(getattr, parts[split:], module)
-        except AttributeError as error:
-            raise ImportError(f"module {module_name!r} has no {'.'.join(parts[split:])!r}") from error
-    raise missing
-
-
-def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """What the driver has to know of a class that it may not be able to import, as plain data.
-
-    `asks` are keyword arguments for the class's `configure_worker`, one dict per worker. Returned are the class's
-    short name, its public methods (kind and parameters), the default options of `@ray.remote` or of a
-    `_default_options` attribute, what it uses that workers of a group cannot have, and the configurations.
-    """
-    decorated = _found(target)
-    cls = _undecorated(decorated)
-    methods: dict[str, tuple[str, Any]] = {}
-    refused: list[str] = []
-    for name in dir(cls):
-        member = inspect.getattr_static(cls, name)
-        function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-        if name.startswith("_") or not inspect.isroutine(function):
-            continue
-        methods[name] = (
-            _kind(function),
-            _parameters(getattr(cls, name), bound=isinstance(member, (staticmethod, classmethod))),
-        )
-        refused += [
-            f"{name} uses @ray.method({option}=...)"
-            for option in ("num_returns", "concurrency_group")
-            if getattr(function, f"__ray_{option}__", None) is not None
-        ]
-    options = dict(getattr(decorated, "_default_options", None) or {})
-    if options.get("concurrency_groups"):
-        refused.append("@ray.remote(concurrency_groups=...)")
-    configure = getattr(cls, "configure_worker", None)
-    return {
-        "name": cls.__name__,
-        "methods": methods,
-        "options": options,
-        "refused": refused,
-        "configurations": None if configure is None else [_configure(configure, ask) for ask in asks],
-    }
-
-
-def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    accepted = inspect.signature(configure).parameters
-    everything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    answer = configure(**{name: value for name, value in ask.items() if everything or name in accepted})
-    if not isinstance(answer, tuple) or len(answer) not in (3, 4):
-        raise TypeError(
-            "configure_worker must return (resources, env_vars, init_kwargs) or these and runtime_env overrides, "
-            f"got {answer!r}"
-        )
-    return tuple(dict(part or {}) for part in answer)
-
-
-def _kind(function: Any) -> str:
-    if inspect.isasyncgenfunction(function):
-        return "async_generator"
-    if inspect.iscoroutinefunction(function):
-        return "async"
-    return "generator" if inspect.isgeneratorfunction(function) else "plain"
-
-
-def _parameters(function: Any, bound: bool) -> Any:
-    """(name, kind, required) of each parameter but `self`; None when Python cannot tell.
-
-    Of the function that is really called: what a decorator wraps may take other parameters than the decorator.
-    """
-    try:
-        parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    return [(p.name, int(p.kind), p.default is p.empty) for p in parameters[0 if bound else 1 :]]
-
-
-def python_facts(python: str | None = None) -> tuple[str, str | None]:
-    """(version of Python, version of Ray) of an interpreter on this machine; of this one when None."""
-    if python is None:
-        return ".".join(map(str, sys.version_info[:2])), ray.__version__
-    code = (
-        "import sys, importlib.metadata as m\n"
-        "print('.'.join(map(str, sys.version_info[:2])))\n"
-        "try: print(m.version('ray'))\n"
-        "except m.PackageNotFoundError: print('')"
-    )
-    try:
-        # Without the parent's PYTHON* variables: they are not what the worker will run with.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}", None
-    if done.returncode:
-        return f"exit status {done.returncode}: {done.stderr[-2000:]}", None
-    version, ray_version = done.stdout.split("\n")[:2]
-    return version, ray_version
+__all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
 
 
 def start_tick(pid: int) -> int:
@@ -166,7 +36,10 @@ def start_tick(pid: int) -> int:
 class WorkerHost:
     """Holds one instance of the user's class. `host_class` adds a method for each public method of it."""
 
+    _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
+    _fairlead_record: Record
+    _fairlead_record_class: type[Record] = Record
     _fairlead_own_loop: asyncio.AbstractEventLoop | None = None
 
     def _fairlead_start(
@@ -176,16 +49,32 @@ class WorkerHost:
 
         Not `__init__`: an error there kills the actor and reaches the driver as text, here it keeps its type; and
         arguments that Ray would unpickle before `__init__` are fetched here, after the environment is set.
+
+        Args:
+            facts: what is published about the worker; as in `args` and `kwargs`, references in it are fetched.
+            target: what to load the class from.
+            args: positional arguments of its constructor.
+            kwargs: keyword arguments of its constructor.
         """
+        self._fairlead_prepare(facts)
+        facts.update(_filled(facts, _values(facts.values(), ray.get)))
+        cls = load(*_filled(target, _values(target, ray.get)))
+        values = _values([*args, *kwargs.values()], ray.get)
+        return self._fairlead_made(cls, _filled(args, values), _filled(kwargs, values))
+
+    def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
+        """The environment and what is published of the worker, before a line of the user's is imported."""
         os.environ.update(facts["env"])
         sys.path.extend(path for path in facts["path"] if path not in sys.path)
+        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
+        self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
-        published.__dict__["facts"] = facts
+        published.__dict__.update(facts=facts, record=self._fairlead_record)
         sys.modules["_fairlead_worker"] = published
-        (target,), _ = _fetched(target, {})
-        cls = load(target)
-        args, kwargs = _fetched(args, kwargs)
+
+    def _fairlead_made(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         self._fairlead_instance = cls(*args, **kwargs)
+        self._fairlead_record.end(self._fairlead_key)
         context = ray.get_runtime_context()
         return {
             "pid": os.getpid(),
@@ -202,6 +91,17 @@ class WorkerHost:
             for _ in result:
                 pass
 
+    def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
+        """Run a method with arguments that are lists of what other workers made; see `_regrouped`."""
+        args, kwargs = _regrouped(plan, flat)
+        return getattr(self, method)(*args, **kwargs)
+
+    def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
+        """The same for a generator method: Ray streams only from what is one itself."""
+        args, kwargs = _regrouped(plan, flat)
+        for item in getattr(self, method)(*args, **kwargs):  # noqa: UP028  as in `_delegate`
+            yield item
+
     def _fairlead_cleanup(self, method: str) -> None:
         getattr(self._fairlead_instance, method)()
 
@@ -212,54 +112,184 @@ class WorkerHost:
         return self._fairlead_own_loop
 
 
-def _fetched(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The constructor's arguments with every ObjectRef replaced by its value, all fetched at once."""
-    refs = [value for value in (*args, *kwargs.values()) if isinstance(value, ray.ObjectRef)]
-    values = dict(zip(refs, ray.get(refs), strict=True))
-    return (
-        [values[v] if isinstance(v, ray.ObjectRef) else v for v in args],
-        {k: values[v] if isinstance(v, ray.ObjectRef) else v for k, v in kwargs.items()},
-    )
+class ConcurrentHost(WorkerHost):
+    """A host whose async methods overlap: Ray runs the methods of a class with `async def` in it on one event loop."""
+
+    _fairlead_record_class = OverlappingRecord
+
+    async def _fairlead_start(  # type: ignore[override]
+        self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._fairlead_prepare(facts)
+        facts.update(_filled(facts, await _awaited(facts.values())))
+        cls = load(*_filled(target, await _awaited(target)))
+        values = await _awaited([*args, *kwargs.values()])
+        return self._fairlead_made(cls, _filled(args, values), _filled(kwargs, values))
+
+    async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        result = getattr(self, method)(*args, **kwargs)
+        if inspect.isawaitable(result):
+            await result
+        elif inspect.isasyncgen(result):
+            async for _ in result:
+                pass
+        elif inspect.isgenerator(result):
+            for _ in result:
+                pass
+
+    async def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
+        args, kwargs = _regrouped(plan, flat)
+        result = getattr(self, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
+        args, kwargs = _regrouped(plan, flat)
+        items = getattr(self, method)(*args, **kwargs)
+        if inspect.isasyncgen(items):
+            async for item in items:
+                yield item
+        else:
+            for item in items:
+                yield item
+
+    async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
+        result = getattr(self._fairlead_instance, method)()
+        if inspect.isawaitable(result):
+            await result
 
 
-def host_class(name: str, kinds: Mapping[str, str]) -> type:
+def _values(arguments: Iterable[Any], get: Any) -> dict[Any, Any]:
+    """The values of the references among arguments, all fetched at once."""
+    refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
+    return dict(zip(refs, get(refs), strict=True))
+
+
+async def _awaited(arguments: Iterable[Any]) -> dict[Any, Any]:
+    """As `_values`, without blocking the event loop."""
+    refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
+    return dict(zip(refs, await asyncio.gather(*refs), strict=True))
+
+
+def _filled(arguments: Any, values: Mapping[Any, Any]) -> Any:
+    """A list or dict of arguments with its references replaced by their values."""
+
+    def value(argument: Any) -> Any:
+        return values[argument] if isinstance(argument, ray.ObjectRef) else argument
+
+    if isinstance(arguments, dict):
+        return {name: value(argument) for name, argument in arguments.items()}
+    return [value(argument) for argument in arguments]
+
+
+def _regrouped(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments from values that came one by one, as Ray looks for references among the arguments themselves only.
+
+    The plan has (name or None, number of values or None) for each argument: None for one that is no list of values.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    rest = iter(flat)
+    for name, count in plan:
+        value = next(rest) if count is None else [next(rest) for _ in range(count)]
+        if name is None:
+            args.append(value)
+        else:
+            kwargs[name] = value
+    return args, kwargs
+
+
+def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False) -> type:
     """A subclass of WorkerHost with one delegating method for each method of the user's class.
 
     A method per method, rather than one generic call: Ray streams only from real generator methods, and arguments
     inside a container are serialised as objects of their own, which makes every call slower.
+
+    Args:
+        name: of the class.
+        kinds: kind of each method: plain, generator, async or async_generator.
+        concurrent: async methods overlap; otherwise one method runs at a time, whatever its kind.
     """
-    return type(name, (WorkerHost,), {method: _delegate(method, kind) for method, kind in kinds.items()})
+    base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
+    members: dict[str, Any] = {"_fairlead_methods": ("__init__", *kinds)}
+    for number, (method, kind) in enumerate(kinds.items(), 1):
+        members[method] = function = delegate(method, kind, number)
+        function.__name__ = method
+        function.__qualname__ = f"{WorkerHost.__name__}.{method}"
+    return type(name, (base,), members)
 
 
-def _delegate(method: str, kind: str) -> Any:
+def _delegate(method: str, kind: str, number: int) -> Any:
     if kind == "plain":
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self._fairlead_instance, method)(*args, **kwargs)
+            key = self._fairlead_record.begin(number)
+            try:
+                return getattr(self._fairlead_instance, method)(*args, **kwargs)
+            finally:
+                self._fairlead_record.end(key)
 
     elif kind == "generator":
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
-            for item in getattr(self._fairlead_instance, method)(*args, **kwargs):  # noqa: UP028
-                yield item
+            key = self._fairlead_record.begin(number)
+            try:
+                # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
+                for item in getattr(self._fairlead_instance, method)(*args, **kwargs):
+                    yield item
+                    self._fairlead_record.progress()
+            finally:
+                self._fairlead_record.end(key)
 
     elif kind == "async":
         # A plain method: one `async def` on the class would make Ray run all of them at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._fairlead_loop().run_until_complete(getattr(self._fairlead_instance, method)(*args, **kwargs))
+            key = self._fairlead_record.begin(number)
+            try:
+                coroutine = getattr(self._fairlead_instance, method)(*args, **kwargs)
+                return self._fairlead_loop().run_until_complete(coroutine)
+            finally:
+                self._fairlead_record.end(key)
 
     else:
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loop, items = self._fairlead_loop(), getattr(self._fairlead_instance, method)(*args, **kwargs)
-            while True:
-                try:
-                    item = loop.run_until_complete(anext(items))
-                except StopAsyncIteration:
-                    return
-                yield item
+            key = self._fairlead_record.begin(number)
+            try:
+                loop, items = self._fairlead_loop(), getattr(self._fairlead_instance, method)(*args, **kwargs)
+                while True:
+                    try:
+                        item = loop.run_until_complete(anext(items))
+                    except StopAsyncIteration:
+                        return
+                    yield item
+                    self._fairlead_record.progress()
+            finally:
+                self._fairlead_record.end(key)
 
-    delegate.__name__ = method
-    delegate.__qualname__ = f"{WorkerHost.__name__}.{method}"
     return delegate
+
+
+def _concurrent_delegate(method: str, kind: str, number: int) -> Any:
+    if kind == "async":
+
+        async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            key = self._fairlead_record.begin(number)
+            try:
+                return await getattr(self._fairlead_instance, method)(*args, **kwargs)
+            finally:
+                self._fairlead_record.end(key)
+
+        return delegate
+    if kind == "async_generator":
+
+        async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
+            key = self._fairlead_record.begin(number)
+            try:
+                async for item in getattr(self._fairlead_instance, method)(*args, **kwargs):
+                    yield item
+                    self._fairlead_record.progress()
+            finally:
+                self._fairlead_record.end(key)
+
+        return stream
+    return _delegate(method, kind, number)

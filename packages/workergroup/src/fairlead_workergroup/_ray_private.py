@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-__all__ = ["actor_id_of", "actor_id_of_ref", "dead_actors", "object_sizes"]
+__all__ = ["actor_id_of", "actor_id_of_ref", "dead_actors", "object_sizes", "task_of_ref"]
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -33,6 +33,12 @@ def actor_id_of_ref(ref: ObjectRef) -> str:
     """The id of the actor whose method makes an object, hexadecimal: part of the object's own id."""
     actor_id: str = ref.task_id().actor_id().hex()
     return actor_id
+
+
+def task_of_ref(ref: ObjectRef) -> bytes:
+    """The id of the task that makes an object, as that task sees its own."""
+    task: bytes = ref.task_id().binary()
+    return task
 
 
 def dead_actors() -> frozenset[str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,11 @@ from .exceptions import WorkerFailureError
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
-__all__ = ["MultiWorkerFuture", "fetched"]
+__all__ = ["REPORT_EVERY_S", "MultiWorkerFuture", "fetched", "not_here_yet", "positions", "what_failed"]
+
+
+# How often a wait without an end says whom it is for.
+REPORT_EVERY_S = 60.0
 
 
 @dataclass
@@ -60,18 +64,29 @@ class MultiWorkerFuture:
             Exception: a worker's own exception, with its type and notes that name the failing ranks.
             ValueError: `return_from_workers` names a rank that was not called.
         """
-        index = {rank: at for at, rank in enumerate(self.called_workers or range(len(self.futures)))}
-        wanted = list(index) if self.return_from_workers is None else self.return_from_workers
-        unknown = [rank for rank in wanted if rank not in index]
-        if unknown:
-            raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
-        silent = [self.futures[at] for rank, at in index.items() if rank not in set(wanted)]
+        wanted, others = positions(self)
         return fetched(
-            [self.futures[index[rank]] for rank in wanted],
-            silent=silent,
+            [self.futures[at] for at in wanted],
+            silent=[self.futures[at] for at in others],
             group=worker_group,
             proxies=return_generators_as_proxies,
         )
+
+
+def positions(future: MultiWorkerFuture) -> tuple[list[int], list[int]]:
+    """Where in its `futures` the wanted answers are, in the order they are wanted; and where the others are.
+
+    Raises:
+        ValueError: `return_from_workers` names a rank that was not called.
+    """
+    called = range(len(future.futures)) if future.called_workers is None else future.called_workers
+    if future.return_from_workers is None:
+        return list(range(len(called))), []
+    index = {rank: at for at, rank in enumerate(called)}
+    if unknown := [rank for rank in future.return_from_workers if rank not in index]:
+        raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
+    wanted = [index[rank] for rank in future.return_from_workers]
+    return wanted, sorted(set(range(len(called))).difference(wanted))
 
 
 def fetched(
@@ -85,7 +100,7 @@ def fetched(
             if proxies:
                 slots.append(future)
                 continue
-            new = _streamed(future, group)
+            new = list(_streamed(future, group))
         elif isinstance(future, ObjectRef):
             new = [future]
         else:
@@ -97,7 +112,7 @@ def fetched(
         # Those that do not answer hold None: fetching them moves nothing, and surfaces their errors.
         values = iter(ray.get([*refs, *waited_for])[: len(refs)])
     except Exception as error:  # noqa: BLE001  whatever a worker raised
-        raise _explained([*refs, *waited_for], error, group)  # noqa: B904  chained there
+        raise what_failed([*refs, *waited_for], error, group)  # noqa: B904  chained there
     if group is not None:
         group._count_fetched(refs)
     return [next(values) if slot is _AT else slot for slot in slots]
@@ -106,17 +121,16 @@ def fetched(
 _AT = object()
 
 
-def _streamed(generator: ObjectRefGenerator, group: RayWorkerGroup | None) -> list[ObjectRef]:
-    refs: list[ObjectRef] = []
+def _streamed(generator: ObjectRefGenerator, group: RayWorkerGroup | None) -> Iterator[ObjectRef]:
     try:
-        for ref in generator:
-            refs.append(ref)
+        yield from generator
+        # A stream that is cut off by the worker's end just stops.
+        ray.get(generator.completed())
     except Exception as error:  # noqa: BLE001  whatever a worker raised
-        raise _explained(refs, error, group)  # noqa: B904  chained there
-    return refs
+        raise what_failed([generator.completed()], error, group)  # noqa: B904  chained there
 
 
-def _explained(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:
+def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:
     """The exception to raise for a fetch that failed: of all ranks that have failed by now."""
     if group is None:
         return first
@@ -129,13 +143,17 @@ def _explained(refs: Sequence[ObjectRef], first: BaseException, group: RayWorker
             continue
         try:
             ray.get(ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            continue
         except Exception as error:  # noqa: BLE001  whatever a worker raised
-            failed.setdefault(worker.rank, error)
+            if not not_here_yet(error):
+                failed.setdefault(worker.rank, error)
     if not failed:
         return first
     shown = explained(dict(sorted(failed.items())), {worker.rank: worker for worker in known.values()})
     if isinstance(shown, WorkerFailureError):
         group._note_lost(shown.failures)
     return shown
+
+
+def not_here_yet(error: BaseException) -> bool:
+    """Whether Ray itself ran out of time; a worker's own GetTimeoutError comes as a RayTaskError too."""
+    return isinstance(error, ray.exceptions.GetTimeoutError) and not isinstance(error, ray.exceptions.RayTaskError)

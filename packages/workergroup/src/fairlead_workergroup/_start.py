@@ -10,9 +10,8 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ._bar import Bar
 from ._environment import WorkerEnvironment, worker_environment
 from ._failures import WorkerFacts, as_failure, remote_traceback
 from ._options import actor_options, recursive_merge_options
@@ -21,8 +20,6 @@ from ._worker_class import WorkerClass
 from .exceptions import WorkerStartError
 
 __all__ = ["WorkerPlan", "create", "plan_workers", "venv_variables", "wait_started"]
-
-QUIET_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def wait_started(
     rank_of = {ref: rank for rank, ref in enumerate(started)}
     answers: dict[int, dict[str, Any]] = {}
     pending = list(started)
-    with _Bar(name, len(started)) as bar:
+    with Bar(f"Starting {name}", len(started)) as bar:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=0.2)
             more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
@@ -141,7 +138,7 @@ def wait_started(
                     others = _others(answers, len(started), skip=rank)
                     raise _not_started(error, plans[rank], others) from error
             slow = sorted(rank_of[ref] for ref in pending)
-            bar.show(len(answers), slow)
+            bar.show(len(answers), waiting_for=slow)
             if pending and time.monotonic() - began >= timeout_s:
                 where = ", ".join(f"{plans[rank].facts}" for rank in slow[:8]) + (
                     " and others" if len(slow) > 8 else ""
@@ -171,35 +168,3 @@ def _others(answers: Mapping[int, object], total: int, *, skip: int) -> str:
         if waiting
         else ""
     )
-
-
-class _Bar:
-    """A progress bar on the terminal once the start takes over a second; it names the slow ranks."""
-
-    def __init__(self, name: str, total: int) -> None:
-        columns = (
-            TextColumn("Starting {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[slow]}"),
-        )
-        self._console = Console(stderr=True)
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(name, total=total, slow="")
-        self._began = time.monotonic()
-        self._shown = False
-
-    def show(self, done: int, slow: Sequence[int]) -> None:
-        names = ", ".join(map(str, slow[:8])) + (", ..." if len(slow) > 8 else "")
-        self._progress.update(self._task, completed=done, slow=f"waiting for ranks {names}" if slow else "")
-        if not self._shown and self._console.is_terminal and time.monotonic() - self._began > QUIET_S:
-            self._progress.start()
-            self._shown = True
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._progress.stop()

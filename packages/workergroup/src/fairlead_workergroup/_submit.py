@@ -1,36 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one way a call reaches workers: columns of arguments in, futures out."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ._arguments import Arguments
+from ._arguments import Arguments, Gathered
+from ._planning import Column
 from ._worker_class import Method
 
-__all__ = ["Column", "submit"]
+__all__ = ["Request", "requests", "submit"]
 
 
-@dataclass(frozen=True)
-class Column:
-    """One argument of a call, over all called workers.
+class Request(NamedTuple):
+    """What one worker is asked: a method of its host, and the arguments."""
 
-    Attributes:
-        values: the distinct values.
-        index: which of them each called worker gets, -1 for None; None if all get the only one.
+    method: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+def requests(
+    count: int,
+    method: Method,
+    args: Sequence[Column],
+    kwargs: Mapping[str, Column],
+    *,
+    answers: Sequence[bool] | None,
+    arguments: Arguments,
+) -> Iterator[Request]:
+    """What each of `count` workers is asked, in order; values that have to be stored are stored first.
+
+    Raises:
+        TypeError: the method does not take these arguments; nothing has been stored.
     """
+    method.check(args, kwargs)
+    columns = [column.mapped(arguments.prepared) for column in (*args, *kwargs.values())]
+    names = list(kwargs)
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    rows = zip(*(column.over(count) for column in columns), strict=True) if columns else [()] * count
+    for at, row in enumerate(rows):
+        name = method.name
+        mine, named = list(row[: len(args)]), dict(zip(names, row[len(args) :], strict=True))
+        if gathers:
+            flat = _flattened(mine, named)
+            # A method of a host that streams must be a generator itself.
+            name, mine, named = f"_fairlead_gathered_{method.result}", [method.name, *flat], {}
+        if answers is not None and not answers[at]:
+            name, mine = "_fairlead_silent", [name, *mine]
+        yield Request(name, mine, named)
 
-    values: Sequence[Any]
-    index: Sequence[int] | None = None
 
-    def prepared(self, arguments: Arguments) -> "Column":
-        return Column([arguments.prepared(value) for value in self.values], self.index)
+def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """A plan of the arguments, then every value of them by itself: Ray looks for references at the top only.
 
-    def of(self, at: int) -> Any:
-        """The value for the called worker number `at`."""
-        if self.index is None:
-            return self.values[0]
-        return None if self.index[at] < 0 else self.values[self.index[at]]
+    The plan has a (name or None, number of values or None) for each argument: None for one that is no list.
+    """
+    plan: list[tuple[str | None, int | None]] = []
+    flat: list[Any] = []
+    for name, value in (*((None, value) for value in args), *kwargs.items()):
+        several = isinstance(value, Gathered)
+        plan.append((name, len(value.refs) if several else None))
+        flat.extend(value.refs if several else [value])
+    return [plan, *flat]
 
 
 def submit(
@@ -56,16 +87,10 @@ def submit(
     Raises:
         TypeError: the method does not take these arguments; nothing has been stored or launched.
     """
-    method.check(args, kwargs)
     arguments = Arguments()
-    args = [column.prepared(arguments) for column in args]
-    kwargs = {name: column.prepared(arguments) for name, column in kwargs.items()}
-    futures = []
-    for at, handle in enumerate(handles):
-        mine = [column.of(at) for column in args]
-        named = {name: column.of(at) for name, column in kwargs.items()}
-        if answers is None or answers[at]:
-            futures.append(getattr(handle, method.name).remote(*mine, **named))
-        else:
-            futures.append(handle._fairlead_silent.remote(method.name, *mine, **named))
+    asked = requests(len(handles), method, args, kwargs, answers=answers, arguments=arguments)
+    futures = [
+        getattr(handle, request.method).remote(*request.args, **request.kwargs)
+        for handle, request in zip(handles, asked, strict=True)
+    ]
     return futures, arguments

@@ -11,14 +11,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _host
+from . import _describe, _host, _loading, _record
 from ._failures import remote_traceback
 from .exceptions import WorkerStartError
 
 __all__ = ["Method", "WorkerClass", "check_python", "describe_class", "full_name", "shipped"]
 
 # A worker's Python needs nothing but Ray.
-ray.cloudpickle.register_pickle_by_value(_host)
+for _module in (_host, _describe, _loading, _record):
+    ray.cloudpickle.register_pickle_by_value(_module)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Method:
     name: str
     kind: str
     signature: inspect.Signature | None
+
+    @property
+    def result(self) -> str:
+        """What a call gives: "value", or "items" one after the other."""
+        return "items" if self.kind in ("generator", "async_generator") else "value"
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments the method does not take, before any worker is asked.
@@ -53,6 +59,7 @@ class WorkerClass:
         methods: its public methods.
         options: what its own `@ray.remote(...)` or `_default_options` asks for.
         configurations: what its `configure_worker` answered for each worker; None if it has none.
+        concurrent: whether its async methods are to overlap.
     """
 
     target: str | bytes
@@ -60,6 +67,7 @@ class WorkerClass:
     methods: Mapping[str, Method]
     options: Mapping[str, Any] = field(default_factory=dict)
     configurations: Sequence[tuple[dict[str, Any], ...]] | None = None
+    concurrent: bool = False
 
     def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
         """(resources, env_vars, init_kwargs, runtime_env overrides) for one worker, empty where nothing was said."""
@@ -70,7 +78,8 @@ class WorkerClass:
     @cached_property
     def actor_class(self) -> Any:
         """The generated Ray actor class that hosts it."""
-        return ray.remote(_host.host_class(self.name, {m.name: m.kind for m in self.methods.values()}))
+        kinds = {method.name: method.kind for method in self.methods.values()}
+        return ray.remote(_host.host_class(self.name, kinds, concurrent=self.concurrent))
 
     def method(self, name: str) -> Method:
         """A public method by name.
@@ -124,6 +133,7 @@ def describe_class(
     node_id: str,
     runtime_env: Mapping[str, Any] | None,
     timeout_s: float,
+    concurrent: bool = False,
 ) -> WorkerClass:
     """Look at a class: here if it is an object, by one short task if it is a name.
 
@@ -133,6 +143,7 @@ def describe_class(
         node_id: where the task runs.
         runtime_env: what the workers will run in.
         timeout_s: how long the task may take.
+        concurrent: whether its async methods are to overlap.
 
     Raises:
         WorkerStartError: the class cannot be imported or configured where it would run.
@@ -140,7 +151,7 @@ def describe_class(
     """
     target = shipped(worker)
     if isinstance(worker, str):
-        task = ray.remote(_host.describe).options(
+        task = ray.remote(_describe.describe).options(
             num_cpus=0,
             max_retries=0,
             runtime_env=dict(runtime_env or {}) or None,
@@ -163,14 +174,14 @@ def describe_class(
         except ray.exceptions.RayError as error:
             raise WorkerStartError(f"looking at {worker!r} on node {node_id[:8]} failed: {error}") from error
     else:
-        told = _host.describe(worker, list(asks))
+        told = _describe.describe(worker, list(asks))
     if told["refused"]:
         raise ValueError(
             f"{told['name']}: {'; '.join(told['refused'])}: a worker of a group has plain, generator and async methods "
             "with one answer each. Remove the option, or create this actor by hand."
         )
     methods = {n: Method(n, kind, _signature(p)) for n, (kind, p) in told["methods"].items()}
-    return WorkerClass(target, told["name"], methods, told["options"], told["configurations"])
+    return WorkerClass(target, told["name"], methods, told["options"], told["configurations"], concurrent)
 
 
 def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Signature | None:
@@ -194,7 +205,7 @@ def check_python(python: str, node_ids: Sequence[str], *, timeout_s: float) -> N
         WorkerStartError: names each node where it does not, and what was found.
     """
     refs = {
-        node_id: ray.remote(_host.python_facts)
+        node_id: ray.remote(_describe.python_facts)
         .options(
             num_cpus=0,
             max_retries=0,
@@ -203,7 +214,7 @@ def check_python(python: str, node_ids: Sequence[str], *, timeout_s: float) -> N
         .remote(python)
         for node_id in dict.fromkeys(node_ids)
     }
-    wanted = _host.python_facts()
+    wanted = _describe.python_facts()
     try:
         answers = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
     except ray.exceptions.RayError as error:

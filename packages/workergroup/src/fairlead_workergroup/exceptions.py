@@ -7,7 +7,20 @@ A user's own exception is not among them: it reaches the caller with its own typ
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["RemoteError", "WorkerFailure", "WorkerFailureError", "WorkerGroupError", "WorkerStartError"]
+__all__ = [
+    "CallCancelledError",
+    "CallTimeoutError",
+    "LateWorker",
+    "RemoteError",
+    "WorkerFailure",
+    "WorkerFailureError",
+    "WorkerGroupError",
+    "WorkerStartError",
+]
+
+
+# A message about thousands of workers has to stay readable.
+MOST_SHOWN = 16
 
 
 class WorkerGroupError(Exception):
@@ -20,7 +33,7 @@ class WorkerFailure:
 
     Attributes:
         rank: its number in the group.
-        kind: "killed", "node-lost", "out-of-memory", "preempted" or "start-failed".
+        kind: "killed", "node-lost", "out-of-memory", "preempted", "start-failed" or "cancelled".
         coords: its coordinates, by axis.
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
@@ -55,6 +68,82 @@ class WorkerFailureError(WorkerGroupError):
         lost = "\n".join(f"  {failure}" for failure in self.failures)
         remedy = self.remedy or "Look at the logs of these workers; shut the group down and start it again."
         return f"{len(self.failures)} worker(s) lost:\n{lost}\n{remedy}"
+
+
+@dataclass(frozen=True)
+class LateWorker:
+    """A worker that had not finished its part of a call in time.
+
+    Attributes:
+        rank: its number in the group.
+        coords: its coordinates, by axis.
+        node_id: Ray's id of the node it runs on.
+        pid: its process there.
+        method: what it is running now: the method that was called, an earlier one, or None when it is idle or cannot
+            be looked at.
+        running_s: seconds since it started that.
+    """
+
+    rank: int
+    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
+    node_id: str = ""
+    pid: int = 0
+    method: str | None = None
+    running_s: float = 0.0
+
+    def __str__(self) -> str:
+        doing = f": in {self.method!r} for {self.running_s:.1f} s" if self.method else ""
+        return f"rank {self.rank}{_at(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
+
+
+class CallTimeoutError(WorkerGroupError, TimeoutError):
+    """Workers had not finished a call by its deadline, or in the time its caller wanted to wait.
+
+    The call goes on, and nothing of it is lost: its result can be asked for again. You do not get this when a worker
+    is dead.
+
+    Attributes:
+        method: what they were called for.
+        waited_s: seconds since the call was made.
+        called: how many workers were called.
+        late: those that are not done.
+    """
+
+    def __init__(self, method: str, waited_s: float, called: int, late: tuple[LateWorker, ...]) -> None:
+        super().__init__(method, waited_s, called, late)
+        self.method = method
+        self.waited_s = waited_s
+        self.called = called
+        self.late = late
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # An OSError, which a TimeoutError is, keeps only two of its arguments.
+        return type(self), (self.method, self.waited_s, self.called, self.late)
+
+    def __str__(self) -> str:
+        shown = "".join(f"\n  {worker}" for worker in self.late[:MOST_SHOWN])
+        more = f"\n  and {len(self.late) - MOST_SHOWN} others" if len(self.late) > MOST_SHOWN else ""
+        return (
+            f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
+            f"called {self.waited_s:.1f} s ago:{shown}{more}\nThe call goes on: ask for its result again, or cancel it."
+        )
+
+
+class CallCancelledError(WorkerGroupError):
+    """A call was cancelled before all of its workers had finished it.
+
+    Attributes:
+        method: what they were called for.
+        ranks: those that had not finished.
+    """
+
+    def __init__(self, method: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(method, ranks)
+        self.method = method
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return f"the call of {self.method!r} was cancelled before rank(s) {', '.join(map(str, self.ranks))} finished it"
 
 
 class WorkerStartError(WorkerGroupError):

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a wait ends."""
+
+import math
+import time
+from dataclasses import dataclass
+
+__all__ = ["Deadline", "check_timeout"]
+
+
+def check_timeout(name: str, seconds: float | None) -> float | None:
+    """A number of seconds, or None for no limit.
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+        TypeError: it is no number at all.
+    """
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, or None for no limit, got {seconds!r}")
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment of `time.monotonic()`, or never.
+
+    >>> Deadline.after(None).left(), Deadline.after(None).left(at_most=5.0)
+    (None, 5.0)
+    """
+
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> "Deadline":
+        """So many seconds from now."""
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    def sooner(self, other: "Deadline") -> "Deadline":
+        """Whichever comes first."""
+        moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
+        return Deadline(min(moments, default=None))
+
+    def left(self, at_most: float | None = None) -> float | None:
+        """Seconds until then, 0 afterwards, and not more than `at_most`; None: for ever."""
+        if self.at is None:
+            return at_most
+        left = max(0.0, self.at - time.monotonic())
+        return left if at_most is None else min(left, at_most)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is over; a wait may end a little early."""
+        return self.at is not None and time.monotonic() >= self.at - 0.001

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a user's class, or an interpreter, is looked at where workers will run.
+
+Shipped by value, as `_host` is: the standard library and Ray only.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from ._loading import found, undecorated
+
+__all__ = ["describe", "python_facts"]
+
+
+def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """What the driver has to know of a class that it may not be able to import, as plain data.
+
+    `asks` are keyword arguments for the class's `configure_worker`, one dict per worker. Returned are the class's
+    short name, its public methods (kind and parameters), the default options of `@ray.remote` or of a
+    `_default_options` attribute, what it uses that workers of a group cannot have, and the configurations.
+    """
+    decorated = found(target)
+    cls = undecorated(decorated)
+    methods: dict[str, tuple[str, Any]] = {}
+    refused: list[str] = []
+    for name in dir(cls):
+        member = inspect.getattr_static(cls, name)
+        function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        if name.startswith("_") or not inspect.isroutine(function):
+            continue
+        methods[name] = (
+            _kind(function),
+            _parameters(getattr(cls, name), bound=isinstance(member, (staticmethod, classmethod))),
+        )
+        refused += [
+            f"{name} uses @ray.method({option}=...)"
+            for option in ("num_returns", "concurrency_group")
+            if getattr(function, f"__ray_{option}__", None) is not None
+        ]
+    options = dict(getattr(decorated, "_default_options", None) or {})
+    if options.get("concurrency_groups"):
+        refused.append("@ray.remote(concurrency_groups=...)")
+    configure = getattr(cls, "configure_worker", None)
+    return {
+        "name": cls.__name__,
+        "methods": methods,
+        "options": options,
+        "refused": refused,
+        "configurations": None if configure is None else [_configure(configure, ask) for ask in asks],
+    }
+
+
+def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    accepted = inspect.signature(configure).parameters
+    everything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    answer = configure(**{name: value for name, value in ask.items() if everything or name in accepted})
+    if not isinstance(answer, tuple) or len(answer) not in (3, 4):
+        raise TypeError(
+            "configure_worker must return (resources, env_vars, init_kwargs) or these and runtime_env overrides, "
+            f"got {answer!r}"
+        )
+    return tuple(dict(part or {}) for part in answer)
+
+
+def _kind(function: Any) -> str:
+    if inspect.isasyncgenfunction(function):
+        return "async_generator"
+    if inspect.iscoroutinefunction(function):
+        return "async"
+    return "generator" if inspect.isgeneratorfunction(function) else "plain"
+
+
+def _parameters(function: Any, bound: bool) -> Any:
+    """(name, kind, required) of each parameter but `self`; None when Python cannot tell.
+
+    Of the function that is really called: what a decorator wraps may take other parameters than the decorator.
+    """
+    try:
+        parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    return [(p.name, int(p.kind), p.default is p.empty) for p in parameters[0 if bound else 1 :]]
+
+
+def python_facts(python: str | None = None) -> tuple[str, str | None]:
+    """(version of Python, version of Ray) of an interpreter on this machine; of this one when None."""
+    if python is None:
+        return ".".join(map(str, sys.version_info[:2])), ray.__version__
+    code = (
+        "import sys, importlib.metadata as m\n"
+        "print('.'.join(map(str, sys.version_info[:2])))\n"
+        "try: print(m.version('ray'))\n"
+        "except m.PackageNotFoundError: print('')"
+    )
+    try:
+        # Without the parent's PYTHON* variables: they are not what the worker will run with.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}", None
+    if done.returncode:
+        return f"exit status {done.returncode}: {done.stderr[-2000:]}", None
+    version, ray_version = done.stdout.split("\n")[:2]
+    return version, ray_version

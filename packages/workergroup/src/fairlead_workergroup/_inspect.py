@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at workers from outside, through the agents of their nodes: one request a node."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRefGenerator
+
+from fairlead_placement import run_on_nodes
+
+from . import _records
+from ._failures import WorkerFacts
+from ._ray_private import task_of_ref
+from .exceptions import LateWorker
+
+__all__ = ["cancelled", "late_workers", "looked_at"]
+
+logger = logging.getLogger(__name__)
+ray.cloudpickle.register_pickle_by_value(_records)
+
+# Agents answer in milliseconds; an answer that takes longer is not worth a caller's time.
+ANSWER_S = 10.0
+
+
+def looked_at(
+    workers: Sequence[WorkerFacts], function: Callable[..., Any], what: Callable[[WorkerFacts], Any]
+) -> list[Any]:
+    """Apply a function to something of each worker, on the workers' nodes.
+
+    Args:
+        workers: whom.
+        function: takes the list of what belongs to a node's workers, and returns a list as long.
+        what: of each worker.
+
+    Returns:
+        The results in the order of `workers`; None for the workers of a node that did not answer.
+    """
+    by_node: dict[str, list[int]] = {}
+    for at, worker in enumerate(workers):
+        by_node.setdefault(worker.node_id, []).append(at)
+    living = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    asks = {
+        node_id: ([what(workers[at]) for at in members],) for node_id, members in by_node.items() if node_id in living
+    }
+    found: list[Any] = [None] * len(workers)
+    for node_id, answers in run_on_nodes(function, asks, timeout_s=ANSWER_S).items():
+        if isinstance(answers, Exception):
+            logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
+            continue
+        for at, answer in zip(by_node[node_id], answers, strict=True):
+            found[at] = answer
+    return found
+
+
+def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
+    """Who these are, and what each is doing now."""
+    records: list[Mapping[str, Any] | None] = looked_at(workers, _records.read_records, lambda worker: worker.process)
+    return tuple(
+        LateWorker(
+            worker.rank,
+            worker.coords,
+            worker.node_id,
+            worker.pid,
+            method=None if record is None else record["method"],
+            running_s=0.0 if record is None else record["running_s"],
+        )
+        for worker, record in zip(workers, records, strict=True)
+    )
+
+
+def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
+    """Give up a worker's part of a call each, by its future; the ranks that had started it and run on.
+
+    Ray drops the value of what is cancelled, and cancels coroutines. A method that is queued behind another one it
+    would still run: that is kept from starting by the worker's own record.
+    """
+    tasks = {}
+    for worker, future in calls:
+        ray.cancel(future)
+        end = future.completed() if isinstance(future, ObjectRefGenerator) else future
+        tasks[worker.rank] = (worker.process, task_of_ref(end))
+    workers = [worker for worker, _ in calls]
+    running = looked_at(workers, _records.cancel_tasks, lambda worker: tasks[worker.rank])
+    return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

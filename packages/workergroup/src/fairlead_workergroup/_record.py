@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker is doing, in a page of memory that another process of its node can read at any moment.
+
+The worker writes a few numbers at the start and the end of each method; nobody has to answer for them to be read, so
+they can be read while it hangs. The page is an anonymous file (`memfd_create`) found among the worker's open files, so
+that nothing is left behind however the worker ends. Shipped by value: the standard library and Ray only.
+"""
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+__all__ = ["OverlappingRecord", "Record", "open_record", "read_record", "write_cancelled"]
+
+NAME = "fairlead-worker"
+# Formats are text: a struct.Struct in a module shipped by value does not pickle.
+# Version, calls, method (an index, -1 when idle), started, last progress, step, task, version again.
+STATE = "<QQqddq24sQ"
+STATE_AT = 0
+# Length, then UTF-8.
+MESSAGE_AT, MESSAGE_BYTES = 128, 256
+# How many tasks have been cancelled so far, then the last of them in a ring.
+CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 512, 512, 24
+# Length, then JSON: the methods' names, and the signal that makes the worker write its stacks (0: none).
+ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * TASK_BYTES
+NO_STEP = -(2**63)
+IDLE = -1
+
+
+class Record:
+    """The worker's own side: it writes, and looks whether what it starts has been cancelled.
+
+    Args:
+        methods: names, by the number that `begin` is given.
+        dump_signal: what makes this process write its stacks; 0: nothing does.
+    """
+
+    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
+        about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
+        size = ABOUT_AT + 8 + len(about)
+        self._file = os.memfd_create(NAME)
+        os.ftruncate(self._file, size)
+        self._page = mmap.mmap(self._file, size)
+        struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
+        self._page[ABOUT_AT + 8 : size] = about
+        self._seen = self._page[CANCELLED_AT : CANCELLED_AT + 8]
+        self._task = _task_reader()
+        self._calls = 0
+        self._step = NO_STEP
+        self._now: tuple[int, float, bytes] = (IDLE, 0.0, b"")
+        self._write(time.monotonic())
+
+    def begin(self, method: int) -> int:
+        """A method starts; returns what `end` is to be given.
+
+        Raises:
+            TaskCancelledError: this call was cancelled before it started.
+        """
+        started = time.monotonic()
+        self._calls += 1
+        self._now = (method, started, self._task())
+        self._write(started)
+        # Written before it is looked at, as the canceller writes before it reads: one of the two sees the other.
+        if self._page[CANCELLED_AT : CANCELLED_AT + 8] != self._seen and self._is_cancelled(self._now[2]):
+            self.end(0)
+            raise ray.exceptions.TaskCancelledError
+        return 0
+
+    def end(self, key: int) -> None:
+        """It has ended."""
+        self._now = (IDLE, 0.0, b"")
+        self._write(time.monotonic())
+
+    def progress(self, step: int | None = None, message: str | None = None) -> None:
+        """It goes on: a step, and a line of text for people."""
+        if step is not None:
+            self._step = step
+        if message is not None:
+            text = message.encode()[:MESSAGE_BYTES]
+            self._page[MESSAGE_AT : MESSAGE_AT + 8 + len(text)] = struct.pack("<Q", len(text)) + text
+        self._write(time.monotonic())
+
+    def _write(self, progressed: float) -> None:
+        method, started, task = self._now
+        version = self._calls
+        struct.pack_into(
+            STATE, self._page, STATE_AT, version, self._calls, method, started, progressed, self._step, task, version
+        )
+
+    def _is_cancelled(self, task: bytes) -> bool:
+        # Not noted as seen: calls queued behind this one may be in it too.
+        count = struct.unpack_from("<Q", self._page, CANCELLED_AT)[0]
+        kept = min(count, CANCELLED_KEPT) * TASK_BYTES
+        ring = self._page[CANCELLED_AT + 8 : CANCELLED_AT + 8 + kept]
+        return any(ring[at : at + TASK_BYTES] == task for at in range(0, kept, TASK_BYTES))
+
+
+class OverlappingRecord(Record):
+    """Of a worker whose async methods overlap: shows the one that has run longest."""
+
+    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
+        self._running: dict[int, tuple[int, float, bytes]] = {}
+        super().__init__(methods, dump_signal)
+
+    def begin(self, method: int) -> int:
+        """As of `Record`."""
+        super().begin(method)
+        key = self._calls
+        self._running[key] = self._now
+        self._show_longest()
+        return key
+
+    def end(self, key: int) -> None:
+        """As of `Record`."""
+        self._running.pop(key, None)
+        self._show_longest()
+
+    def _show_longest(self) -> None:
+        # Dicts keep the order of insertion: the first has run longest.
+        self._now = next(iter(self._running.values()), (IDLE, 0.0, b""))
+        self._write(time.monotonic())
+
+
+def _task_reader() -> Callable[[], bytes]:
+    """What tells the id of the task that runs: the public way costs twice as much, and every call pays for it."""
+    context = ray.get_runtime_context()
+    try:
+        worker: Any = ray._private.worker.global_worker
+        worker.current_task_id.binary()
+    except AttributeError:
+        return lambda: bytes.fromhex(context.get_task_id() or "")
+    return lambda: worker.current_task_id.binary()
+
+
+def open_record(pid: int) -> int | None:
+    """The record of a process of this machine, as an open file; None if it has none, or is gone."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME} "):
+                return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None  # it ended while it was looked at
+    return None
+
+
+def read_record(file: int) -> dict[str, Any]:
+    """What a record says, as plain data: method, running_s, since_progress_s, step, message, calls, task, dump_signal.
+
+    Times are seconds before now: the clock is this machine's.
+    """
+    state = struct.calcsize(STATE)
+    seen = b""
+    for _ in range(100):
+        # Written without a lock. What was read twice, with the same version at both ends, is whole.
+        before, seen = seen, os.pread(file, state, STATE_AT)
+        if seen == before and seen[:8] == seen[-8:]:
+            break
+    _, calls, method, started, progressed, step, task, _ = struct.unpack(STATE, seen)
+    now = time.monotonic()
+    about = json.loads(os.pread(file, _number(file, ABOUT_AT), ABOUT_AT + 8))
+    message = os.pread(file, _number(file, MESSAGE_AT), MESSAGE_AT + 8).decode(errors="ignore")
+    return {
+        "method": None if method == IDLE else about["methods"][method],
+        "running_s": 0.0 if method == IDLE else now - started,
+        "since_progress_s": now - progressed,
+        "step": None if step == NO_STEP else step,
+        "message": message,
+        "calls": calls,
+        "task": task,
+        "dump_signal": about["dump_signal"],
+    }
+
+
+def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
+    """Tell a worker that tasks which it may not have started yet are not to be run."""
+    count = _number(file, CANCELLED_AT)
+    for task in tasks:
+        os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * TASK_BYTES)
+        count += 1
+    os.pwrite(file, struct.pack("<Q", count), CANCELLED_AT)
+
+
+def _number(file: int, at: int) -> int:
+    number: int = struct.unpack("<Q", os.pread(file, 8, at))[0]
+    return number

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`map`: items over workers, one worker each."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError
+
+
+class Worker:
+    """Says who worked on what; slow, failing or dying for some items."""
+
+    def work(self, item):
+        kind, number = item
+        if kind == "slow" and os.environ["RANK"] == "0":
+            time.sleep(0.3)
+        if kind == "bad":
+            raise ValueError(f"bad item {number}")
+        if kind == "fatal" or (kind == "fatal to 1" and os.environ["RANK"] == "1"):
+            os._exit(1)
+        return number, int(os.environ["RANK"])
+
+    def done(self):
+        return True
+
+    def items(self, n):
+        yield n
+
+
+def made(**options) -> Iterator[RayWorkerGroup]:
+    with RayVirtualCluster([4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, **options) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def group(local_ray: None) -> Iterator[RayWorkerGroup]:
+    """Four workers, for the tests that leave them as they were."""
+    yield from made()
+
+
+def test_round_robin_in_order(group):
+    """By default item i goes to worker i modulo their number, and results come in the order of the items."""
+    assert list(group.map("work", [("easy", i) for i in range(10)])) == [(i, i % 4) for i in range(10)]
+
+
+def test_least_loaded(group):
+    """The next item goes to whoever is free: a slow worker does not hold the others up."""
+    results = list(group.map("work", [("slow", i) for i in range(24)], strategy="least_loaded", max_in_flight=1))
+    assert [number for number, _ in results] == list(range(24))
+    shares = Counter(rank for _, rank in results)
+    assert shares[0] < min(shares[rank] for rank in (1, 2, 3))
+
+
+def test_unordered(group):
+    """Unordered, results come as they are ready: all of them, a slow one later."""
+    results = list(group.map("work", [("slow", i) for i in range(8)], ordered=False))
+    assert sorted(number for number, _ in results) == list(range(8))
+    assert results[0][1] != 0
+
+
+def test_a_strategy_of_ones_own(group):
+    """A function of the loads chooses; what it may not return is refused."""
+    seen = []
+
+    def last(loads):
+        seen.append(loads)
+        return 3
+
+    assert {rank for _, rank in group.map("work", [("easy", i) for i in range(6)], strategy=last)} == {3}
+    assert {len(loads) for loads in seen} == {4}
+    assert max(loads[3] for loads in seen) == 2
+    for wrong in (4, -1, "0", True):
+        with pytest.raises(ValueError, match="the load balancing strategy returned"):
+            list(group.map("work", [("easy", 1)], strategy=lambda loads, wrong=wrong: wrong))
+
+
+def test_items_are_taken_as_they_are_needed(group):
+    """An endless iterator is fine: no more is taken than is in flight, and nothing is asked of workers before."""
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(len(taken))
+            yield ("easy", len(taken) - 1)
+
+    before = group.statistics().requests
+    results = group.map("work", endless(), max_in_flight=2)
+    assert (taken, group.statistics().requests) == ([], before)
+    assert [next(results)[0] for _ in range(20)] == list(range(20))
+    assert len(taken) <= 20 + 4 * 2 + 1
+    results.close()
+    assert group.call("done").result() == [True] * 4
+
+
+def test_an_error(group):
+    """A worker's exception ends the map at its item, which a note names; the group works on."""
+    results = group.map("work", [("easy", 0), ("bad", 1), ("easy", 2)])
+    assert next(results) == (0, 0)
+    with pytest.raises(ValueError, match="bad item 1") as caught:
+        next(results)
+    assert caught.value.__notes__[-1] == "item 1 of map('work')"
+    assert group.call("done").result() == [True] * 4
+
+
+def test_on_a_view(group):
+    """A view maps over its own workers."""
+    results = group.at(worker=slice(1, 3)).map("work", [("easy", i) for i in range(4)])
+    assert [rank for _, rank in results] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error"),
+    [
+        ("nothing", {}, AttributeError),
+        ("done", {}, TypeError),
+        ("items", {}, TypeError),
+        ("work", {"max_in_flight": 0}, ValueError),
+        ("work", {"max_in_flight": 1.5}, ValueError),
+        ("work", {"strategy": "fastest"}, ValueError),
+        ("work", {"timeout": -1}, ValueError),
+    ],
+)
+def test_bad_arguments(group, method, options, error):
+    """Refused when asked for, not at the first item."""
+    with pytest.raises(error):
+        group.map(method, [1], **options)
+
+
+def test_a_deadline(group):
+    """An item that takes longer than its timeout ends the map."""
+    with pytest.raises(CallTimeoutError, match="in 'work'"):
+        list(group.map("work", [("slow", 0)], timeout=0.1))
+
+
+def test_leaders_of_tied_groups(local_ray):
+    """With tied groups, the first worker of each takes part."""
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]) as group,
+    ):
+        assert {rank for _, rank in group.map("work", [("easy", i) for i in range(6)])} == {0, 2}
+
+
+def test_a_dead_workers_items(local_ray):
+    """With enable_load_balancing the others take over, also what is handed out later; without it that is the end."""
+    items = [("easy", 0), ("fatal to 1", 1), *(("easy", i) for i in range(2, 12))]
+    for group in made(enable_load_balancing=True):
+        results = list(group.map("work", items, strategy="round_robin"))
+        assert [number for number, _ in results] == list(range(12))
+        assert 1 not in {rank for _, rank in results}
+        assert [number for number, _ in group.map("work", items)] == list(range(12))
+    for group in made():
+        with pytest.raises(WorkerFailureError, match="rank 1") as caught:
+            list(group.map("work", items))
+        assert caught.value.__notes__[-1] == "item 1 of map('work'); workers lost with it: 1"
+
+
+def test_an_item_that_kills(local_ray):
+    """An item that takes its worker with it is given up before it has taken them all."""
+    for group in made(enable_load_balancing=True, load_balancing_strategy="least_loaded"):
+        with pytest.raises(WorkerFailureError) as caught:
+            list(group.map("work", [("fatal", 0)]))
+        assert caught.value.__notes__[-1].endswith("workers lost with it: 3")
+        assert len([o for o in group.at(worker=slice(0, 4)).ranks if o not in group._lost]) == 1

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of memory that says what a worker is doing, read by other processes at any moment."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import ray
+
+from fairlead_workergroup._host import start_tick
+from fairlead_workergroup._record import (
+    CANCELLED_KEPT,
+    OverlappingRecord,
+    Record,
+    open_record,
+    read_record,
+    write_cancelled,
+)
+
+
+@pytest.fixture
+def record(local_ray, monkeypatch):
+    """A record of this process, whose task is what the test says it is."""
+    record = Record(["__init__", "work"])
+    record.task = b"t" * 24
+    monkeypatch.setattr(record, "_task", lambda: record.task)
+    yield record
+    record._page.close()
+    os.close(record._file)
+
+
+def read(record):
+    return read_record(record._file)
+
+
+def test_what_it_says(record):
+    """Idle, busy with a method, its progress, idle again; times are seconds before now."""
+    assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)
+    key = record.begin(1)
+    told = read(record)
+    assert (told["method"], told["calls"], told["task"]) == ("work", 1, b"t" * 24)
+    assert 0 <= told["running_s"] < 60
+    record.progress(step=7, message="läuft")
+    told = read(record)
+    assert (told["method"], told["step"], told["message"]) == ("work", 7, "läuft")
+    assert told["since_progress_s"] <= told["running_s"]
+    record.progress(message="x" * 1000)
+    assert read(record)["message"] == "x" * 256
+    record.end(key)
+    assert (read(record)["method"], read(record)["running_s"], read(record)["step"]) == (None, 0.0, 7)
+
+
+def test_a_cancelled_call_does_not_start(record):
+    """A task in the list is refused, however many are in it; others run."""
+    write_cancelled(record._file, [i.to_bytes(24, "little") for i in range(CANCELLED_KEPT)])
+    record.end(record.begin(1))
+    write_cancelled(record._file, [b"t" * 24])
+    for _ in range(2):
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            record.begin(1)
+        assert read(record)["method"] is None
+    record.task = b"u" * 24
+    record.end(record.begin(1))
+
+
+def test_overlapping_calls(local_ray, monkeypatch):
+    """The one that has run longest is shown, in whatever order they end."""
+    record = OverlappingRecord(["__init__", "one", "two", "three"])
+    keys = [record.begin(number) for number in (1, 2, 3)]
+    assert read(record)["method"] == "one"
+    record.end(keys[1])
+    record.end(keys[0])
+    assert read(record)["method"] == "three"
+    record.end(keys[2])
+    assert read(record)["method"] is None
+
+
+def test_read_from_outside_while_it_is_written(local_ray):
+    """Another process finds it by pid alone, and what it reads is whole; when the writer is gone, so is the record."""
+    writer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent("""
+                import ray
+                from fairlead_workergroup._record import Record
+                record = Record(["__init__", "work"])
+                task = b""
+                record._task = lambda: task
+                print("ready", flush=True)
+                i = 0
+                while True:
+                    i += 1
+                    task = i.to_bytes(24, "little")
+                    key = record.begin(1)
+                    record._step = i
+                    record.progress()
+                    record.end(key)
+            """),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert writer.stdout.readline() == b"ready\n"
+        file = open_record(writer.pid)
+        busy = 0
+        for _ in range(20_000):
+            told = read_record(file)
+            if told["method"] is not None and int.from_bytes(told["task"], "little"):
+                busy += 1
+                # The number is in three places, which are written together.
+                assert int.from_bytes(told["task"], "little") == told["calls"]
+                assert told["step"] is None or told["calls"] - 1 <= told["step"] <= told["calls"]
+        assert busy > 100
+    finally:
+        writer.kill()
+        writer.communicate()
+    os.close(file)
+    assert open_record(writer.pid) is None
+    assert start_tick(writer.pid) == -1
+    assert open_record(os.getppid()) is None  # no worker
