@@ -69,8 +69,10 @@ def multihost(session: nox.Session) -> None:
 @nox.session
 def interop(session: nox.Session) -> None:
     """What touches torch, or Ray's metrics, without needing them: tests that skip where they are not installed."""
-    install(session, package("sharding"), package("placement", "[metrics]"), *test_requirements("placement"), "torch")
+    packages = package("sharding"), package("placement", "[metrics]"), package("workergroup", "[torch]")
+    install(session, *packages, *test_requirements("placement"), "torch", "scikit-learn")
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
+    session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
     files = [f"packages/placement/tests/test_{name}.py" for name in ("ports", "usage")]
     session.run("pytest", *files, "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
 
@@ -94,9 +96,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy, strict, over every package."""
+    """mypy, strict, over every package, and over usage of them."""
     install(session, "mypy", *map(package, SIBLINGS))
-    session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS))
+    session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests")
 
 
 @nox.session

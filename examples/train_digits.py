@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
 
 PIXELS, CLASSES = 64, 10
 
@@ -35,20 +35,16 @@ class DigitsWorker:
         torch.set_num_threads(1)
         self.hidden, self.lr = hidden, lr
 
-    def connect(self, groups: dict[str, list[list[int]]], tp_rank: int) -> None:
+    def connect(self) -> None:
         """Join the group, and the sub-group of each axis; build this worker's part of the model."""
         import torch
-        import torch.distributed as dist
 
-        # RANK, WORLD_SIZE, MASTER_ADDR and the leased MASTER_PORT are in the environment.
-        dist.init_process_group("gloo")
-        self.axis = {}
-        for axis, members in groups.items():
-            for ranks in members:  # torch wants every rank to make every group
-                made = dist.new_group(ranks)
-                if dist.get_rank() in ranks:
-                    self.axis[axis] = made
-        tp = dist.get_world_size(self.axis["tp"])
+        from fairlead_workergroup.torch import axis_group, init_process_group
+
+        init_process_group()
+        worker = current_worker()
+        self.axis = {axis: axis_group(axis) for axis in worker.sharding.names}
+        tp, tp_rank = worker.sharding.get_axis_size("tp"), worker.coords["tp"]
         mine = slice(tp_rank * self.hidden // tp, (tp_rank + 1) * self.hidden // tp)
         torch.manual_seed(0)  # the same full matrices everywhere, of which each worker keeps its part
         inner, outer = torch.nn.Linear(PIXELS, self.hidden), torch.nn.Linear(self.hidden, CLASSES)
@@ -100,9 +96,9 @@ class DigitsWorker:
             return int((self._logits(x).argmax(dim=1) == y).sum())
 
     def disconnect(self) -> None:
-        import torch.distributed as dist
+        from fairlead_workergroup.torch import destroy
 
-        dist.destroy_process_group()
+        destroy()
 
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -119,7 +115,6 @@ def shards(x: np.ndarray, y: np.ndarray, dp: int) -> list[tuple[np.ndarray, np.n
 
 def train(group: RayWorkerGroup, *, dp: int, epochs: int, batch_size: int = 96) -> float:
     """Train, and return the accuracy on the test set."""
-    over_dp = {"in_sharded_axes": ["dp"], "replicate_on_axes": ["tp"], "output_is_replicated": ["tp"]}
     (x, y), (test_x, test_y) = digits()
     rng = np.random.default_rng(1)
     losses: list[float] = []
@@ -127,11 +122,11 @@ def train(group: RayWorkerGroup, *, dp: int, epochs: int, batch_size: int = 96) 
         order = rng.permutation(len(x))
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            future = group.run_all_workers_sharded_data("step", batch=shards(x[chosen], y[chosen], dp), **over_dp)
-            losses = group.get_all_worker_results(future)
+            batches = Shard(shards(x[chosen], y[chosen], dp), "dp")
+            losses = group.call("step", batches, collect="dp").result()
     print("last loss per dp coordinate:", ", ".join(f"{loss:.3f}" for loss in losses))
-    future = group.run_all_workers_sharded_data("correct", batch=shards(test_x, test_y, dp), **over_dp)
-    return sum(group.get_all_worker_results(future)) / len(test_x)
+    call = group.call("correct", Shard(shards(test_x, test_y, dp), "dp"), collect="dp")
+    return sum(call.result()) / len(test_x)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,11 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             builder = RayWorkerBuilder(DigitsWorker, hidden=options.hidden, lr=3e-3)
             with RayWorkerGroup(cluster, builder, name_prefix="digits", sharding_annotations=axes) as group:
                 cluster.print_cluster_grid(group)
-                tp_ranks = [group.sharding_annotations.get_worker_coords(rank)["tp"] for rank in range(axes.size)]
-                groups = {axis: axes.groups(axis) for axis in axes.names}
-                group.get_all_worker_results(
-                    group.run_all_workers_multiple_data("connect", tp_rank=tp_ranks, common_kwargs={"groups": groups})
-                )
+                group.call("connect").result()
                 accuracy = train(group, dp=options.dp, epochs=options.epochs)
                 print(group.statistics())
                 group.shutdown(cleanup_method="disconnect")

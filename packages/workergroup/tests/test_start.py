@@ -13,7 +13,7 @@ import ray
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError, current_worker, report_progress
 
 
 class Slow:
@@ -212,19 +212,47 @@ class TestFacts:
             def facts(self):
                 return sys.modules["_fairlead_worker"].facts
 
+            def current(self):
+                report_progress(step=1, message="asked")
+                return current_worker()
+
         axes = NamedSharding.from_shape(dp=2, tp=4)
         with RayWorkerGroup(cluster, Curious, name_prefix="c", sharding_annotations=axes) as group:
             facts = answers(group, "facts")[6]
             port = str(group.master_port)
-        assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "axes")} == {
+            told = group.call("current", collect=()).result()
+        assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "layout")} == {
             "rank": 6,
             "world_size": 8,
             "name": "c-0-6",
             "coords": {"dp": 1, "tp": 2},
-            "axes": {"dp": 2, "tp": 4},
+            "layout": axes.to_dict(),
         }
+        assert (told.rank, told.coords, told.sharding, told.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
         assert facts["communication_backend"] == "gloo"
         assert facts["env"]["MASTER_PORT"] == port
+
+    def test_of_a_permuted_layout(self, cluster):
+        """A layout that grows with the group is stored once, not sent to each worker; all read it."""
+
+        class Curious:
+            def current(self):
+                return current_worker()
+
+        axes = NamedSharding([[5, 1, 6, 2], [0, 7, 3, 4]], ["dp", "tp"])
+        with RayWorkerGroup(cluster, Curious, sharding_annotations=axes) as group:
+            puts = group.statistics().puts
+            told = group.call("current").result()
+        assert [worker.sharding for worker in told] == [axes] * 8
+        assert told[7].coords == {"dp": 1, "tp": 1}
+        with RayWorkerGroup(cluster, Curious, sharding_annotations=NamedSharding.from_shape(dp=2, tp=4)) as group:
+            assert group.statistics().puts == puts - 1
+
+    def test_outside_a_worker(self):
+        """There is no current worker; reporting progress does nothing, so that code runs without a group."""
+        with pytest.raises(RuntimeError, match="runs no worker"):
+            current_worker()
+        assert report_progress(step=3) is None
 
 
 class TestManyGroups:

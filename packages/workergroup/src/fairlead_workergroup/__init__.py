@@ -20,6 +20,7 @@
 
 from ._builder import RayWorkerBuilder
 from ._call import Call
+from ._current import CurrentWorker, current_worker, report_progress
 from ._explain import CallExplanation
 from ._group import RayWorkerGroup
 from ._marks import PerWorker, Shard
@@ -47,6 +48,7 @@ __all__ = [
     "CallExplanation",
     "CallStatistics",
     "CallTimeoutError",
+    "CurrentWorker",
     "GroupStatistics",
     "GroupView",
     "LateWorker",
@@ -61,5 +63,7 @@ __all__ = [
     "WorkerFailureError",
     "WorkerGroupError",
     "WorkerStartError",
+    "current_worker",
     "recursive_merge_options",
+    "report_progress",
 ]

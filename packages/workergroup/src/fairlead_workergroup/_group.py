@@ -21,6 +21,7 @@ from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
 from ._call import Call
 from ._classic import ClassicCalls
+from ._compression import check_compression
 from ._deadline import check_timeout
 from ._environment import check_env_vars
 from ._failures import WorkerFacts
@@ -61,6 +62,8 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         enable_load_balancing: what `map` has given to a worker that dies goes to the others.
         load_balancing_strategy: who gets the next item of `map`: "round_robin", "least_loaded", or a function of the
             number of items each worker has now, that returns which of them.
+        enable_gradient_compression: what `fairlead_workergroup.torch.wrap_ddp` uses in the workers: True or "fp16",
+            "bf16", "powersgd", or False for none.
         call_timeout_s: seconds that a `call` may take when it says nothing else; None: no limit.
         start_timeout_s: how long all constructors together may take.
 
@@ -93,6 +96,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         async_communication: bool = False,
         enable_load_balancing: bool = False,
         load_balancing_strategy: Strategy = "round_robin",
+        enable_gradient_compression: bool | str = False,
         call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -104,6 +108,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
         self._load_balancing_strategy = check_strategy(load_balancing_strategy)
         self._enable_load_balancing = enable_load_balancing
+        self._gradient_compression = check_compression(enable_gradient_compression)
         slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
@@ -165,6 +170,9 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         arguments = Arguments()
         args = [arguments.prepared(value) for value in builder.args]
         target = arguments.prepared(self._class.target)
+        layout = self.sharding_annotations.to_dict()
+        if "ranks" in layout:  # as many as there are workers: stored once, not sent to each
+            layout = arguments.prepared(layout)
         started = []
         for plan, actor in zip(plans, self._held.workers, strict=True):
             kwargs = {n: arguments.prepared(v) for n, v in {**builder.kwargs, **plan.init_kwargs}.items()}
@@ -173,8 +181,10 @@ class RayWorkerGroup(ClassicCalls, Addressed):
                 "world_size": self.world_size,
                 "name": plan.place.name,
                 "coords": dict(plan.coords),
-                "axes": self.sharding_annotations.shape,
+                "incarnation": 0,
                 "communication_backend": getattr(self.cluster, "communication_backend", None),
+                "gradient_compression": self._gradient_compression,
+                "layout": layout,
                 "env": {**plan.environment.variables, "MASTER_PORT": str(self.master_port)},
                 "path": list(plan.environment.path),
             }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inside a worker: who it is, and how it says that it gets on."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fairlead_sharding import NamedSharding
+
+__all__ = ["CurrentWorker", "current_worker", "report_progress"]
+
+
+@dataclass(frozen=True)
+class CurrentWorker:
+    """What the worker that this process runs knows of itself.
+
+    Attributes:
+        rank: its number in the group.
+        world_size: how many there are.
+        name: its name, as in `worker_metadata`.
+        coords: its coordinates, by axis.
+        incarnation: how often its rank has been started before.
+        communication_backend: what the cluster says workers are to communicate with: "nccl", "gloo", or None.
+        gradient_compression: what `wrap_ddp` is to use: "fp16", "bf16", "powersgd", or None.
+        layout: the group's sharding as plain data.
+    """
+
+    rank: int
+    world_size: int
+    name: str
+    coords: Mapping[str, int]
+    incarnation: int
+    communication_backend: str | None
+    gradient_compression: str | None
+    layout: Mapping[str, Any]
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        """The axes of the group over its ranks: peers, neighbours, groups along axes."""
+        return NamedSharding.from_dict(self.layout)
+
+
+def current_worker() -> CurrentWorker:
+    """Who the worker is that this process runs, for code that is called by one of its methods.
+
+    Raises:
+        RuntimeError: this process runs no worker of a group.
+
+    >>> current_worker()
+    Traceback (most recent call last):
+    RuntimeError: this process runs no worker of a RayWorkerGroup; call this from a worker's method
+    """
+    facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
+    if "rank" not in facts:
+        raise RuntimeError("this process runs no worker of a RayWorkerGroup; call this from a worker's method")
+    return CurrentWorker(**{name: facts[name] for name in CurrentWorker.__dataclass_fields__})
+
+
+def report_progress(step: int | None = None, message: str | None = None) -> None:
+    """Say that this worker gets on: a method that runs for long without is taken for stuck.
+
+    Costs about a microsecond and asks nobody. Outside a worker it does nothing, so that code runs unchanged without a
+    group.
+
+    Args:
+        step: a number that grows, such as the training step; shown until there is another.
+        message: a line for people; what does not fit in 256 bytes is cut off.
+    """
+    record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
+    if record is not None:
+        record.progress(step, message)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch helpers, on real process groups; skipped without torch."""
+
+import numpy as np
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, Shard, current_worker
+
+pytest.importorskip("torch", reason="the torch helpers need torch")
+datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with scikit-learn")
+
+
+class Member:
+    """Joins, and reduces along axes."""
+
+    def join(self):
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import init_process_group
+
+        init_process_group(timeout_s=60)
+        return dist.get_backend(), dist.get_rank(), dist.get_world_size()
+
+    def sum_along(self, *axes):
+        import torch
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import axis_group
+
+        value = torch.tensor([float(current_worker().rank)])
+        dist.all_reduce(value, group=axis_group(*axes))
+        assert axis_group(*axes) is axis_group(*axes)
+        return int(value)
+
+    def bad_axis(self):
+        from fairlead_workergroup.torch import axis_group
+
+        return axis_group("pp")
+
+    def leave(self):
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import destroy
+
+        destroy()
+        destroy()
+        return dist.is_initialized()
+
+
+LAYOUT = [[3, 0], [1, 2]]
+
+
+def test_groups_along_axes(local_ray):
+    """The store is on the leased port, ranks are the group's, and axis groups follow the layout whatever its order."""
+    axes = NamedSharding(LAYOUT, ["dp", "tp"])
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Member, sharding_annotations=axes) as group,
+    ):
+        assert group.call("join").result() == [("gloo", rank, 4) for rank in range(4)]
+        assert group.call("sum_along", "tp").result() == [3, 3, 3, 3]
+        assert group.call("sum_along", "dp").result() == [2, 4, 2, 4]
+        assert group.call("sum_along", "tp", "dp").result() == [6] * 4
+        with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):
+            group.call("bad_axis").result()
+        assert group.call("leave").result() == [False] * 4
+        assert group.call("join").result()[0] == ("gloo", 0, 4)
+
+
+def test_the_clusters_backend(local_ray):
+    """What the cluster says is what torch is asked for; torch on CPUs has no NCCL, and says so."""
+    with (
+        RayVirtualCluster([1], use_gpus=False, communication_backend="nccl") as cluster,
+        RayWorkerGroup(cluster, Member) as group,
+        pytest.raises((RuntimeError, ValueError), match="NCCL"),
+    ):
+        group.call("join", timeout=60).result()
+
+
+class Classifier:
+    """A data-parallel classifier of digits."""
+
+    def __init__(self):
+        import torch
+
+        from fairlead_workergroup.torch import init_process_group, wrap_ddp
+
+        torch.set_num_threads(1)
+        init_process_group(timeout_s=60)
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 10)
+        self.model = wrap_ddp(torch.nn.Sequential(*layers))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
+
+    def train(self, batch, epochs):
+        import torch
+
+        x, y = map(torch.tensor, batch)
+        for _ in range(epochs):
+            for part in torch.arange(len(x)).split(48):
+                self.optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(self.model(x[part]), y[part]).backward()
+                self.optimizer.step()
+
+    def correct(self, x, y):
+        import torch
+
+        with torch.no_grad():
+            return int((self.model(torch.tensor(x)).argmax(dim=1) == torch.tensor(y)).sum())
+
+    def gradient_bytes(self):
+        from fairlead_workergroup.torch import gradient_bytes
+
+        return gradient_bytes(self.model)
+
+    def weights(self):
+        return [parameter.detach().numpy() for parameter in self.model.parameters()]
+
+
+@pytest.mark.parametrize(("compression", "share"), [(True, 0.5), ("bf16", 0.5), ("powersgd", 0.35)])
+def test_compressed_gradients(local_ray, compression, share):
+    """Fewer bytes reach the collective, all workers keep the same weights, and the digits are still learnt to 93 %."""
+    x, y = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = (x[order] / 16).astype(np.float32), y[order]
+    axes = NamedSharding.from_shape(dp=2)
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster, Classifier, sharding_annotations=axes, enable_gradient_compression=compression
+        ) as group,
+    ):
+        halves = [(x[:720], y[:720]), (x[720:1440], y[720:1440])]
+        group.call("train", Shard(halves, "dp"), epochs=15).result()
+        assert group.call("correct", x[1440:], y[1440:], collect=()).result() / len(x[1440:]) > 0.93
+        told, same = group.call("gradient_bytes").result()
+        assert told == same
+        assert 0 < told.handed <= share * told.uncompressed
+        ours, theirs = group.call("weights").result()
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_not_compressed(local_ray):
+    """Without compression torch's own reducer is used, which does not count."""
+    with (
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Classifier) as group,
+        pytest.raises(ValueError, match="wrapped with a compression"),
+    ):
+        group.call("gradient_bytes").result()
+
+
+def test_outside_a_worker():
+    """The helpers are for workers, and say so."""
+    from fairlead_workergroup import torch as helpers
+
+    for use in (helpers.init_process_group, lambda: helpers.axis_group("dp")):
+        with pytest.raises(RuntimeError, match="runs no worker"):
+            use()
+    with pytest.raises(ValueError, match="needs the axes"):
+        helpers.axis_group()
+
+
+def test_unknown_compression(local_ray):
+    """Refused before anything starts."""
+    with (
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        pytest.raises(ValueError, match=r"True, False or one of \['fp16', 'bf16', 'powersgd'\], got 'zip'"),
+    ):
+        RayWorkerGroup(cluster, Classifier, enable_gradient_compression="zip")
