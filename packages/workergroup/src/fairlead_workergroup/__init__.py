@@ -3,16 +3,13 @@
 
 >>> from fairlead_placement import RayVirtualCluster, init_ray
 >>> from fairlead_sharding import NamedSharding
->>> from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+>>> from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard
 >>> _ = init_ray(address="local", num_cpus=4)
 >>> axes = NamedSharding.from_shape(dp=2, tp=2)
 >>> cluster = RayVirtualCluster([4], use_gpus=False)
 >>> with cluster, RayWorkerGroup(cluster, RayWorkerBuilder("collections.Counter"), sharding_annotations=axes) as group:
-...     future = group.run_all_workers_sharded_data(
-...         "update", ["aab", "c"], in_sharded_axes=["dp"], replicate_on_axes=["tp"], output_is_replicated=["tp"]
-...     )
-...     _ = group.get_all_worker_results(future)
-...     group.get_all_worker_results(group.run_all_workers_single_data("total", run_rank_0_only_axes=["tp"]))
+...     _ = group.call("update", Shard(["aab", "c"], "dp"), discard=True).result()
+...     group.call("total", collect="dp").result()
 [3, 1]
 >>> import ray
 >>> ray.shutdown()
