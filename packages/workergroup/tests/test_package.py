@@ -97,4 +97,4 @@ def test_readme(tmp_path):
     script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # whatever else runs here
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "put 3 values" in done.stdout
+    assert "put 2 values" in done.stdout
