@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+# What torch can gather and fill itself. Of other dtypes the bits are gathered, which autograd does not follow.
+_INDEXED = frozenset("bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split())
 # Stand-ins of the same size for dtypes that numpy lacks (bfloat16, float8_*, complex32): only bits are moved.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -44,8 +46,10 @@ def dtype_name(tensor: Any) -> str:
 
 def carried(tensor: Any) -> Any:
     """The tensor, or its bits as integers if numpy lacks its dtype."""
-    if hasattr(np, dtype_name(tensor)):
-        return tensor
+    return tensor if hasattr(np, dtype_name(tensor)) else _bits(tensor)
+
+
+def _bits(tensor: Any) -> Any:
     return tensor.view(getattr(require_torch(), _CARRIERS[tensor.element_size()]))
 
 
@@ -56,7 +60,9 @@ def uncarried(tensor: Any, dtype: str) -> Any:
 def take(tensor: Any, indices: Array) -> Any:
     """Rows of a tensor, in one gather."""
     where = require_torch().from_numpy(indices).to(tensor.device)
-    return uncarried(carried(tensor).index_select(0, where), dtype_name(tensor))
+    if dtype_name(tensor) in _INDEXED:
+        return tensor.index_select(0, where)
+    return uncarried(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
 
 def concatenate(tensors: Sequence[Any]) -> Any:
