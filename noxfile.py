@@ -68,11 +68,14 @@ def multihost(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """What touches torch, or Ray's metrics, without needing them: tests that skip where they are not installed."""
-    install(session, package("sharding"), package("placement", "[metrics]"), *test_requirements("placement"), "torch")
+    """What touches torch, Ray or its metrics without needing them: tests that skip where they are not installed."""
+    requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch"]
+    install(session, *map(package, ["sharding", "batching"]), package("placement", "[metrics]"), *requirements)
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
     files = [f"packages/placement/tests/test_{name}.py" for name in ("ports", "usage")]
     session.run("pytest", *files, "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
+    files = [f"packages/batching/tests/test_{name}.py" for name in ("torch", "ray")]
+    session.run("pytest", *files, *session.posargs, env=RAY_ENV)
 
 
 @nox.session
@@ -116,7 +119,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "batching"]), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 

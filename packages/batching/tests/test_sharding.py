@@ -118,7 +118,7 @@ def test_rounding_stops_at_the_width(make_batch):
     batch = make_batch([5, 5, 5, 5], width=5)
     (shard,), _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(10, 8))
     assert shard.micro_batch_lengths == [[5, 5]]
-    with pytest.raises(ValueError, match="Sample 0 of 'tokens' has 5 tokens by 'length', padded 8, more than .*=7"):
+    with pytest.raises(ValueError, match=r"Sample 0 of 'tokens' has 5 tokens by 'length', padded 8, more than .*=7"):
         make_batch([5, 5], width=9).shard_by_batch_size(1, dynamic_batching_args=dynamic(7, 8))
 
 
@@ -213,7 +213,8 @@ def test_every_plan(problem, tokens, multiple, how, microbatch_order):
     try:
         shards, order = batch.shard_by_batch_size(**arguments, **planned)
     except ValueError as error:
-        assert any(text in str(error) for text in ("same number of microbatches", "cannot fill"))
+        if not any(text in str(error) for text in ("same number of microbatches", "cannot fill")):
+            raise
         return
     groups = 1 if arguments["batch_size"] is None else len(lengths) // arguments["batch_size"]
     counts = {tuple(len(cuts) for cuts in shard.micro_batch_indices) for shard in shards}
@@ -331,7 +332,7 @@ def test_unknown_keys(make_batch):
             make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args={**args, key: "x"})
     with pytest.raises(ValueError, match=r"Unknown keys for DynamicBatchingArgs: \['tokens_at_most'\]"):
         make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args={**args, "tokens_at_most": 8})
-    with pytest.raises(ValueError, match="DynamicBatchingArgs cannot be made of .*sequence_length_round"):
+    with pytest.raises(ValueError, match=r"DynamicBatchingArgs cannot be made of .*sequence_length_round"):
         make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args={"max_tokens_per_microbatch": 8, **KEYS})
     with pytest.raises(TypeError, match="Expected DynamicBatchingArgs or a mapping with its fields, found int"):
         make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args=8)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# What torch can gather and fill itself. Of other dtypes the bits are gathered, which autograd does not follow.
-_INDEXED = frozenset("bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split())
+# What torch cannot gather: of these the bits are gathered, which autograd does not follow; nor do they need it.
+_NOT_GATHERED = ("float4", "float8", "uint16", "uint32", "uint64")
 # Stand-ins of the same size for dtypes that numpy lacks (bfloat16, float8_*, complex32): only bits are moved.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -60,7 +61,7 @@ def uncarried(tensor: Any, dtype: str) -> Any:
 def take(tensor: Any, indices: Array) -> Any:
     """Rows of a tensor, in one gather."""
     where = require_torch().from_numpy(indices).to(tensor.device)
-    if dtype_name(tensor) in _INDEXED:
+    if not dtype_name(tensor).startswith(_NOT_GATHERED):
         return tensor.index_select(0, where)
     return uncarried(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
@@ -83,24 +84,18 @@ def ones(size: int, like: Any) -> Any:
     return torch.ones(size, dtype=torch.float32, device=like.device)
 
 
-def all_gather(tensor: Any, group: Any) -> list[Any]:
-    """The tensors of all ranks of a process group; their shapes may differ in every dim, not in number of dims."""
+def all_gather(tensor: Any, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Any]:
+    """The tensors of all ranks of a process group, given their shapes."""
     torch = require_torch()
-    dist = torch.distributed
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, (tuple(tensor.shape), dtype_name(tensor)), group=group)
-    if len({(len(shape), dtype) for shape, dtype in shapes}) > 1:
-        raise ValueError(f"ranks disagree on dims or dtype: {shapes}")
     # Bytes, since no backend knows every dtype; padded to the largest, since not every one takes different sizes.
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    sizes = [int(np.prod(shape)) * tensor.element_size() for shape, _ in shapes]
+    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     sent = flat.new_zeros(max(sizes))
     sent[: flat.numel()] = flat
     received = [torch.empty_like(sent) for _ in sizes]
-    dist.all_gather(received, sent, group=group)
+    torch.distributed.all_gather(received, sent, group=group)
     return [
-        data[:size].view(tensor.dtype).reshape(shape)
-        for data, size, (shape, _) in zip(received, sizes, shapes, strict=True)
+        data[:size].view(tensor.dtype).reshape(shape) for data, size, shape in zip(received, sizes, shapes, strict=True)
     ]
 
 

@@ -100,3 +100,10 @@ def describe(leaf: Any) -> str:
         module = "numpy" if isinstance(leaf, np.ndarray) else "torch"
         return f"{module} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return type(leaf).__name__
+
+
+def signature(leaf: Any) -> tuple[str, str, tuple[int, ...]]:
+    """What all ranks have to agree on, but for sizes: kind, dtype and shape."""
+    if isinstance(leaf, np.ndarray) or _interop.is_tensor(leaf):
+        return type(leaf).__name__, str(leaf.dtype), tuple(leaf.shape)
+    return type(leaf).__name__, "", ()

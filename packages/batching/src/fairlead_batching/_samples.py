@@ -266,17 +266,24 @@ class Samples(UserDict[str, Any], Generic[Content]):
         Ranks may have different numbers of samples; leaves that differ in dim 1 are padded as in `from_batches`.
 
         Raises:
-            ValueError: ranks disagree on the keys, or on the dims or the dtype of a tensor; on every rank alike.
+            ValueError: ranks have different keys, or a key with different kinds, dims or dtypes; on every rank alike.
         """
-        keys = _interop.all_gather_objects(list(self.data), group)
-        if any(set(other) != set(self.data) for other in keys):
-            raise ValueError(f"Ranks have different keys: {[sorted(other) for other in keys]}.")
-        ranks: list[dict[str, Any]] = [{} for _ in keys]
-        for key in keys[0]:
+        # One exchange tells every rank what all have, so that all go on alike or fail alike.
+        signatures = _interop.all_gather_objects({key: _leaf.signature(leaf) for key, leaf in self.data.items()}, group)
+        if any(set(other) != set(self.data) for other in signatures):
+            raise ValueError(f"Ranks have different keys: {[sorted(other) for other in signatures]}.")
+        ranks: list[dict[str, Any]] = [{} for _ in signatures]
+        for key in signatures[0]:
+            if len({(*other[key][:2], len(other[key][2])) for other in signatures}) > 1:
+                raise ValueError(f"Ranks have different leaves {key!r}: {[other[key] for other in signatures]}.")
+        for key in signatures[0]:
             leaf = self.data[key]
-            gather = _interop.all_gather if _interop.is_tensor(leaf) else _interop.all_gather_objects
-            for rank, gathered in zip(ranks, gather(leaf, group), strict=True):
-                rank[key] = gathered
+            if _interop.is_tensor(leaf):
+                gathered = _interop.all_gather(leaf, [other[key][2] for other in signatures], group)
+            else:
+                gathered = _interop.all_gather_objects(leaf, group)
+            for rank, part in zip(ranks, gathered, strict=True):
+                rank[key] = part
         return type(self).from_batches(ranks)
 
 
