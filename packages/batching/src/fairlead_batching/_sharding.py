@@ -90,11 +90,16 @@ def dynamic(lengths: IntArray, width: int, group: int, shards: int, args: Dynami
     return ShardPlan(
         order=np.concatenate([piece.ravel() for piece in dealt]),
         sizes=[piece.size for piece in dealt],
-        cuts=[
-            [[[start, min(end, piece.shape[1])] for start, end in group_cuts] for group_cuts in cuts] for piece in dealt
-        ],
+        cuts=[[_fitted(group_cuts, piece.shape[1]) for group_cuts in cuts] for piece in dealt],
         lengths=[[list(group_widths) for group_widths in widths] for _ in dealt],
     )
+
+
+def _fitted(cuts: list[list[int]], samples: int) -> list[list[int]]:
+    """A copy for a shard of ``samples``, which may lack the last."""
+    fitted = [[start, end] for start, end in cuts]
+    fitted[-1][1] = samples
+    return fitted
 
 
 def _cut(longest_at: list[int], limit: int, joined: bool) -> list[int]:
