@@ -65,9 +65,12 @@ def test_put_and_get(view):
         assert np.shares_memory(one[key], other[key])
 
 
-def test_zero_dims():
-    """Leaves without dims travel, though they have no samples."""
+@pytest.mark.parametrize("view", [False, True])
+def test_zero_dims(view):
+    """Leaves without dims travel, though they have no samples; and what is so small that Ray does not store it."""
     batch = BatchedDataDict(x=torch.tensor(2.5).bfloat16(), y=np.array(3), z=torch.zeros(0))
+    if view:
+        batch.read_only()
     received = ray.get(ray.put(batch))
     assert (received["x"].item(), received["x"].dtype, received["y"].item()) == (2.5, torch.bfloat16, 3)
     assert received["z"].shape == (0,)

@@ -9,6 +9,13 @@ from hypothesis import strategies as st
 from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, Order, SequencePackingArgs, SlicedDataDict
 
 KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
+ALGORITHMS = [
+    "balanced",
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+]
 LENGTHS = [2, 8, 4, 6, 1, 7, 3, 5]
 
 
@@ -70,6 +77,23 @@ def test_uneven_shards_cannot_deadlock():
         with pytest.raises(ValueError, match="Shards of 2 to 3 samples have different numbers of microbatches of 2"):
             shard.make_microbatch_iterator(2)
     assert [[part.size for part in shard.make_microbatch_iterator(3)] for shard in shards] == [[3], [3], [2]]
+
+
+def test_planned_shards_cannot_deadlock(make_batch):
+    """After packing, and after dealing unevenly, ranks have different numbers of samples: no plain microbatches."""
+    batch = make_batch([6, 1, 1, 1, 1])
+    packed, _ = batch.shard_by_batch_size(2, allow_uneven_shards=True, sequence_packing_args=packing(6))
+    uneven, _ = batch.shard_by_batch_size(2, allow_uneven_shards=True, dynamic_batching_args=dynamic(12))
+    for shard in packed:
+        for part in (shard, shard.get_batch(0)):
+            with pytest.raises(ValueError, match=r"use make_microbatch_iterator_for_packable_sequences\(\)"):
+                part.make_microbatch_iterator(1)
+    for shard in uneven:
+        for part in (shard, shard.get_batch(0)):
+            with pytest.raises(
+                ValueError, match="Shards of 2 to 3 samples have different numbers of microbatches of 1"
+            ):
+                part.make_microbatch_iterator(1)
 
 
 def test_shards_do_not_share_memory_with_the_batch():
@@ -197,7 +221,7 @@ def microbatches(shard, planned):
     problems(),
     st.integers(12, 40),
     st.integers(1, 4),
-    st.sampled_from(["dynamic", "concatenative", "first_fit_decreasing", "balanced", "modified_first_fit_decreasing"]),
+    st.sampled_from(["dynamic", *ALGORITHMS]),
     st.sampled_from(["packer", "largest_first"]),
 )
 def test_every_plan(problem, tokens, multiple, how, microbatch_order):

@@ -137,7 +137,7 @@ def test_other_devices_are_refused(wrap):
     """A tensor that is not in the CPU's memory is refused, saying what to do; copying the batch is not."""
     device = "cuda" if torch.cuda.is_available() else "meta"
     batch = BatchedDataDict(logits=wrap(torch.zeros(1, device=device)))
-    with pytest.raises(ValueError, match=rf"Leaf 'logits' holds a tensor on {device}.*to_device\('cpu'\)"):
+    with pytest.raises(ValueError, match=rf"Leaf 'logits' is or holds a tensor on {device}.*to_device\('cpu'\)"):
         pickle.dumps(batch)
     copy.deepcopy(batch)
 
@@ -247,6 +247,9 @@ def gather(rank, path):
     assert everything["flag"].tolist() == [True] * 3
     assert everything["array"].tolist() == [0, 1, 1]
     assert everything["name"] == ["rank 0", "rank 1", "rank 1"]
+    padded = batch.pad_to_multiple(3).all_gather()
+    assert padded.size == 6
+    assert padded.drop_padding()["name"] == everything["name"]
     with pytest.raises(ValueError, match=r"Ranks have different keys: \[\['r0'\], \['r1'\]\]"):
         BatchedDataDict({f"r{rank}": [1]}).all_gather(torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match=r"Ranks have different leaves 'x': .*\(1, 1\)"):

@@ -30,7 +30,7 @@ class BatchedDataDict(Samples[Content]):
     - micro_batch_indices: per group, the microbatches as ``[start, end]`` within that group's piece;
     - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
     - elem_counts_per_gb: per group, its samples; after packing only;
-    - shard_sizes: the samples of all shards, if these differ for lack of a plan.
+    - shard_sizes: the samples of all shards, if these differ.
 
     ``padding`` tells for each sample whether it is a dummy row (None: never padded), and follows the samples.
     Pickling is by protocol 5, with one copy of the memory: see `read_only`. Gradients do not travel.
@@ -60,6 +60,16 @@ class BatchedDataDict(Samples[Content]):
         *,
         sequence_packing_args: SequencePackingArgs | Mapping[str, Any],
     ) -> tuple[list[SlicedDataDict[Content]], Order]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
+        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
+    ) -> Any: ...
 
     def shard_by_batch_size(
         self,
@@ -128,7 +138,7 @@ class BatchedDataDict(Samples[Content]):
                 shard.micro_batch_indices, shard.micro_batch_lengths = plan.cuts[number], plan.lengths[number]
             if plan.counts is not None:
                 shard.elem_counts_per_gb = plan.counts[number]
-            if plan.cuts is None and len(set(plan.sizes)) > 1:
+            if len(set(plan.sizes)) > 1:
                 shard.shard_sizes = list(plan.sizes)
             shards.append(shard)
         return shards
@@ -139,8 +149,8 @@ class BatchedDataDict(Samples[Content]):
         Of uneven shards the last microbatch may be smaller, as long as every shard has as many microbatches.
 
         Raises:
-            ValueError: at once, if the samples cannot be divided so, or ranks would have different numbers of
-                microbatches, and so wait for each other for ever.
+            ValueError: at once, if the samples cannot be divided so, or ranks would, or after packing could, have
+                different numbers of microbatches, and so wait for each other for ever.
         """
         starts = _microbatches.equal(self, microbatch_size)
         return (self.slice(start, min(start + microbatch_size, self.size)) for start in starts)

@@ -71,6 +71,11 @@ def equal(batch: BatchedDataDict[Any], samples: int) -> range:
     """Where microbatches of ``samples`` start, checked: every shard has as many."""
     whole("microbatch_size", samples, at_least=1)
     size = batch.size
+    if batch.elem_counts_per_gb is not None:
+        raise ValueError(
+            "After packing, shards have different numbers of samples, so ranks would have different numbers of "
+            "microbatches and wait for each other for ever: use make_microbatch_iterator_for_packable_sequences()."
+        )
     if batch.shard_sizes is not None:
         least, most = min(batch.shard_sizes), max(batch.shard_sizes)
         if -(-least // samples) != -(-most // samples):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,16 @@ from ._checks import whole, whole_numbers
 from ._sharding import Cuts, Lengths
 
 if TYPE_CHECKING:
+    # A default, so that nobody has to annotate a batch; known to type checkers long before Python 3.13.
+    from typing_extensions import TypeVar
+
     from ._batch import SlicedDataDict
 
-Content = TypeVar("Content")
+    Content = TypeVar("Content", default=Any)
+else:
+    from typing import TypeVar
+
+    Content = TypeVar("Content")
 
 
 class Samples(UserDict[str, Any], Generic[Content]):
@@ -176,6 +183,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
         group = self.slice(start, start + counts[batch_idx])
         group.micro_batch_indices = [cuts[batch_idx]]
         group.micro_batch_lengths = [lengths[batch_idx]]
+        if len(cuts) == 1:
+            group.shard_sizes = self.shard_sizes
         if self.elem_counts_per_gb is not None:
             group.elem_counts_per_gb = [counts[batch_idx]]
         return group
@@ -269,10 +278,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
             ValueError: ranks have different keys, or a key with different kinds, dims or dtypes; on every rank alike.
         """
         # One exchange tells every rank what all have, so that all go on alike or fail alike.
-        signatures = _interop.all_gather_objects({key: _leaf.signature(leaf) for key, leaf in self.data.items()}, group)
+        mine = {key: _leaf.signature(leaf) for key, leaf in self.data.items()}
+        signatures, paddings = zip(*_interop.all_gather_objects((mine, self.padding), group), strict=True)
         if any(set(other) != set(self.data) for other in signatures):
             raise ValueError(f"Ranks have different keys: {[sorted(other) for other in signatures]}.")
-        ranks: list[dict[str, Any]] = [{} for _ in signatures]
+        ranks: list[Samples[Any]] = [Samples() for _ in signatures]
         for key in signatures[0]:
             if len({(*other[key][:2], len(other[key][2])) for other in signatures}) > 1:
                 raise ValueError(f"Ranks have different leaves {key!r}: {[other[key] for other in signatures]}.")
@@ -284,6 +294,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
                 gathered = _interop.all_gather_objects(leaf, group)
             for rank, part in zip(ranks, gathered, strict=True):
                 rank[key] = part
+        for rank, padding in zip(ranks, paddings, strict=True):
+            rank.padding = padding
         return type(self).from_batches(ranks)
 
 

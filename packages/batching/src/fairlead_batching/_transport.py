@@ -59,8 +59,8 @@ def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
 def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"Leaf {key!r} holds a tensor on {tensor.device}; only CPU tensors travel. "
-            f"Move it first: batch.to_device('cpu')."
+            f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors travel. Move it first: "
+            f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
     if _interop.is_nested(tensor):
         parts = [_pack_tensor(key, part, views) for part in tensor.unbind()]
