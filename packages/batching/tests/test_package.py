@@ -44,7 +44,7 @@ def test_nothing_heavy_is_imported(run_python):
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_imports(module):
-    """Imports are relative, or of the standard library, numpy, or typing_extensions; each file is short and licensed."""
+    """Imports are relative, or of the standard library, numpy, or typing_extensions; files are short and licensed."""
     text = module.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
     assert len(text.splitlines()) < 300

@@ -277,26 +277,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         Raises:
             ValueError: ranks have different keys, or a key with different kinds, dims or dtypes; on every rank alike.
         """
-        # One exchange tells every rank what all have, so that all go on alike or fail alike.
-        mine = {key: _leaf.signature(leaf) for key, leaf in self.data.items()}
-        signatures, paddings = zip(*_interop.all_gather_objects((mine, self.padding), group), strict=True)
-        if any(set(other) != set(self.data) for other in signatures):
-            raise ValueError(f"Ranks have different keys: {[sorted(other) for other in signatures]}.")
-        ranks: list[Samples[Any]] = [Samples() for _ in signatures]
-        for key in signatures[0]:
-            if len({(*other[key][:2], len(other[key][2])) for other in signatures}) > 1:
-                raise ValueError(f"Ranks have different leaves {key!r}: {[other[key] for other in signatures]}.")
-        for key in signatures[0]:
-            leaf = self.data[key]
-            if _interop.is_tensor(leaf):
-                gathered = _interop.all_gather(leaf, [other[key][2] for other in signatures], group)
-            else:
-                gathered = _interop.all_gather_objects(leaf, group)
-            for rank, part in zip(ranks, gathered, strict=True):
-                rank[key] = part
-        for rank, padding in zip(ranks, paddings, strict=True):
-            rank.padding = padding
-        return type(self).from_batches(ranks)
+        from ._gathering import gathered
+
+        return type(self).from_batches(gathered(self, group))
 
 
 def _rebuilt(cls: type[Any], data: dict[str, Any], attributes: dict[str, Any]) -> Any:
