@@ -7,15 +7,18 @@ Every function gives bins as lists of indices into ``lengths``, in the order in 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from random import Random
+
+import numpy as np
 
 Bins = list[list[int]]
 
 
 def descending(lengths: Sequence[int]) -> list[int]:
     """Indices from the longest to the shortest; of equal ones, the first comes first."""
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    order: list[int] = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    return order
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
@@ -43,13 +46,17 @@ def first_fit_shuffle(lengths: Sequence[int], capacity: int, seed: int) -> Bins:
     return _first_fit(lengths, capacity, order)
 
 
-def _first_fit(lengths: Sequence[int], capacity: int, order: Iterable[int]) -> Bins:
+def _first_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> Bins:
+    # Any two neighbours among the bins hold more than one capacity together, or the later would not have been opened.
+    most_bins = min(len(lengths), 2 * (sum(lengths) // capacity) + 1)
     # A tournament tree: a node holds the most room below it, so the first bin with enough is found by one descent.
-    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    leaves = 1 << (most_bins - 1).bit_length()
     most = [capacity] * (2 * leaves)
     bins: Bins = []
-    for index in order:
-        length = lengths[index]
+    ordered = [lengths[index] for index in order]
+    ordered.append(-1)
+    position = 0
+    while (length := ordered[position]) >= 0:
         node = 1
         while node < leaves:
             node += node
@@ -57,8 +64,13 @@ def _first_fit(lengths: Sequence[int], capacity: int, order: Iterable[int]) -> B
                 node += 1
         if node - leaves == len(bins):
             bins.append([])
-        bins[node - leaves].append(index)
-        most[node] -= length
+        bin_, room = bins[node - leaves], most[node]
+        # Others as long, if they come next, go to the same bin while it has room.
+        while ordered[position] == length <= room:
+            bin_.append(order[position])
+            room -= length
+            position += 1
+        most[node] = room
         while node > 1:
             room, other = most[node], most[node ^ 1]
             node >>= 1

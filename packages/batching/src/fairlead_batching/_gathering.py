@@ -23,10 +23,10 @@ def gathered(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
     for key in signatures[0]:
         leaf = batch.data[key]
         if _interop.is_tensor(leaf):
-            gathered = _interop.all_gather(leaf, [other[key][2] for other in signatures], group)
+            parts = _interop.all_gather(leaf, [other[key][2] for other in signatures], group)
         else:
-            gathered = _interop.all_gather_objects(leaf, group)
-        for rank, part in zip(ranks, gathered, strict=True):
+            parts = _interop.all_gather_objects(leaf, group)
+        for rank, part in zip(ranks, parts, strict=True):
             rank[key] = part
     for rank, padding in zip(ranks, paddings, strict=True):
         rank.padding = padding
