@@ -68,13 +68,16 @@ def multihost(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """What touches torch, or Ray's metrics, without needing them: tests that skip where they are not installed."""
-    packages = package("sharding"), package("placement", "[metrics]"), package("workergroup", "[torch]")
-    install(session, *packages, *test_requirements("placement"), "torch", "scikit-learn")
+    """What touches torch, Ray or its metrics without needing them: tests that skip where they are not installed."""
+    extras = package("placement", "[metrics]"), package("workergroup", "[torch]")
+    requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
+    install(session, *map(package, ["sharding", "batching"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
     files = [f"packages/placement/tests/test_{name}.py" for name in ("ports", "usage")]
     session.run("pytest", *files, "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
+    files = [f"packages/batching/tests/test_{name}.py" for name in ("torch", "ray")]
+    session.run("pytest", *files, *session.posargs, env=RAY_ENV)
 
 
 @nox.session
@@ -118,7 +121,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "batching"]), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 

@@ -7,13 +7,19 @@ import os
 import platform
 from pathlib import Path
 
+import bench_batching
 import bench_placement
 import bench_sharding
 import bench_workergroup
 import ray
 from _measure import table
 
-MODULES = {"sharding": bench_sharding, "placement": bench_placement, "workergroup": bench_workergroup}
+MODULES = {
+    "sharding": bench_sharding,
+    "batching": bench_batching,
+    "placement": bench_placement,
+    "workergroup": bench_workergroup,
+}
 
 
 def machine() -> str:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast batches are planned, packed, cut and moved: ratios against the obvious way, measured in one run.
+
+python benchmarks/bench_batching.py
+"""
+
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from _measure import Row, interleaved, table
+
+from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, get_packer
+
+SEQUENCES, SHARDS, CAPACITY = 65_536, 64, 4096
+GIB = 1 << 30
+
+
+def rows() -> list[Row]:
+    """Every row of the table; takes a minute or two and 6 GiB."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning", object_store_memory=4 * GIB)
+    try:
+        return [*_transport(), *_planning(), *_packing(), *_gathering()]
+    finally:
+        ray.shutdown()
+
+
+def _lengths(count: int, median: int = 512, sigma: float = 1.0) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(math.log(median), sigma, count)
+    return np.clip(drawn.astype(np.int64), 1, CAPACITY)
+
+
+def _transport() -> Iterator[Row]:
+    """1 GiB in eight tensors, put into Ray's store and got back."""
+    tensors = {f"leaf {number}": torch.rand(1024, GIB // 8 // 4 // 1024) for number in range(8)}
+    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
+    copied, viewed = BatchedDataDict(tensors), BatchedDataDict(tensors).read_only()
+
+    def by_torch_save() -> None:
+        file = io.BytesIO()
+        torch.save(tensors, file)
+        torch.load(io.BytesIO(ray.get(ray.put(file.getvalue()))))
+
+    def through(value: Any) -> None:
+        ray.get(ray.put(value))
+
+    through(copied)
+    saved, ours, views, plain = interleaved(
+        by_torch_save, lambda: through(copied), lambda: through(viewed), lambda: through(arrays), repeats=7
+    )
+    yield Row("put and get 1 GiB of tensors by torch.save", str(saved), "", True)
+    ratio = saved.median / ours.median
+    yield Row("  as a batch, private copies", f"{ours}: {ratio:.1f}x", ">= 3x faster", ratio >= 3)
+    yield Row("put and get 1 GiB of plain numpy arrays", str(plain), "", True)
+    ratio = views.median / plain.median
+    yield Row("  of tensors as a batch, read_only", f"{views}: {ratio:.2f}x", "<= 1.3x", ratio <= 1.3)
+
+
+def _planning() -> Iterator[Row]:
+    """Planned by the call that also shards; the tokens have no bytes, so that no gather is measured."""
+    lengths = torch.from_numpy(_lengths(SEQUENCES))
+    batch = BatchedDataDict(tokens=torch.zeros(SEQUENCES, CAPACITY, 0), length=lengths)
+    args = DynamicBatchingArgs(
+        max_tokens_per_microbatch=4 * CAPACITY, sequence_length_round=64, input_key="tokens", input_lengths_key="length"
+    )
+
+    def by_item() -> None:
+        for index in range(SEQUENCES):
+            lengths[index].item()
+
+    def plan() -> None:
+        batch.shard_by_batch_size(SHARDS, dynamic_batching_args=args)
+
+    def plan_groups() -> None:
+        batch.shard_by_batch_size(SHARDS, batch_size=1024, dynamic_batching_args=args)
+
+    items, *planned = interleaved(by_item, plan, plan_groups, repeats=9)
+    yield Row(f"read {SEQUENCES:,} lengths one by one with .item()", str(items), "", True)
+    for timing, groups in zip(planned, (1, SEQUENCES // 1024), strict=True):
+        ratio = items.median / timing.median
+        what = f"  shard them over {SHARDS} with dynamic batching, groups: {groups}"
+        yield Row(what, f"{timing}: {ratio:.1f}x", ">= 8x faster", ratio >= 8)
+
+
+def _packing() -> Iterator[Row]:
+    for median, sigma, most in ((512, 1.0, 1.01), (3000, 0.5, 1.08)):
+        lengths = {count: _lengths(count, median, sigma) for count in (SEQUENCES, 2 * SEQUENCES)}
+        for algorithm in ("first_fit_decreasing", "modified_first_fit_decreasing", "balanced"):
+            packer = get_packer(algorithm, CAPACITY)
+            once, twice = interleaved(
+                lambda: packer.pack(lengths[SEQUENCES]),  # noqa: B023
+                lambda: packer.pack(lengths[2 * SEQUENCES]),  # noqa: B023
+                repeats=7,
+            )
+            metrics = packer.metrics(lengths[SEQUENCES], packer.pack(lengths[SEQUENCES]))
+            bins = metrics.bins / metrics.bound
+            growth = twice.median / once.median
+            asked = algorithm == "first_fit_decreasing"
+            yield Row(
+                f"pack {SEQUENCES:,} lengths of median {median}, {algorithm}",
+                f"{once}: {bins:.4f} x the bound",
+                f"<= {most} x" if asked else "",
+                bins <= most or not asked,
+            )
+            yield Row("  twice as many", f"{growth:.2f}x", "<= 2.4x" if asked else "", growth <= 2.4 or not asked)
+
+
+def _gathering() -> Iterator[Row]:
+    """Sharding without packing, against one gather of each tensor by hand."""
+    batch = BatchedDataDict({name: torch.rand(SEQUENCES, 512) for name in "abc"})
+    order = torch.arange(SEQUENCES).reshape(-1, SHARDS, 16).swapaxes(0, 1).reshape(-1)
+
+    def by_hand() -> None:
+        for tensor in batch.values():
+            tensor.index_select(0, order)
+
+    def shard() -> None:
+        batch.shard_by_batch_size(SHARDS, batch_size=16 * SHARDS)
+
+    hand, ours = interleaved(by_hand, shard, repeats=9)
+    ratio = ours.median / hand.median
+    yield Row("gather three tensors of 128 MiB by hand", str(hand), "", True)
+    yield Row(f"  shard them over {SHARDS}, in 64 groups", f"{ours}: {ratio:.2f}x", "<= 1.2x", ratio <= 1.2)
+
+
+if __name__ == "__main__":
+    print(table(rows()))

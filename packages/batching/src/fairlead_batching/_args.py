@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How microbatches are to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ._checks import whole
+from ._packing import Packer
+
+Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
+
+MICROBATCH_ORDERS = ("packer", "largest_first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicBatchingArgs:
+    """Microbatches of padded sequences, cut by tokens instead of by samples.
+
+    - max_tokens_per_microbatch: the padded length of a microbatch times its samples is never more;
+    - sequence_length_round: padded lengths are multiples of it, except that none exceeds the tensor's own width;
+    - input_key: the leaf with the sequences, (samples, width, ...);
+    - input_lengths_key: the leaf with their lengths, (samples,), whole numbers.
+    """
+
+    max_tokens_per_microbatch: int
+    sequence_length_round: int
+    input_key: str
+    input_lengths_key: str
+
+    def __post_init__(self) -> None:
+        whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)
+        whole("sequence_length_round", self.sequence_length_round, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePackingArgs:
+    """Microbatches of sequences laid end to end: each microbatch is one bin.
+
+    - max_tokens_per_microbatch: the tokens that a bin holds;
+    - input_key, input_lengths_key: as in `DynamicBatchingArgs`;
+    - algorithm: one of `get_packer`'s;
+    - sequence_length_pad_multiple: each sequence takes up a multiple of so many tokens;
+    - microbatch_order: ``packer``, as the algorithm gives them, or ``largest_first``: bins are dealt from the
+      fullest on, so that all shards run their largest at the same time, and memory runs out at once or not at all.
+    """
+
+    max_tokens_per_microbatch: int
+    input_key: str
+    input_lengths_key: str
+    algorithm: str
+    sequence_length_pad_multiple: int
+    microbatch_order: str = "packer"
+
+    def __post_init__(self) -> None:
+        whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)
+        whole("sequence_length_pad_multiple", self.sequence_length_pad_multiple, at_least=1)
+        Packer(self.algorithm, self.max_tokens_per_microbatch)
+        if self.microbatch_order not in MICROBATCH_ORDERS:
+            choices = ", ".join(MICROBATCH_ORDERS)
+            raise ValueError(f"Unknown microbatch_order {self.microbatch_order!r}; there are: {choices}.")
+
+
+def read(kind: type[Args], given: Args | Mapping[str, Any]) -> Args:
+    """The arguments as their class; a mapping with the same names, such as one read from a file, is taken too."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"Expected {kind.__name__} or a mapping with its fields, found {type(given).__name__}.")
+    known = {field.name for field in fields(kind)}
+    if unknown := set(given) - known:
+        raise ValueError(f"Unknown keys for {kind.__name__}: {sorted(unknown)}; it has {sorted(known)}.")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__} cannot be made of {dict(given)}: {error}") from error

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bins that are as equal as possible, and more bins than are needed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from ._first_fit import Bins, descending, first_fit_decreasing
+
+# Differencing a problem with many bins can merge long lists for every item: beyond this product it is left out.
+_MOST_WORK = 1 << 21
+
+
+def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], int]) -> Bins:
+    """The fewest bins found that fit, and among these as small a largest bin as possible.
+
+    ``round_up`` makes an allowed number of bins out of any. For each number tried, the items are dealt by the
+    differencing method (Karmarkar and Karp 1982, in its form for many bins) and longest-first into the emptiest
+    bin (Graham 1969); the better one counts. First-fit decreasing bounds the number from above.
+    """
+    fallback = first_fit_decreasing(lengths, capacity)
+    over_half = sum(2 * length > capacity for length in lengths)
+    low = round_up(max(-(-sum(lengths) // capacity), over_half, 1))
+    high = round_up(max(len(fallback), low))
+    best = split_to(fallback, lengths, high) if len(fallback) < high <= len(lengths) else fallback
+    tried = _deal(lengths, high)
+    if _largest(tried, lengths) <= _largest(best, lengths):
+        best = tried
+    while low < high:
+        middle = round_up((low + high) // 2)
+        if middle >= high:  # nothing allowed in between but what is below
+            middle = low
+        tried = _deal(lengths, middle)
+        if _largest(tried, lengths) <= capacity:
+            best, high = tried, middle
+        else:
+            low = round_up(middle + 1)
+    return best
+
+
+def _deal(lengths: Sequence[int], count: int) -> Bins:
+    """``lengths`` in ``count`` bins without a capacity, as equal as found."""
+    best = _longest_first(lengths, count)
+    if len(lengths) * count <= _MOST_WORK:
+        other = _differencing(lengths, count)
+        if _largest(other, lengths) < _largest(best, lengths):
+            best = other
+    return best
+
+
+def _largest(bins: Bins, lengths: Sequence[int]) -> int:
+    return max(sum(lengths[index] for index in bin_) for bin_ in bins)
+
+
+def _longest_first(lengths: Sequence[int], count: int) -> Bins:
+    bins: Bins = [[] for _ in range(count)]
+    # Of equally full bins the one with fewer items: so none stays empty, even for items without length.
+    emptiest = [(0, 0, number) for number in range(count)]
+    for index in descending(lengths):
+        total, items, number = emptiest[0]
+        bins[number].append(index)
+        heapq.heapreplace(emptiest, (total + lengths[index], items + 1, number))
+    return bins
+
+
+def _differencing(lengths: Sequence[int], count: int) -> Bins:
+    # A partial solution holds its bins that are not empty, fullest first. The two with the largest spreads are merged,
+    # the fullest of one with the emptiest of the other, until one is left.
+    if count == 1:
+        return [list(range(len(lengths)))]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length, index, [(length, [index])]) for index, length in enumerate(lengths)
+    ]
+    heapq.heapify(heap)
+    serial = len(heap)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        # What a part lacks in bins is empty, and the emptiest of one part go with the fullest of the other.
+        overlap = max(0, len(one) + len(other) - count)
+        alone, other_alone = len(one) - overlap, len(other) - overlap
+        merged = one[:alone] + other[:other_alone]
+        for (total, indices), (other_total, others) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
+            merged.append((total + other_total, indices + others))
+        merged.sort(key=_total, reverse=True)
+        spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
+        heapq.heappush(heap, (-spread, serial, merged))
+        serial += 1
+    return [indices for _, indices in heap[0][2]]
+
+
+def _total(part: tuple[int, list[int]]) -> int:
+    return part[0]
+
+
+def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
+    """``count`` bins, made by halving the fullest that can be halved; order within a bin is kept."""
+    number = itertools.count()
+
+    def entry(bin_: list[int]) -> tuple[bool, int, int, list[int]]:
+        return len(bin_) < 2, -sum(lengths[index] for index in bin_), next(number), bin_
+
+    heap = [entry(bin_) for bin_ in bins]
+    heapq.heapify(heap)
+    while len(heap) < count:
+        bin_ = heapq.heappop(heap)[-1]
+        sums = list(itertools.accumulate(lengths[index] for index in bin_))
+        cut = min(range(1, len(bin_)), key=lambda at: abs(2 * sums[at - 1] - sums[-1]))
+        heapq.heappush(heap, entry(bin_[:cut]))
+        heapq.heappush(heap, entry(bin_[cut:]))
+    return [bin_ for *_, bin_ in sorted(heap, key=lambda item: item[2])]

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several modules ask of their arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _interop
+
+IntArray = npt.NDArray[np.int64]
+
+
+def whole(name: str, value: Any, *, at_least: int) -> int:
+    """``value`` as an int; anything that is no whole number, or less than ``at_least``, is misuse."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {number}.")
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[int] | Any) -> IntArray:
+    """A list, array or tensor of whole numbers as an int64 array of one dim."""
+    if _interop.is_tensor(values):
+        values = _interop.to_numpy(values)
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    if array.ndim != 1:
+        raise ValueError(f"{name!r} must have one dim, found shape {array.shape}.")
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name!r} must be whole numbers, found {array.dtype}.")
+    return array.astype(np.int64, copy=False)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packers: which sequences go into which bin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import _first_fit
+from ._balanced import balanced, split_to
+from ._checks import whole, whole_numbers
+from ._first_fit import Bins
+
+ALGORITHMS = (
+    "balanced",
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+)
+
+
+def get_packer(
+    algorithm: str,
+    bin_capacity: int,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    *,
+    seed: int = 0,
+) -> Packer:
+    """A packer of sequences into bins of ``bin_capacity`` tokens.
+
+    Args:
+        algorithm: one of
+
+            - ``concatenative``: as they come, next-fit; keeps the order;
+            - ``first_fit_decreasing``: the longest first, each into the first bin with room;
+            - ``first_fit_shuffle``: the same in an order shuffled by ``seed``;
+            - ``modified_first_fit_decreasing``: by Johnson and Garey (1985), at most 71/60 of the fewest bins, plus 1;
+            - ``balanced``: as few bins as found, and for that number as small a largest bin as found (the
+              differencing method of Karmarkar and Karp, 1982), so that whoever gets them finishes together.
+
+        min_bin_count: at least so many bins.
+        bin_count_multiple: a multiple of so many bins.
+        seed: of ``first_fit_shuffle``; the others ignore it.
+
+    Raises:
+        ValueError: an unknown algorithm, or a number below 1.
+
+    >>> lengths = [7, 2, 6, 4, 3]
+    >>> get_packer("first_fit_decreasing", bin_capacity=10).pack(lengths)
+    [[0, 4], [2, 3], [1]]
+
+    Three bins are needed; if there must be a multiple of two, the fullest is halved:
+
+    >>> get_packer("first_fit_decreasing", bin_capacity=10, bin_count_multiple=2).pack(lengths)
+    [[2, 3], [1], [0], [4]]
+    """
+    return Packer(algorithm, bin_capacity, min_bin_count, bin_count_multiple, seed)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """What `get_packer` gives: an algorithm and its bounds. The same lengths always give the same bins."""
+
+    algorithm: str
+    bin_capacity: int
+    min_bin_count: int | None = None
+    bin_count_multiple: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"Unknown packing algorithm {self.algorithm!r}; there are: {', '.join(ALGORITHMS)}.")
+        whole("bin_capacity", self.bin_capacity, at_least=1)
+        for name in ("min_bin_count", "bin_count_multiple"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), at_least=1)
+
+    def pack(self, lengths: Iterable[int]) -> Bins:
+        """Bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.
+
+        Raises:
+            ValueError: no lengths; a negative one; one that no bin can hold; or fewer sequences than bins asked for.
+        """
+        numbers = whole_numbers("lengths", lengths)
+        if not numbers.size:
+            raise ValueError("There is nothing to pack: no lengths were given.")
+        if (longest := int(numbers.max())) > self.bin_capacity:
+            index = int(numbers.argmax())
+            raise ValueError(
+                f"Sequence {index} has {longest} tokens, and a bin holds {self.bin_capacity}: "
+                f"truncate it, leave it out, or use larger bins."
+            )
+        if (shortest := int(numbers.min())) < 0:
+            raise ValueError(f"Sequence {int(numbers.argmin())} has a negative length: {shortest}.")
+        given: list[int] = numbers.tolist()
+        if self.algorithm == "balanced":
+            return balanced(given, self.bin_capacity, lambda count: self._allowed(count, len(given)))
+        if self.algorithm == "first_fit_shuffle":
+            bins = _first_fit.first_fit_shuffle(given, self.bin_capacity, self.seed)
+        else:
+            bins = getattr(_first_fit, self.algorithm)(given, self.bin_capacity)
+        count = self._allowed(len(bins), len(given))
+        return bins if len(bins) == count else split_to(bins, given, count)
+
+    def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> PackingMetrics:
+        """How good ``bins`` are, given the lengths that were packed."""
+        return PackingMetrics.of(lengths, bins, self.bin_capacity)
+
+    def _allowed(self, needed: int, available: int) -> int:
+        """The least number of bins, from ``needed`` on, that was asked for."""
+        multiple = self.bin_count_multiple or 1
+        count = -(-max(needed, self.min_bin_count or 1) // multiple) * multiple
+        if count > available:
+            raise ValueError(
+                f"{available} sequences cannot fill {count} bins without leaving one empty (needed for the tokens: "
+                f"{needed}, min_bin_count={self.min_bin_count}, bin_count_multiple={self.bin_count_multiple})."
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class PackingMetrics:
+    """How good a packing is.
+
+    - sequences, tokens, capacity: what was packed, and the tokens that a bin holds;
+    - bins: how many there are;
+    - bound: how many there must be at least, ceil(tokens / capacity);
+    - efficiency: bound / bins; 1 is perfect;
+    - waste: the share of all bins' tokens that is not used, 1 - tokens / (bins x capacity);
+    - largest: the tokens of the fullest bin;
+    - imbalance: the fullest bin against the mean one; 1 is perfect.
+
+    >>> PackingMetrics.of([7, 2, 6, 4, 3], [[0, 4], [2, 3], [1]], capacity=10).efficiency
+    1.0
+    """
+
+    sequences: int
+    tokens: int
+    capacity: int
+    bins: int
+    bound: int
+    efficiency: float
+    waste: float
+    largest: int
+    imbalance: float
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], bins: Sequence[Sequence[int]], capacity: int) -> PackingMetrics:
+        """Measures bins of indices into ``lengths``; ValueError unless every index is in one bin."""
+        numbers = whole_numbers("lengths", lengths)
+        indices = np.array([index for bin_ in bins for index in bin_], dtype=np.int64)
+        if not len(bins) or not np.array_equal(np.sort(indices), np.arange(numbers.size)):
+            raise ValueError(
+                f"The bins must hold each of the {numbers.size} sequences once, found {indices.size} indices."
+            )
+        tokens = int(numbers.sum())
+        largest = max(int(numbers[list(bin_)].sum()) for bin_ in bins)
+        bound = max(1, -(-tokens // capacity))
+        return cls(
+            sequences=numbers.size,
+            tokens=tokens,
+            capacity=capacity,
+            bins=len(bins),
+            bound=bound,
+            efficiency=bound / len(bins),
+            waste=1 - tokens / (len(bins) * capacity),
+            largest=largest,
+            imbalance=largest * len(bins) / tokens if tokens else 1.0,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences} sequences of {self.tokens} tokens in {self.bins} bins of {self.capacity} "
+            f"(at least {self.bound}): {self.waste:.1%} unused, the fullest {self.imbalance:.3f}x the mean"
+        )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a batch is pickled: its memory leaves out of band (PEP 574), so that storing it copies it once.
+
+A torch CPU tensor travels as a numpy array over its memory and the name of its dtype. What is read from Ray's store
+is read-only memory, which torch cannot express: a tensor over it, written to, ends the process. So a reader gets a
+private copy of each tensor, unless the sender said that nobody writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _interop
+from ._interop import Array
+
+_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+
+
+def packed(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
+    """``data`` with each tensor in it, in lists, tuples and dicts too, replaced by what pickles as its bytes.
+
+    Args:
+        views: whether readers get tensors over the memory they read from, instead of copies.
+
+    Raises:
+        ValueError: a tensor is not in the memory of the CPU.
+    """
+    memo: dict[int, Any] = {}  # what is shared, or holds itself, does so on the other side
+    return {key: _pack(key, value, views, memo) for key, value in data.items()}
+
+
+def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind is np.ndarray:
+        # Only contiguous memory leaves out of band.
+        return value if value.flags.forc else value.copy()
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is list:
+        items: list[Any] = []
+        memo[id(value)] = items
+        items.extend(item if type(item) in _ATOMS else _pack(key, item, views, memo) for item in value)
+        return items
+    if kind is dict:
+        entries: dict[Any, Any] = {}
+        memo[id(value)] = entries
+        entries.update((name, _pack(key, item, views, memo)) for name, item in value.items())
+        return entries
+    if kind is tuple:
+        return tuple(_pack(key, item, views, memo) for item in value)
+    if _interop.is_tensor(value):
+        memo[id(value)] = sent = _pack_tensor(key, value, views)
+        return sent
+    return value
+
+
+def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors travel. Move it first: "
+            f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
+        )
+    if _interop.is_nested(tensor):
+        parts = [_pack_tensor(key, part, views) for part in tensor.unbind()]
+        return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."))
+    if not _interop.is_plain(tensor):
+        return tensor  # sparse, quantized, or of a class with a storage of its own, which knows how to pickle itself
+    return _Sent(_read, _interop.memory(tensor), _interop.dtype_name(tensor), views)
+
+
+class _Sent:
+    """Pickles as a call that gives the tensor."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._call[0], self._call[1:]
+
+
+def _read(array: Array, dtype: str, view: bool) -> Any:
+    """The tensor whose memory was sent as ``array``."""
+    if array.size == 0:
+        array, view = np.empty_like(array), True
+    elif not array.flags.writeable:
+        array = np.asarray(_Window(array))
+    # An array that owns its memory was made for this reader by an older protocol.
+    private = view or array.flags.owndata
+    tensor = _interop.over(array, dtype)
+    return tensor if private else tensor.clone()
+
+
+class _Window:
+    """The memory of a read-only array, offered as writable: torch warns about any other, and copies it in threads."""
+
+    def __init__(self, array: Array) -> None:
+        # numpy keeps this object as the base of what it makes of it, and so the memory lives as long.
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}

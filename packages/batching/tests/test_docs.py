@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example that a reader sees is run."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fairlead_batching
+from fairlead_batching import BatchedDataDict, Order, Packer, PackingMetrics
+
+SOURCES = sorted(Path(fairlead_batching.__file__).parent.glob("*.py"))
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_examples_in_docstrings():
+    """The examples show what the code does."""
+    attempted = 0
+    for source in SOURCES:
+        name = fairlead_batching.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
+        scope = {"BatchedDataDict": BatchedDataDict, "np": np}
+        results = doctest.testmod(importlib.import_module(name), extraglobs=scope)
+        assert results.failed == 0, source.name
+        attempted += results.attempted
+    assert attempted > 15
+
+
+def public_members():
+    return [
+        pytest.param(member, id=f"{owner.__name__}.{name}")
+        for owner in (BatchedDataDict, Order, Packer, PackingMetrics)
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_") and (callable(member) or isinstance(member, property))
+        if getattr(member, "__module__", "fairlead").startswith("fairlead")
+    ]
+
+
+@pytest.mark.parametrize("member", public_members())
+def test_public_members_are_documented(member):
+    """Each public member says what it is for."""
+    assert inspect.getdoc(member)
+
+
+def test_all_is_sorted_and_complete():
+    """What is exported is listed, in order, and documented."""
+    assert fairlead_batching.__all__ == sorted(fairlead_batching.__all__)
+    assert all(inspect.getdoc(getattr(fairlead_batching, name)) for name in fairlead_batching.__all__)
+
+
+def test_readme():
+    """The python blocks of the README run, in order, and what they promise in comments holds.
+
+    A line `expression  # value` says that the expression has the value.
+    """
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    scope, checked = {}, 0
+    for block in blocks:
+        for statement in ast.parse(block).body:
+            source = ast.get_source_segment(block, statement)
+            comment = block.splitlines()[statement.end_lineno - 1][statement.end_col_offset :].strip()
+            if isinstance(statement, ast.Expr) and comment.startswith("# "):
+                assert repr(eval(source, scope)) == comment.removeprefix("# "), source
+                checked += 1
+            else:
+                exec(source, scope)
+    assert checked > 5

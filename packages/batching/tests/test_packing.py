@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packers: complete, within capacity, as many bins as asked for, and good."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_batching import PackingMetrics, get_packer
+
+ALGORITHMS = [
+    "balanced",
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+]
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+@st.composite
+def tasks(draw):
+    capacity = draw(st.integers(1, 60))
+    # Also many of one length, and none at all: ties and zeros are where packers go wrong.
+    some = st.integers(0, capacity) | st.sampled_from([0, 1, capacity // 3, capacity // 2, capacity])
+    return capacity, draw(st.lists(some, min_size=1, max_size=70))
+
+
+@each_algorithm
+@given(tasks(), st.none() | st.integers(1, 9), st.none() | st.integers(1, 5))
+def test_every_packing(algorithm, task, at_least, multiple):
+    """Every index once, no bin empty or over capacity, as many as asked for; or it is said why not."""
+    capacity, lengths = task
+    packer = get_packer(algorithm, capacity, at_least, multiple)
+    try:
+        bins = packer.pack(lengths)
+    except ValueError as error:
+        if f"{len(lengths)} sequences cannot fill" not in str(error):
+            raise
+        fewest = len(get_packer(algorithm, capacity).pack(lengths))
+        wanted = -(-max(fewest, at_least or 1) // (multiple or 1)) * (multiple or 1)
+        assert wanted > len(lengths) or algorithm == "balanced"
+        return
+    assert sorted(index for bin_ in bins for index in bin_) == list(range(len(lengths)))
+    assert all(bin_ for bin_ in bins)
+    assert max(sum(lengths[index] for index in bin_) for bin_ in bins) <= capacity
+    assert len(bins) >= (at_least or 1)
+    assert len(bins) % (multiple or 1) == 0
+    assert packer.pack(lengths) == bins, "the same lengths give the same bins"
+
+
+@given(tasks())
+def test_tree_is_first_fit(task):
+    """First-fit decreasing puts each sequence where a search from the first bin on would put it."""
+    capacity, lengths = task
+    bins, room = [], []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        number = next((number for number, free in enumerate(room) if lengths[index] <= free), len(bins))
+        if number == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+    assert get_packer("first_fit_decreasing", capacity).pack(lengths) == bins
+
+
+@given(tasks())
+def test_balanced_is_not_worse(task):
+    """Balanced needs no more bins than first-fit decreasing; with as many, its fullest is no fuller."""
+    capacity, lengths = task
+    balanced, decreasing = (
+        (packer := get_packer(name, capacity)).metrics(lengths, packer.pack(lengths))
+        for name in ("balanced", "first_fit_decreasing")
+    )
+    assert balanced.bins <= decreasing.bins
+    if balanced.bins == decreasing.bins:
+        assert balanced.largest <= decreasing.largest
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=9))
+def test_balanced_near_the_best(lengths):
+    """For a fixed number of bins the fullest is within 7/6 of the best there is, found by trying all."""
+    bins = get_packer("balanced", sum(lengths), min_bin_count=3).pack(lengths)
+    best = sum(lengths)
+    for code in range(3 ** (len(lengths) - 1)):
+        sums = [0, 0, lengths[-1]]
+        for length in lengths[:-1]:
+            code, number = divmod(code, 3)
+            sums[number] += length
+        best = min(best, max(sums))
+    assert len(bins) == 3
+    assert max(sum(lengths[index] for index in bin_) for bin_ in bins) <= best * 7 / 6
+
+
+def test_balanced_splits_evenly():
+    """Longest-first into the emptiest bin gives 17 and 13 here; there is an even split, and it is found."""
+    lengths = [8, 7, 6, 5, 4]
+    bins = get_packer("balanced", 100, min_bin_count=2).pack(lengths)
+    assert [sum(lengths[index] for index in bin_) for bin_ in bins] == [15, 15]
+
+
+def test_balanced_beats_dealing_longest_first():
+    """Differencing counts: over many draws, the fullest of 4 bins is on average closer to the mean than greedily."""
+    rng = np.random.default_rng(0)
+    ours, greedy = [], []
+    for _ in range(50):
+        lengths = rng.integers(1, 1000, 24).tolist()
+        bins = get_packer("balanced", sum(lengths), min_bin_count=4).pack(lengths)
+        ours.append(max(sum(lengths[index] for index in bin_) for bin_ in bins))
+        sums = [0] * 4
+        for length in sorted(lengths, reverse=True):
+            sums[sums.index(min(sums))] += length
+        greedy.append(max(sums))
+        assert ours[-1] <= greedy[-1]
+    assert sum(ours) < sum(greedy)
+
+
+def test_documented_algorithms():
+    """What each algorithm does to a few lengths."""
+    lengths = [6, 5, 4, 3, 2]
+    assert get_packer("concatenative", 10).pack(lengths) == [[0], [1, 2], [3, 4]]
+    assert get_packer("first_fit_decreasing", 10).pack(lengths) == [[0, 2], [1, 3, 4]]
+    assert get_packer("concatenative", 10, min_bin_count=5).pack(lengths) == [[0], [1], [2], [3], [4]]
+
+
+def test_modified_first_fit_decreasing():
+    """Room beside large sequences is kept for small pairs: fewer bins than by first-fit decreasing."""
+    lengths = [51, 51, 51, 51, 51, 51, 27, 27, 27, 27, 27, 27, 26, 26, 26, 26, 26, 26, 23, 23, 23, 23, 23, 23]
+    lengths += [23, 23, 23, 23, 23, 23]
+    modified = get_packer("modified_first_fit_decreasing", 100).pack(lengths)
+    decreasing = get_packer("first_fit_decreasing", 100).pack(lengths)
+    assert len(modified) < len(decreasing)
+
+
+@each_algorithm
+@pytest.mark.parametrize(("median", "sigma", "most"), [(512, 1.0, 1.01), (3000, 0.5, 1.08)])
+def test_quality(algorithm, median, sigma, most):
+    """On log-normal lengths all but the two naive ones stay close to the bound."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(math.log(median), sigma, 65_536).astype(int), 1, 4096)
+    packer = get_packer(algorithm, 4096)
+    metrics = packer.metrics(lengths, packer.pack(lengths))
+    if algorithm in ("concatenative", "first_fit_shuffle"):
+        assert metrics.efficiency > 0.75
+    else:
+        assert metrics.bins <= most * metrics.bound
+
+
+def test_shuffle_is_seeded():
+    """The seed decides the order, and nothing else does."""
+    lengths = list(range(1, 40))
+    one, same, other = (get_packer("first_fit_shuffle", 50, seed=seed).pack(lengths) for seed in (1, 1, 2))
+    state = random.getstate()
+    assert one == same != other
+    assert random.getstate() == state
+
+
+def test_metrics():
+    """The numbers of a packing that was made by hand."""
+    metrics = PackingMetrics.of([4, 4, 4], [[0, 1], [2]], capacity=10)
+    assert (metrics.sequences, metrics.tokens, metrics.bins, metrics.bound, metrics.largest) == (3, 12, 2, 2, 8)
+    assert metrics.efficiency == 1.0
+    assert metrics.waste == pytest.approx(0.4)
+    assert metrics.imbalance == pytest.approx(8 / 6)
+    assert str(metrics) == (
+        "3 sequences of 12 tokens in 2 bins of 10 (at least 2): 40.0% unused, the fullest 1.333x the mean"
+    )
+
+
+@pytest.mark.parametrize("bins", [[[0]], [[0, 1], [1]], [[0, 1, 2]], []])
+def test_metrics_of_no_packing(bins):
+    """Bins that do not hold every sequence once are refused."""
+    with pytest.raises(ValueError, match="must hold each of the 2 sequences once"):
+        PackingMetrics.of([1, 2], bins, capacity=10)
+
+
+@each_algorithm
+def test_bad_lengths(algorithm):
+    """What cannot be packed is named, with the numbers."""
+    packer = get_packer(algorithm, 10)
+    with pytest.raises(ValueError, match="Sequence 1 has 11 tokens, and a bin holds 10"):
+        packer.pack([3, 11, 4])
+    with pytest.raises(ValueError, match="Sequence 2 has a negative length: -1"):
+        packer.pack([3, 1, -1])
+    with pytest.raises(ValueError, match="nothing to pack"):
+        packer.pack([])
+    with pytest.raises(ValueError, match="whole numbers, found float64"):
+        packer.pack([1.5])
+    with pytest.raises(ValueError, match=r"2 sequences cannot fill 4 bins .* bin_count_multiple=4"):
+        get_packer(algorithm, 10, bin_count_multiple=4).pack([1, 2])
+
+
+def test_bad_arguments():
+    """Unknown algorithms and numbers below 1 are refused."""
+    with pytest.raises(ValueError, match="Unknown packing algorithm 'best'; there are: balanced, concatenative"):
+        get_packer("best", 10)
+    with pytest.raises(ValueError, match="bin_capacity must be at least 1, got 0"):
+        get_packer("balanced", 0)
+    with pytest.raises(ValueError, match="bin_count_multiple must be at least 1, got -2"):
+        get_packer("balanced", 10, bin_count_multiple=-2)
+    with pytest.raises(TypeError, match=r"bin_capacity must be a whole number, got 1\.5"):
+        get_packer("balanced", 1.5)

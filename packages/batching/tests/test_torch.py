@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch tensors as leaves. Skipped where torch is not installed."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+from fairlead_batching import BatchedDataDict
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+BASE = torch.arange(24.0).reshape(4, 6)
+TENSORS = {
+    "float32": BASE,
+    "transposed": BASE.t().contiguous().t(),
+    "strided": BASE[:, ::2],
+    "expanded": torch.arange(4.0)[:, None].expand(4, 3),
+    "part": torch.arange(100).reshape(10, 10)[3:7, 2:5],
+    "channels_last": torch.arange(96.0).reshape(4, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "conjugate": torch.complex(BASE, BASE + 1).conj(),
+    "negative": torch._neg_view(BASE),
+    "requires_grad": BASE.clone().requires_grad_(),
+    "computed": BASE.clone().requires_grad_() * 2,
+    "parameter": torch.nn.Parameter(BASE),
+    "zero_width": torch.zeros(4, 0),
+    "bool": BASE > 3,
+    "bfloat16": BASE.bfloat16(),
+    "strided_bfloat16": BASE.bfloat16()[:, ::2],
+    "float16": BASE.half(),
+    "float8": BASE.to(torch.float8_e4m3fn),
+    "uint16": BASE.to(torch.uint16),
+    "int64": BASE.long(),
+    "large": torch.arange(4_000_000).reshape(4, -1),
+}
+OTHERS = {
+    "zero_dims": torch.tensor(2.5),
+    "zero_dims_bfloat16": torch.tensor(2.5).bfloat16(),
+    "zero_rows": torch.zeros(0, 3),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
+    "sparse": torch.eye(3).to_sparse(),
+}
+KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
+
+
+def same(one, other):
+    """Bit for bit, and of one dtype, class and shape."""
+    if one.is_nested:
+        return other.is_nested and all(same(*pair) for pair in zip(one.unbind(), other.unbind(), strict=True))
+    if one.layout != torch.strided:
+        return same(one.to_dense(), other.to_dense())
+    one = one.detach().resolve_conj().resolve_neg()
+    if one.dtype != other.dtype or one.shape != other.shape or type(other) is not torch.Tensor:
+        return False
+    return one.contiguous().flatten().view(torch.uint8).equal(other.contiguous().flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("key", [*TENSORS, *OTHERS])
+def test_pickled_by_value(key, view, protocol):
+    """Every kind of CPU tensor keeps its values, dtype and shape; what a gradient was needed for does not travel."""
+    batch = BatchedDataDict({key: {**TENSORS, **OTHERS}[key]})
+    if view:
+        batch.read_only()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        received = pickle.loads(pickle.dumps(batch, protocol))
+    assert same(batch[key], received[key])
+    assert not received[key].requires_grad
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_out_of_band(view):
+    """Dense memory is handed over as it is, and read as a copy; or, if nobody writes, as it is."""
+    buffers = []
+    batch = BatchedDataDict({key: TENSORS[key] for key in ("float32", "transposed", "bfloat16", "large")})
+    if view:
+        batch.read_only()
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert len(data) < 1500
+    for tensor, buffer in zip(batch.values(), buffers, strict=True):
+        assert np.frombuffer(buffer.raw(), np.uint8).ctypes.data == tensor.data_ptr()
+    # Bytes are read-only, as Ray's store is.
+    sent = [bytes(buffer.raw()) for buffer in buffers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        received = pickle.loads(data, buffers=sent)
+    for key, buffer in zip(batch, sent, strict=True):
+        assert (received[key].data_ptr() == np.frombuffer(buffer, np.uint8).ctypes.data) is view
+        assert same(batch[key], received[key])
+    if not view:
+        received["float32"] += 1
+        assert same(batch["float32"], pickle.loads(data, buffers=sent)["float32"])
+
+
+def test_views_keep_the_memory_alive():
+    """What a reader's tensors look at lives as long as they do."""
+    buffers = []
+    data = pickle.dumps(BatchedDataDict(x=BASE).read_only(), protocol=5, buffer_callback=buffers.append)
+    sent = [np.frombuffer(bytes(buffer.raw()), np.uint8) for buffer in buffers]
+    received = pickle.loads(data, buffers=sent)["x"]
+    del sent, buffers
+    filler = [bytes(96) for _ in range(1000)]
+    assert same(BASE, received)
+    assert len(filler) == 1000
+
+
+def test_the_promise_is_not_inherited():
+    """Neither parts of a batch that nobody writes to, nor what its reader sends on, are read without a copy."""
+    batch = BatchedDataDict(x=BASE).read_only()
+    reader = pickle.loads(pickle.dumps(batch))
+    for sent in (batch.slice(0, 4), reader, batch.to_device("cpu")):
+        buffers = []
+        data = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+        received = pickle.loads(data, buffers=buffers)
+        assert received["x"].data_ptr() != sent["x"].data_ptr()
+
+
+def test_tensors_in_lists():
+    """Tensors in lists, tuples and dicts travel the same way, and one that stands twice arrives once."""
+    log = [{"ids": BASE, "both": (BASE, 1)}, None]
+    buffers = []
+    data = pickle.dumps(BatchedDataDict(log=log), protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1
+    assert b"_rebuild_tensor" not in data
+    received = pickle.loads(data, buffers=buffers)["log"]
+    assert received[0]["ids"] is received[0]["both"][0]
+    assert same(BASE, received[0]["ids"])
+    assert log[0]["ids"] is BASE
+
+
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, lambda tensor: [{"ids": tensor}]])
+def test_other_devices_are_refused(wrap):
+    """A tensor that is not in the CPU's memory is refused, saying what to do; copying the batch is not."""
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    batch = BatchedDataDict(logits=wrap(torch.zeros(1, device=device)))
+    with pytest.raises(ValueError, match=rf"Leaf 'logits' is or holds a tensor on {device}.*to_device\('cpu'\)"):
+        pickle.dumps(batch)
+    copy.deepcopy(batch)
+
+
+def test_torch_is_missing_at_the_reader(run_python, tmp_path):
+    """A reader without torch is told what is missing."""
+    (tmp_path / "batch").write_bytes(pickle.dumps(BatchedDataDict(x=BASE)))
+    script = """
+        import pickle
+        try:
+            pickle.load(open("batch", "rb"))
+        except ImportError as error:
+            print(error.name, error)
+    """
+    assert "torch torch tensors need torch, which cannot be imported here" in run_python(script, block=["torch"])
+
+
+@pytest.mark.parametrize("key", TENSORS)
+def test_samples_of_every_kind(key):
+    """Gathering, joining, padding and slicing work for every dtype and stride, and keep both dtype and values."""
+    tensor = TENSORS[key]
+    batch = BatchedDataDict(x=tensor)
+    rows = [tensor[number] for number in (2, 0, 2)]
+    chosen = batch.select_indices([2, 0, 2])["x"]
+    assert chosen.dtype == tensor.dtype
+    assert all(same(row, chosen[number].detach().resolve_conj().resolve_neg()) for number, row in enumerate(rows))
+    assert batch.pad_to_multiple(3)["x"].shape == (6, *tensor.shape[1:])
+    assert BatchedDataDict.from_batches([batch, batch])["x"].shape[0] == 8
+    assert [part["x"].shape[0] for part in batch.make_microbatch_iterator(2)] == [2, 2]
+
+
+def test_joining():
+    """Shorter tensors are padded on the right of dim 1, with the dtype of all."""
+    joined = BatchedDataDict.from_batches(
+        [{"x": torch.ones(1, 3, 2, dtype=torch.bfloat16)}, {"x": torch.ones(2, 1, 2)}], {"x": -5}
+    )["x"]
+    assert joined.dtype == torch.float32
+    assert joined[:, :, 0].tolist() == [[1, 1, 1], [1, -5, -5], [1, -5, -5]]
+    with pytest.raises(TypeError, match=r"several kinds .*\['numpy', 'torch'\]"):
+        BatchedDataDict.from_batches([{"x": torch.ones(1)}, {"x": np.ones(1)}])
+
+
+def test_gradients_flow_through_shards():
+    """In one process a shard's samples still belong to the graph they came from."""
+    tokens = torch.ones(4, 2, requires_grad=True)
+    order = BatchedDataDict(x=tokens).shard_by_batch_size(2)
+    (order[1]["x"] * 3).sum().backward()
+    assert tokens.grad.tolist() == [[0, 0], [0, 0], [3, 3], [3, 3]]
+
+
+def test_planned_like_numpy(make_batch):
+    """Tensors, arrays and lists of lengths give the same shards."""
+    arrays = make_batch([2, 8, 4, 6, 1, 7, 3, 5])
+    tensors = BatchedDataDict(
+        {**arrays, "tokens": torch.tensor(arrays["tokens"]), "length": torch.tensor(arrays["length"])}
+    )
+    args = {"max_tokens_per_microbatch": 10, **KEYS}
+    for planned in (
+        {"dynamic_batching_args": {**args, "sequence_length_round": 2}},
+        {"sequence_packing_args": {**args, "algorithm": "balanced", "sequence_length_pad_multiple": 2}},
+    ):
+        (expected, order), (found, same_order) = (
+            batch.shard_by_batch_size(2, **planned) for batch in (arrays, tensors)
+        )
+        assert order == same_order
+        for one, other in zip(expected, found, strict=True):
+            assert one.micro_batch_indices == other.micro_batch_indices
+            assert one["tokens"].tolist() == other["tokens"].tolist()
+        assert order.restore(found)["tokens"].equal(tensors["tokens"])
+
+
+def test_indices_are_tensors():
+    """Tensors of indices and permutations are taken."""
+    batch = BatchedDataDict(x=BASE)
+    order = torch.tensor([2, 0, 3, 1])
+    assert batch.select_indices(order).reorder_data(order)["x"].equal(BASE)
+
+
+def test_padding_mask():
+    """Where there is a tensor, the mask is one."""
+    padded = BatchedDataDict(x=[1, 2, 3], y=torch.ones(3)).pad_to_multiple(2)
+    assert padded["sample_mask"].equal(torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert padded.drop_padding()["y"].equal(torch.ones(3))
+
+
+def test_devices():
+    """to moves tensors in place, to_device into another batch."""
+    batch = BatchedDataDict(x=BASE, y=np.ones(4))
+    moved = batch.to_device("meta")
+    assert (moved["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
+    assert batch.to("meta") is batch
+    assert batch["x"].device.type == "meta"
+    assert isinstance(batch["y"], np.ndarray)
+
+
+def gather(rank, path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    batch = BatchedDataDict(
+        ids=torch.full((rank + 1, rank + 2), rank, dtype=torch.bfloat16),
+        flag=torch.tensor([True] * (rank + 1)),
+        array=np.full(rank + 1, rank),
+        name=[f"rank {rank}"] * (rank + 1),
+    )
+    everything = batch.all_gather()
+    assert everything["ids"].dtype == torch.bfloat16
+    assert everything["ids"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
+    assert everything["flag"].tolist() == [True] * 3
+    assert everything["array"].tolist() == [0, 1, 1]
+    assert everything["name"] == ["rank 0", "rank 1", "rank 1"]
+    padded = batch.pad_to_multiple(3).all_gather()
+    assert padded.size == 6
+    assert padded.drop_padding()["name"] == everything["name"]
+    with pytest.raises(ValueError, match=r"Ranks have different keys: \[\['r0'\], \['r1'\]\]"):
+        BatchedDataDict({f"r{rank}": [1]}).all_gather(torch.distributed.group.WORLD)
+    with pytest.raises(ValueError, match=r"Ranks have different leaves 'x': .*\(1, 1\)"):
+        BatchedDataDict(x=torch.ones((1,) * (rank + 1))).all_gather()
+    torch.distributed.destroy_process_group()
+    (path / f"done {rank}").touch()
+
+
+def test_all_gather(tmp_path):
+    """Over two processes: ranks in order, whatever their numbers of samples, widths and dtypes; faults on both."""
+    torch.multiprocessing.start_processes(gather, args=(tmp_path,), nprocs=2, start_method="fork")
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done 0", "done 1"]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of a group are made from: the first time, and each time one is started again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray import ObjectRef
+
+from fairlead_sharding import NamedSharding
+
+from ._arguments import Arguments
+from ._builder import RayWorkerBuilder
+from ._start import WorkerPlan
+from ._worker_class import WorkerClass
+
+__all__ = ["Recipe", "recipe_of"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The constructor's arguments and the facts of all workers, stored once for as long as the group lives.
+
+    Attributes:
+        args: positional arguments of the constructor.
+        kwargs: keyword arguments.
+        target: what the class is loaded from.
+        facts: what every worker is told, whatever its rank.
+        stored: the references that keep all of it in the store, and what they cost.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any
+    facts: Mapping[str, Any]
+    stored: Arguments
+
+    def start(self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int) -> ObjectRef:
+        """Have an actor make its worker; a ref of what it says of itself."""
+        facts = {
+            **self.facts,
+            "rank": plan.place.rank,
+            "name": plan.place.name,
+            "coords": dict(plan.coords),
+            "incarnation": incarnation,
+            "env": {**plan.environment.variables, "MASTER_PORT": str(master_port)},
+            "path": list(plan.environment.path),
+        }
+        configured = {name: self.stored.prepared(value) for name, value in plan.init_kwargs.items()}
+        # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
+        ref: ObjectRef = actor._fairlead_start.remote(
+            facts, [self.target], list(self.args), {**self.kwargs, **configured}
+        )
+        return ref
+
+
+def recipe_of(
+    builder: RayWorkerBuilder, described: WorkerClass, sharding: NamedSharding, facts: Mapping[str, Any]
+) -> Recipe:
+    """Store what all workers are made from."""
+    stored = Arguments()
+    layout = sharding.to_dict()
+    return Recipe(
+        args=[stored.prepared(value) for value in builder.args],
+        kwargs={name: stored.prepared(value) for name, value in builder.kwargs.items()},
+        target=stored.prepared(described.target),
+        # A list of all ranks grows with the group: stored, not sent to each worker.
+        facts={**facts, "world_size": sharding.size, "layout": stored.prepared(layout) if "ranks" in layout else layout},
+        stored=stored,
+    )

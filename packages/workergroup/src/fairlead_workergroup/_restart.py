@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting lost workers again: the same ranks, in the same slots, or in others when their nodes are gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import ray
+
+from fairlead_placement import PlacementError, RayVirtualCluster, claim_slots
+
+from ._failures import as_failure
+from ._places import moved
+from ._ray_private import actor_id_of, dead_actors
+from ._shutdown import kill_and_wait
+from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError, WorkerStartError
+
+if TYPE_CHECKING:
+    from ._group import RayWorkerGroup
+
+__all__ = ["find_lost", "restart"]
+
+logger = logging.getLogger(__name__)
+
+
+def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
+    """The workers that are dead now, by rank, also those that no call has met; one request."""
+    dead = dead_actors()
+    unknown = [rank for rank, worker in enumerate(group.workers) if actor_id_of(worker) in dead]
+    failures = []
+    for rank in set(unknown).difference(group._lost):
+        try:
+            # Of a dead actor this is answered at once, with what it died of.
+            ray.get(group.workers[rank].__ray_ready__.remote(), timeout=10)
+        except ray.exceptions.RayError as error:
+            if (failure := as_failure(error, group._workers_now[rank])) is not None:
+                failures.append(failure)
+    group._note_lost(failures)
+    return dict(sorted(group._lost.items()))
+
+
+def restart(group: RayWorkerGroup) -> list[int]:
+    """Start what is lost again; the ranks that were started. See `RayWorkerGroup.restart_failed_workers`."""
+    with group._submitting:
+        if not group.workers:
+            raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
+        lost = find_lost(group)
+        if not lost:
+            return []
+        ranks = list(range(group.world_size)) if group._restart_scope == "group" else list(lost)
+        _check_budget(group, lost)
+        group._restarting.update(ranks)
+        group._show_states()
+        try:
+            _end(group, ranks)
+            _find_new_slots(group, lost)
+            for rank in ranks:
+                group._incarnations[rank] += 1
+            # A store that has served one set of processes does not serve another.
+            if group._restart_scope == "group" or group._master_moved():
+                group._held.release_port()
+            group._bring_up(ranks)
+            if group._on_restart is not None:
+                call = group._dispatch(group._on_restart, ranks, [], {}, returned=[], discard=True)
+                call.result(timeout=group._start_timeout_s)
+        except Exception as error:
+            raise _not_restarted(group, ranks, error) from error
+        finally:
+            group._restarting.difference_update(ranks)
+            group._show_states()
+    logger.warning("restarted rank(s) %s of %r", ", ".join(map(str, ranks)), group.name_prefix)
+    return ranks
+
+
+def _check_budget(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
+    """Count the restart, or refuse it."""
+    if group._restart_scope == "group":
+        spent = [] if group._group_restarts < group._max_restarts else ["the group"]
+        group._group_restarts += not spent
+    else:
+        spent = [f"rank {rank}" for rank in lost if group._restarts[rank] >= group._max_restarts]
+    if spent:
+        raise WorkerFailureError(
+            tuple(lost.values()),
+            f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times. Look at the logs of these "
+            "workers; shut the group down.",
+        )
+    for rank in lost if group._restart_scope == "worker" else range(group.world_size):
+        group._restarts[rank] += 1
+
+
+def _end(group: RayWorkerGroup, ranks: Sequence[int]) -> None:
+    """What is left of these workers, the last rank first: a slot is free only when its process is gone."""
+    held = group._held
+    workers = {rank: held.workers[rank] for rank in ranks if rank in held.workers}
+    kill_and_wait(workers, [held.processes[rank] for rank in ranks if rank in held.processes])
+
+
+def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
+    """Move the ranks whose nodes are gone to the slots that the cluster has in their place."""
+    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    if all(place.slot.node_id in alive for place in group._places):
+        return
+    cluster = group.cluster
+    if not isinstance(cluster, RayVirtualCluster):
+        gone = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
+        raise WorkerFailureError(
+            tuple(lost.values()),
+            f"their slot is gone with node(s) {', '.join(gone)}, and a group made from bare slots has no cluster to ask "
+            "for others: get new slots, and make a new group.",
+        )
+    try:
+        cluster.replace_lost_nodes(timeout_s=group._start_timeout_s)
+    except PlacementError as error:
+        raise WorkerFailureError(tuple(lost.values()), f"there is no room for them elsewhere: {error}") from error
+    # Another group on the same cluster may have had them replaced before.
+    instead = dict(zip(map(_key, group._slots), cluster.slots(), strict=True))
+    slots = {place.rank: instead[_key(place.slot)] for place in group._places}
+    group._slots = cluster.slots()
+    group._places = moved(group._places, slots)
+    if group._held.claim is not None:
+        group._held.claim.release()
+    holder = group.name_prefix or group._class.name
+    group._held.claim = claim_slots([place.slot for place in group._places], holder, group=group)
+    group._plan()
+
+
+def _key(slot: object) -> tuple[str, int]:
+    return slot.placement_group.id.hex(), slot.bundle_index  # type: ignore[attr-defined]
+
+
+def _not_restarted(group: RayWorkerGroup, ranks: Sequence[int], error: Exception) -> Exception:
+    """End what a failed restart has started; the ranks stay lost, and can be tried again."""
+    _end(group, ranks)
+    cause = error.reason if isinstance(error, WorkerStartError) else str(error)
+    rank = error.rank if isinstance(error, WorkerStartError) else -1
+    failures = tuple(
+        group._workers_now[one].failure("start-failed" if rank in (one, -1) else "killed", f"in a restart: {cause}")
+        for one in ranks
+    )
+    if isinstance(error, WorkerFailureError):
+        group._lost.update({failure.rank: failure for failure in failures if failure.rank not in group._lost})
+        return error
+    group._lost.update({failure.rank: failure for failure in failures})
+    remedy = f"They could not be started again: {error}" if not isinstance(error, WorkerStartError) else str(error)
+    return WorkerFailureError(failures, remedy)
