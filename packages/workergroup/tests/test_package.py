@@ -71,9 +71,11 @@ FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed
         ),
         (
             CallTimeoutError("step", 2.5, 8, (LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25),)),
-            "1 of 8 workers have not finished 'step', called 2.5 s ago:\n"
-            "  rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s\n"
-            "The call goes on: ask for its result again, or cancel it.",
+            (
+                "1 of 8 workers have not finished 'step', called 2.5 s ago:\n"
+                "  rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s\n"
+                "The call goes on: ask for its result again, or cancel it."
+            ),
         ),
         (
             CallCancelledError("step", (1, 3)),

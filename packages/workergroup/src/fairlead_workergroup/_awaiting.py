@@ -11,6 +11,7 @@ from ray import ObjectRefGenerator
 
 from ._outcome import Outcome
 from ._results import REPORT_EVERY_S, what_failed
+from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -19,7 +20,17 @@ __all__ = ["as_completed", "awaited"]
 
 
 async def awaited(call: Call) -> Any:
-    """What `Call.result` returns; the first failure ends the wait."""
+    """What `Call.result` returns; the first failure ends the wait, or has the call repeated."""
+    while True:
+        try:
+            return call._shaped(await _collected(call))
+        except WorkerFailureError as error:
+            # A restart takes seconds.
+            if not await asyncio.to_thread(call._repeated, error):
+                raise
+
+
+async def _collected(call: Call) -> list[Any]:
     call._check_cancelled()
     tasks = [asyncio.ensure_future(_value_of(call, at)) for at in range(len(call.futures))]
     pending = set(tasks)
@@ -35,7 +46,7 @@ async def awaited(call: Call) -> Any:
     finally:
         await _dropped(pending)
     call._check_cancelled()
-    return call._shaped([tasks[at].result() for at in call._positions[0]])
+    return [tasks[at].result() for at in call._positions[0]]
 
 
 async def as_completed(call: Call) -> AsyncIterator[Outcome]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,15 +19,29 @@ from ._deadline import Deadline, check_timeout
 from ._marks import PassedOn
 from ._outcome import CallStatistics, Outcome
 from ._results import REPORT_EVERY_S, MultiWorkerFuture, not_here_yet, positions, what_failed
-from .exceptions import CallCancelledError, CallTimeoutError
+from ._submit import Request
+from .exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
     from ._worker_class import Method
 
-__all__ = ["Call"]
+__all__ = ["Call", "Repeats"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Repeats:
+    """What is needed to repeat a call on workers that were lost.
+
+    Attributes:
+        left: how often it still may be.
+        requests: what each called worker was asked.
+    """
+
+    left: int
+    requests: Sequence[Request]
 
 
 class Call(MultiWorkerFuture, PassedOn):
@@ -53,8 +68,10 @@ class Call(MultiWorkerFuture, PassedOn):
         discard: bool = False,
         puts: int = 0,
         bytes_put: int = 0,
+        repeats: Repeats | None = None,
     ) -> None:
         super().__init__(futures, returned, called)
+        self._repeats = repeats
         self._group = group
         self._ranks = called
         self._method = method
@@ -102,6 +119,14 @@ class Call(MultiWorkerFuture, PassedOn):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         deadline = self._until(timeout)
+        while True:
+            try:
+                return self._shaped(self._collected(deadline))
+            except WorkerFailureError as error:
+                if not self._repeated(error):
+                    raise
+
+    def _collected(self, deadline: Deadline) -> list[Any]:
         self._check_cancelled()
         wanted, others = self._positions
         if self._streams:
@@ -111,7 +136,23 @@ class Call(MultiWorkerFuture, PassedOn):
             refs = self.refs
             values = self._get([*refs, *(self.futures[at] for at in others)], deadline)[: len(refs)]
             self._count_once(wanted, refs)
-        return self._shaped(values)
+        return values
+
+    def _repeated(self, error: WorkerFailureError) -> bool:
+        """Repeat what was lost, if it may be: on the workers that were, or on all that were started again."""
+        if self._repeats is None or not self._repeats.left:
+            return False
+        self._repeats.left -= 1
+        lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
+        if self._group._restart_scope == "group":
+            lost = list(range(len(self.futures)))
+        asked = [self._repeats.requests[at] for at in lost]
+        again = self._group._send_again([self._ranks[at] for at in lost], asked)
+        for at, future in zip(lost, again, strict=True):
+            self.futures[at] = future
+            self._items.pop(at, None)
+        self.__dict__.pop("_completions", None)
+        return True
 
     def _shaped(self, values: list[Any]) -> Any:
         if self._discard:

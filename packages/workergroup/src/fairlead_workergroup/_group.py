@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import ray
 from ray import ObjectRef
@@ -19,7 +19,7 @@ from fairlead_sharding import NamedSharding
 
 from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
-from ._call import Call
+from ._call import Call, Repeats
 from ._classic import ClassicCalls
 from ._compression import check_compression
 from ._deadline import check_timeout
@@ -28,13 +28,16 @@ from ._failures import WorkerFacts
 from ._held import Held, forgotten
 from ._inspect import cancelled, late_workers
 from ._map import Strategy, check_strategy
+from ._memory import guard, judge, parse_memory
 from ._places import lay_out
 from ._planning import Column, Mesh
-from ._ray_private import actor_id_of, dead_actors, object_sizes
+from ._ray_private import actor_id_of, actor_id_of_ref, dead_actors, object_sizes
+from ._recipe import recipe_of
+from ._restart import check_max_restarts, check_scope, restart
 from ._shutdown import clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
-from ._submit import submit
+from ._submit import Request, requests, send
 from ._view import Addressed
 from ._worker_class import check_python, describe_class
 from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
@@ -57,6 +60,15 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         env_vars: variables of the workers. The driver's environment is not copied to them.
         python: path of the interpreter that workers run, equal on all nodes; this one's if None. It must have the
             cluster's version of Ray, and needs nothing else of ours.
+        restart_on_failure: start lost workers again before the next call. The call that met the loss raises all the
+            same, unless it was made with `retries`.
+        max_restarts: how often: each rank, or with scope "group" the group.
+        restart_scope: "worker": only what is lost; "group": all workers, with a new master port, which is what
+            collectives need.
+        on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
+            a checkpoint.
+        memory_limit: bytes, or "8GB" or "512MiB", that a worker may have resident before it is ended, with kind
+            "out-of-memory".
         async_communication: async methods of a worker overlap, on one event loop, which its other methods block.
             Otherwise a worker runs one method at a time.
         enable_load_balancing: what `map` has given to a worker that dies goes to the others.
@@ -93,6 +105,11 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         env_vars: Mapping[str, str] | None = None,
         *,
         python: str | None = None,
+        restart_on_failure: bool = False,
+        max_restarts: int = 3,
+        restart_scope: Literal["worker", "group"] = "worker",
+        on_restart: str | None = None,
+        memory_limit: int | str | None = None,
         async_communication: bool = False,
         enable_load_balancing: bool = False,
         load_balancing_strategy: Strategy = "round_robin",
@@ -109,99 +126,147 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         self._load_balancing_strategy = check_strategy(load_balancing_strategy)
         self._enable_load_balancing = enable_load_balancing
         self._gradient_compression = check_compression(enable_gradient_compression)
-        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        self._restart_on_failure = restart_on_failure
+        self._max_restarts = check_max_restarts(max_restarts)
+        self._restart_scope = check_scope(restart_scope)
+        self._memory_limit = None if memory_limit is None else parse_memory(memory_limit)
+        self._start_timeout_s = float(start_timeout_s)
+        self._slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
-        places = lay_out(
-            slots,
+        self._places = lay_out(
+            self._slots,
             prefix=prefix,
             workers_per_node=workers_per_node,
             bundle_indices_list=bundle_indices_list,
         )
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self.sharding_annotations = _sharding(sharding_annotations, len(places))
-        self._mesh = Mesh(self.sharding_annotations)
-        self.world_size = len(places)
+        self.world_size = len(self._places)
+        self.sharding_annotations = _sharding(sharding_annotations, self.world_size)
         self.workers: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
-        self._places = places
-        self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(len(places))]
+        self._mesh = Mesh(self.sharding_annotations)
+        self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(self.world_size)]
         self._id = uuid.uuid4().hex[:6]
+        self._env_vars = env_vars
+        self._python = python
         self._lock = threading.Lock()
-        self._submitting = threading.Lock()
+        # Reentrant: a restart calls `on_restart` while it keeps other calls out.
+        self._submitting = threading.RLock()
         self._counts = GroupStatistics()
         # By actor: also of those that have been replaced, for what they still answer. By rank: of those there are.
         self._facts: dict[str, WorkerFacts] = {}
         self._workers_now: list[WorkerFacts] = []
         self._lost: dict[int, WorkerFailure] = {}
+        self._restarting: set[int] = set()
+        self._incarnations = [0] * self.world_size
+        self._restarts = [0] * self.world_size
+        self._group_restarts = 0
         self._shut: bool | None = None
 
-        self._held = Held(claim=claim_slots([place.slot for place in places], prefix, group=self))
+        self._held = Held(claim=claim_slots([place.slot for place in self._places], prefix, group=self))
         self._finalizer = weakref.finalize(self, forgotten, self._held)
         try:
-            nodes = [place.slot.node_id for place in places]
-            if python is not None:
-                check_python(python, nodes, timeout_s=start_timeout_s)
-            self._class = describe_class(
-                builder.worker,
-                asks=[place.configure_ask(getattr(cluster, "num_gpus_per_node", None)) for place in places],
-                node_id=nodes[0],
-                runtime_env={"py_executable": python} if python is not None else None,
-                timeout_s=start_timeout_s,
-                concurrent=async_communication,
-            )
-            plans = plan_workers(places, self._class, coords=self._coords, env_vars=env_vars, python=python)
-            self._start(plans, builder, start_timeout_s)
+            self._worker = builder.worker
+            self._concurrent = async_communication
+            self._plan()
+            self._on_restart = None if on_restart is None else self._class.method(on_restart).name
+            facts = {
+                "communication_backend": getattr(cluster, "communication_backend", None),
+                "gradient_compression": self._gradient_compression,
+            }
+            recipe = recipe_of(builder, self._class, self.sharding_annotations, facts)
+            self._held.recipe = recipe
+            self._count(puts=recipe.stored.puts, bytes_put=recipe.stored.bytes_put)
+            self._bring_up(range(self.world_size))
         except BaseException:
             self.shutdown(force=True)
             raise
 
-    def _start(self, plans: Sequence[WorkerPlan], builder: RayWorkerBuilder, timeout_s: float) -> None:
-        self._held.workers = create(plans, self._class, self._id)
+    def _plan(self) -> None:
+        """Look at the class where the workers are to be, and plan how each is made."""
+        nodes = [place.slot.node_id for place in self._places]
+        if self._python is not None:
+            check_python(self._python, nodes, timeout_s=self._start_timeout_s)
+        per_node = getattr(self.cluster, "num_gpus_per_node", None)
+        self._class = describe_class(
+            self._worker,
+            asks=[place.configure_ask(per_node) for place in self._places],
+            node_id=nodes[0],
+            runtime_env={"py_executable": self._python} if self._python is not None else None,
+            timeout_s=self._start_timeout_s,
+            concurrent=self._concurrent,
+        )
+        self._plans = plan_workers(
+            self._places, self._class, coords=self._coords, env_vars=self._env_vars, python=self._python
+        )
+
+    def _bring_up(self, ranks: Sequence[int]) -> None:
+        """Start the workers of these ranks, and wait until every constructor has finished."""
+        recipe = self._held.recipe
+        if recipe is None:
+            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+        plans = [self._plans[rank] for rank in ranks]
+        actors = create(plans, self._class, self._id, self._incarnations)
+        self._held.workers.update(zip(ranks, actors, strict=True))
         # The agent that holds the port starts while the workers' processes do.
-        first = [plans[0].place.slot]
-        if isinstance(self.cluster, RayVirtualCluster):
-            low, high = self.cluster.port_range
-            ((self._held.lease,),) = lease_ports(first, low=low, high=high)
-        else:
-            ((self._held.lease,),) = lease_ports(first)
+        if self._held.lease is None:
+            ports = self.cluster.port_range if isinstance(self.cluster, RayVirtualCluster) else None
+            ((self._held.lease,),) = lease_ports([self._places[0].slot], **_bounds(ports))
         self.master_address, self.master_port = self._held.lease.address, self._held.lease.port
 
-        arguments = Arguments()
-        args = [arguments.prepared(value) for value in builder.args]
-        target = arguments.prepared(self._class.target)
-        layout = self.sharding_annotations.to_dict()
-        if "ranks" in layout:  # as many as there are workers: stored once, not sent to each
-            layout = arguments.prepared(layout)
-        started = []
-        for plan, actor in zip(plans, self._held.workers, strict=True):
-            kwargs = {n: arguments.prepared(v) for n, v in {**builder.kwargs, **plan.init_kwargs}.items()}
-            facts = {
-                "rank": plan.place.rank,
-                "world_size": self.world_size,
-                "name": plan.place.name,
-                "coords": dict(plan.coords),
-                "incarnation": 0,
-                "communication_backend": getattr(self.cluster, "communication_backend", None),
-                "gradient_compression": self._gradient_compression,
-                "layout": layout,
-                "env": {**plan.environment.variables, "MASTER_PORT": str(self.master_port)},
-                "path": list(plan.environment.path),
-            }
-            # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
-            started.append(actor._fairlead_start.remote(facts, [target], args, kwargs))
-        # Kept for as long as the group: a worker that starts again needs them.
-        self._held.constants = arguments.refs
-        self._count(requests=len(started), puts=arguments.puts, bytes_put=arguments.bytes_put)
+        stored = recipe.stored.puts, recipe.stored.bytes_put
+        started = [
+            recipe.start(actor, plan, incarnation=self._incarnations[plan.place.rank], master_port=self.master_port)
+            for plan, actor in zip(plans, actors, strict=True)
+        ]
+        puts, bytes_put = recipe.stored.puts - stored[0], recipe.stored.bytes_put - stored[1]
+        self._count(requests=len(started), puts=puts, bytes_put=bytes_put)
+        name = self.name_prefix or self._class.name
+        answers = wait_started(started, plans, name=name, timeout_s=self._start_timeout_s)
+        self._know(plans, actors, answers)
+        if self._memory_limit is not None:
+            guard(self._id, [self._workers_now[rank] for rank in ranks], self._memory_limit)
 
-        answers = wait_started(started, plans, name=self.name_prefix or self._class.name, timeout_s=timeout_s)
-        self._held.processes = [(a["node_id"], a["pid"], a["started"]) for a in answers]
-        self.workers = list(self._held.workers)
-        self.worker_metadata = [place.metadata() for place in self._places]
-        for plan, answer, actor in zip(plans, answers, self.workers, strict=True):
-            who = dataclasses.replace(plan.facts, pid=answer["pid"], started=answer["started"])
-            self._facts[actor_id_of(actor)] = who
-            self._workers_now.append(who)
+    def _know(self, plans: Sequence[WorkerPlan], actors: Sequence[Any], answers: Sequence[Mapping[str, Any]]) -> None:
+        """Note who the workers are that have just started."""
+        if not self.workers:
+            self.workers = list(actors)
+            self.worker_metadata = [place.metadata() for place in self._places]
+            self._workers_now = [plan.facts for plan in plans]
+        with self._lock:
+            for plan, actor, answer in zip(plans, actors, answers, strict=True):
+                rank = plan.place.rank
+                who = dataclasses.replace(plan.facts, pid=answer["pid"], started=answer["started"])
+                self._facts[actor_id_of(actor)] = self._workers_now[rank] = who
+                self._held.processes[rank] = (answer["node_id"], answer["pid"], answer["started"])
+                self.workers[rank] = actor
+                self.worker_metadata[rank] = plan.place.metadata()
+                self._lost.pop(rank, None)
+
+    def restart_failed_workers(self) -> list[int]:
+        """Start the workers that are dead again: the same ranks with the same arguments, incarnation + 1.
+
+        In the same slot; where its node is gone, in the one the cluster's `replace_lost_nodes` gives for it. With
+        `restart_scope="group"` all workers are ended and started, with a new master port. Then `on_restart` runs on
+        those that were started. Calls of other threads wait meanwhile.
+
+        Returns:
+            The ranks that were started; none if nothing is dead.
+
+        Raises:
+            WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
+                "start-failed"). What is dead stays dead, and can be tried again.
+        """
+        return restart(self)
+
+    def _master_moved(self) -> bool:
+        lease = self._held.lease
+        return lease is not None and lease.node_id != self._places[0].slot.node_id
+
+    @property
+    def _remedy(self) -> str:
+        return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
 
     def __repr__(self) -> str:
         state = f"{self.world_size} workers" if self.workers else "shut down"
@@ -248,15 +313,23 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         timeout_s: float | None = None,
         single: bool = False,
         discard: bool = False,
+        retries: int = 0,
     ) -> Call:
         began = time.monotonic()
         if not self.workers:
             raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+        if retries and not self._restart_on_failure:
+            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
         found = self._class.method(method)
-        if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
-            raise WorkerFailureError(lost)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
-            futures, stored = submit([self.workers[rank] for rank in called], found, args, kwargs, answers=answers)
+            if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
+                if not self._restart_on_failure:
+                    raise WorkerFailureError(lost, self._remedy)
+                self.restart_failed_workers()
+            stored = Arguments()
+            asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
+            kept = list(asked) if retries else None
+            futures = [send(self.workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
         puts, bytes_put = stored.puts, stored.bytes_put
         self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
         return Call(
@@ -271,7 +344,21 @@ class RayWorkerGroup(ClassicCalls, Addressed):
             discard=discard,
             puts=puts,
             bytes_put=bytes_put,
+            repeats=None if kept is None else Repeats(retries, kept),
         )
+
+    def _is_lost(self, ref: ObjectRef) -> bool:
+        """Whether what makes an object is dead, or has been replaced."""
+        who = self._facts.get(actor_id_of_ref(ref))
+        return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
+
+    def _send_again(self, ranks: Sequence[int], asked: Sequence[Request]) -> list[Any]:
+        """Start lost workers again and repeat requests; their new futures."""
+        with self._submitting:
+            self.restart_failed_workers()
+            futures = [send(self.workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
+        self._count(requests=len(futures))
+        return futures
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -300,12 +387,27 @@ class RayWorkerGroup(ClassicCalls, Addressed):
             )
         return running
 
-    def _note_lost(self, failures: Sequence[WorkerFailure]) -> None:
+    def _note_lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+        """Note who is dead, unless it has been replaced; the failures as they are to be told."""
+        judged = tuple(failures)
+        if self._memory_limit is not None:
+            judged = judge(self._id, judged, self._workers_now, self._memory_limit)
         with self._lock:
-            self._lost.update({failure.rank: failure for failure in failures})
+            for failure in judged:
+                now = self._workers_now[failure.rank]
+                if (failure.node_id, failure.pid) == (now.node_id, now.pid):
+                    self._lost.setdefault(failure.rank, failure)
+        self._show_states()
+        return tuple(self._lost.get(failure.rank, failure) for failure in judged)
+
+    def _show_states(self) -> None:
+        """What the cluster's grid shows of each worker."""
+        with self._lock:
             for worker in self.worker_metadata:  # nothing after a shutdown
-                if worker["global_rank"] in self._lost:
-                    worker["state"] = "dead"
+                rank = worker["global_rank"]
+                worker["state"] = (
+                    "restarting" if rank in self._restarting else "dead" if rank in self._lost else "alive"
+                )
 
     def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
         return self._facts
@@ -349,6 +451,10 @@ class RayWorkerGroup(ClassicCalls, Addressed):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
+
+
+def _bounds(ports: tuple[int, int] | None) -> dict[str, int]:
+    return {} if ports is None else {"low": ports[0], "high": ports[1]}
 
 
 def _sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray import ObjectRef
 
 from fairlead_placement import PlacementError, PortLease, SlotClaim
 
+from ._recipe import Recipe
 from ._shutdown import kill_and_wait
 
 __all__ = ["Held", "forgotten"]
@@ -24,22 +24,21 @@ class Held:
 
     claim: SlotClaim | None = None
     lease: PortLease | None = None
-    workers: list[Any] = field(default_factory=list)
-    processes: list[tuple[str, int, int]] = field(default_factory=list)
-    constants: list[ObjectRef] = field(default_factory=list)
+    workers: dict[int, Any] = field(default_factory=dict)
+    processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    recipe: Recipe | None = None
 
     def give_back(self) -> bool:
         """End the workers, then release what they stood on; whether all went well."""
-        workers, processes = list(self.workers), list(self.processes)
+        workers, processes = dict(self.workers), list(self.processes.values())
         self.workers.clear()
         self.processes.clear()
-        self.constants.clear()
+        self.recipe = None
         ended = True
         try:
             if ray.is_initialized():
                 ended = kill_and_wait(workers, processes)
-                if self.lease is not None:
-                    self.lease.release()
+                self.release_port()
         except (ray.exceptions.RayError, PlacementError) as error:
             logger.warning("giving a worker group back: %s", error)
             ended = False
@@ -49,6 +48,12 @@ class Held:
                 self.claim.release()
                 self.claim = None
         return ended
+
+    def release_port(self) -> None:
+        """Give the master port back; its node, and so the lease, may be gone."""
+        if self.lease is not None:
+            lease, self.lease = self.lease, None
+            lease.release()
 
 
 def forgotten(held: Held) -> None:

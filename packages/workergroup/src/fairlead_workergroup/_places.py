@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slot each rank lives in, and what it is called. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fairlead_placement import Slot
 
-__all__ = ["Place", "lay_out"]
+__all__ = ["Place", "lay_out", "moved"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,10 @@ def lay_out(
         tied = [(slot, number, 0, bundles) for number, (slot, bundles) in enumerate(chosen)]
     else:
         tied = _tied(slots, bundle_indices_list)
-    nodes = list(dict.fromkeys(slot.node_id for slot, *_ in tied))
-    size = {node_id: sum(slot.node_id == node_id for slot, *_ in tied) for node_id in nodes}
-    number = {node_id: at for at, node_id in enumerate(nodes)}
-    seen = dict.fromkeys(nodes, 0)
     places = []
-    for rank, (slot, group, within, bundles) in enumerate(tied):
+    for rank, ((slot, group, within, bundles), on_node) in enumerate(
+        zip(tied, _on_nodes([slot for slot, *_ in tied]), strict=True)
+    ):
         several = len(bundles[1]) > 1
         places.append(
             Place(
@@ -103,13 +102,42 @@ def lay_out(
                 tied_group=group,
                 tied_rank=within,
                 tied_bundles=bundles,
-                node_rank=number[slot.node_id],
-                local_rank=seen[slot.node_id],
-                local_world_size=size[slot.node_id],
+                **on_node,
             )
         )
-        seen[slot.node_id] += 1
     return tuple(places)
+
+
+def moved(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
+    """The same ranks and names, some of them in other slots, given by rank; physical nodes are counted anew."""
+    new = [slots.get(place.rank, place.slot) for place in places]
+    bundle = {(place.tied_group, place.tied_rank): slot.bundle_index for place, slot in zip(places, new, strict=True)}
+    return tuple(
+        replace(
+            place,
+            slot=slot,
+            tied_bundles=(
+                place.tied_bundles[0],
+                [bundle[place.tied_group, within] for within in range(len(place.tied_bundles[1]))],
+            ),
+            **on_node,
+        )
+        for place, slot, on_node in zip(places, new, _on_nodes(new), strict=True)
+    )
+
+
+def _on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
+    """Where each slot, by rank, is among those of the group: its node's number, its own there, how many are there."""
+    nodes = list(dict.fromkeys(slot.node_id for slot in slots))
+    size = Counter(slot.node_id for slot in slots)
+    number = {node_id: at for at, node_id in enumerate(nodes)}
+    seen: Counter[str] = Counter()
+    found: list[dict[str, Any]] = []
+    for slot in slots:
+        there = {"node_rank": number[slot.node_id], "local_rank": seen[slot.node_id]}
+        found.append({**there, "local_world_size": size[slot.node_id]})
+        seen[slot.node_id] += 1
+    return found
 
 
 def _some(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:

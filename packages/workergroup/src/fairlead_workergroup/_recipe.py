@@ -59,12 +59,13 @@ def recipe_of(
 ) -> Recipe:
     """Store what all workers are made from."""
     stored = Arguments()
-    layout = sharding.to_dict()
+    layout: Any = sharding.to_dict()
+    if "ranks" in layout:  # it grows with the group: stored, not sent to each worker
+        layout = stored.prepared(layout)
     return Recipe(
         args=[stored.prepared(value) for value in builder.args],
         kwargs={name: stored.prepared(value) for name, value in builder.kwargs.items()},
         target=stored.prepared(described.target),
-        # A list of all ranks grows with the group: stored, not sent to each worker.
-        facts={**facts, "world_size": sharding.size, "layout": stored.prepared(layout) if "ranks" in layout else layout},
+        facts={**facts, "world_size": sharding.size, "layout": layout},
         stored=stored,
     )

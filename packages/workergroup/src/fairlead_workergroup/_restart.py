@@ -20,9 +20,31 @@ from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError, Wor
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
-__all__ = ["find_lost", "restart"]
+__all__ = ["check_max_restarts", "check_scope", "find_lost", "restart"]
 
 logger = logging.getLogger(__name__)
+
+
+def check_scope(scope: str) -> str:
+    """Refuse what is no scope.
+
+    Raises:
+        ValueError: it is neither "worker" nor "group".
+    """
+    if scope not in ("worker", "group"):
+        raise ValueError(f"restart_scope is 'worker' or 'group', got {scope!r}")
+    return scope
+
+
+def check_max_restarts(count: int) -> int:
+    """Refuse what is no number of restarts.
+
+    Raises:
+        ValueError: it is negative, or no whole number.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"max_restarts must be a whole number of at least 0, got {count!r}")
+    return count
 
 
 def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
@@ -84,8 +106,8 @@ def _check_budget(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> N
     if spent:
         raise WorkerFailureError(
             tuple(lost.values()),
-            f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times. Look at the logs of these "
-            "workers; shut the group down.",
+            f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times. Look at the logs of "
+            "these workers; shut the group down.",
         )
     for rank in lost if group._restart_scope == "worker" else range(group.world_size):
         group._restarts[rank] += 1
@@ -108,8 +130,8 @@ def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) ->
         gone = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
         raise WorkerFailureError(
             tuple(lost.values()),
-            f"their slot is gone with node(s) {', '.join(gone)}, and a group made from bare slots has no cluster to ask "
-            "for others: get new slots, and make a new group.",
+            f"their slot is gone with node(s) {', '.join(gone)}, and a group made from bare slots has no cluster to "
+            "ask for others: get new slots, and make a new group.",
         )
     try:
         cluster.replace_lost_nodes(timeout_s=group._start_timeout_s)

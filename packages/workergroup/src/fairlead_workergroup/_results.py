@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from ._failures import explained
+from ._failures import WorkerFacts, explained
 from ._ray_private import actor_id_of_ref
 from .exceptions import WorkerFailureError
 
@@ -137,6 +137,7 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
     known = group._facts_by_actor()
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False) if refs else ([], [])
     failed: dict[int, BaseException] = {}
+    who: dict[int, WorkerFacts] = {}
     for ref in done:
         worker = known.get(actor_id_of_ref(ref))
         if worker is None:
@@ -146,11 +147,14 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
         except Exception as error:  # noqa: BLE001  whatever a worker raised
             if not not_here_yet(error):
                 failed.setdefault(worker.rank, error)
+                who[worker.rank] = worker
     if not failed:
         return first
-    shown = explained(dict(sorted(failed.items())), {worker.rank: worker for worker in known.values()})
+    shown = explained(dict(sorted(failed.items())), who)
     if isinstance(shown, WorkerFailureError):
-        group._note_lost(shown.failures)
+        judged = WorkerFailureError(group._note_lost(shown.failures), group._remedy)
+        judged.__cause__ = shown.__cause__
+        return judged
     return shown
 
 

@@ -38,17 +38,17 @@ def clean_up(workers: Mapping[int, Any], method: str, timeout: float | None) -> 
     return clean
 
 
-def kill_and_wait(workers: Sequence[Any], processes: Sequence[tuple[str, int, int]]) -> bool:
+def kill_and_wait(workers: Mapping[int, Any], processes: Sequence[tuple[str, int, int]]) -> bool:
     """End the workers, the last rank first, and wait until their processes are gone; whether they are.
 
     Args:
         workers: the handles, by rank; rank 0, which holds the store of torch.distributed, is ended last.
         processes: (node id, pid, start tick) of those that had started.
     """
-    for worker in reversed(workers):
+    for _, worker in sorted(workers.items(), reverse=True):
         ray.kill(worker)
     # An actor that is dead answers this at once with an error, and nothing else does after a kill.
-    refs = [worker.__ray_ready__.remote() for worker in workers]
+    refs = [worker.__ray_ready__.remote() for worker in workers.values()]
     deadline = time.monotonic() + GONE_S
     _, alive = ray.wait(refs, num_returns=len(refs), timeout=GONE_S) if refs else ([], [])
     there = _remaining(processes, deadline)

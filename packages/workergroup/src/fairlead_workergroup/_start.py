@@ -94,13 +94,15 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
     }
 
 
-def create(plans: Sequence[WorkerPlan], described: WorkerClass, group_id: str) -> list[Any]:
-    """Launch the actors; returns at once, with their handles by rank."""
+def create(
+    plans: Sequence[WorkerPlan], described: WorkerClass, group_id: str, incarnations: Sequence[int]
+) -> list[Any]:
+    """Launch the actors; returns at once, with a handle for each plan."""
     return [
         described.actor_class.options(
             **plan.options,
-            # Two groups may have the same prefix; Ray refuses a second actor of one name.
-            name=f"{plan.place.name}-{group_id}",
+            # Ray refuses a second actor of one name: two groups may have the same prefix, and a rank several lives.
+            name=f"{plan.place.name}-{group_id}" + (f"-{again}" if (again := incarnations[plan.place.rank]) else ""),
             # The group restarts workers itself: Ray's restarts stay RESTARTING for ever once a placement group is gone.
             max_restarts=0,
             max_task_retries=0,
@@ -117,13 +119,13 @@ def create(plans: Sequence[WorkerPlan], described: WorkerClass, group_id: str) -
 def wait_started(
     started: Sequence[ObjectRef], plans: Sequence[WorkerPlan], *, name: str, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """What every worker said of itself, by rank, once all constructors have finished.
+    """What every worker said of itself, for each plan, once all constructors have finished.
 
     Raises:
         WorkerStartError: the first that failed, or that some had not finished within `timeout_s`.
     """
     began = time.monotonic()
-    rank_of = {ref: rank for rank, ref in enumerate(started)}
+    at_of = {ref: at for at, ref in enumerate(started)}
     answers: dict[int, dict[str, Any]] = {}
     pending = list(started)
     with Bar(f"Starting {name}", len(started)) as bar:
@@ -131,23 +133,22 @@ def wait_started(
             done, pending = ray.wait(pending, num_returns=1, timeout=0.2)
             more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
             for ref in [*done, *more]:
-                rank = rank_of[ref]
+                at = at_of[ref]
                 try:
-                    answers[rank] = ray.get(ref)
+                    answers[at] = ray.get(ref)
                 except Exception as error:
-                    others = _others(answers, len(started), skip=rank)
-                    raise _not_started(error, plans[rank], others) from error
-            slow = sorted(rank_of[ref] for ref in pending)
-            bar.show(len(answers), waiting_for=slow)
+                    waiting = [plans[at_of[other]].place.rank for other in started if at_of[other] not in answers]
+                    others = _others(len(answers), waiting, failed=plans[at].place.rank)
+                    raise _not_started(error, plans[at], others) from error
+            slow = [plans[at] for at in sorted(at_of[ref] for ref in pending)]
+            bar.show(len(answers), waiting_for=[plan.place.rank for plan in slow])
             if pending and time.monotonic() - began >= timeout_s:
-                where = ", ".join(f"{plans[rank].facts}" for rank in slow[:8]) + (
-                    " and others" if len(slow) > 8 else ""
-                )
+                where = ", ".join(f"{plan.facts}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
                 raise WorkerStartError(
                     f"{len(slow)} of {len(started)} workers had not finished their constructor after {timeout_s:g} s "
                     f"(start_timeout_s): {where}"
                 )
-    return [answers[rank] for rank in range(len(started))]
+    return [answers[at] for at in range(len(started))]
 
 
 def _not_started(error: Exception, plan: WorkerPlan, others: str) -> WorkerStartError:
@@ -161,10 +162,8 @@ def _not_started(error: Exception, plan: WorkerPlan, others: str) -> WorkerStart
     return WorkerStartError(reason, plan.place.rank, plan.coords, plan.place.slot.node_id, trace, others)
 
 
-def _others(answers: Mapping[int, object], total: int, *, skip: int) -> str:
-    waiting = [rank for rank in range(total) if rank not in answers and rank != skip]
-    return f"of the other {total - 1} workers {len(answers)} had started" + (
-        f", {len(waiting)} had not (ranks {', '.join(map(str, waiting[:16]))}{', ...' if len(waiting) > 16 else ''})"
-        if waiting
-        else ""
-    )
+def _others(started: int, waiting: Sequence[int], *, failed: int) -> str:
+    waiting = [rank for rank in waiting if rank != failed]
+    ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
+    had_not = f", {len(waiting)} had not (ranks {ranks})" if waiting else ""
+    return f"of the other {started + len(waiting)} workers {started} had started{had_not}"

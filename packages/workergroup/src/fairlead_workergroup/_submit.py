@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way a call reaches workers: columns of arguments in, futures out."""
+"""The one way a call reaches workers: columns of arguments in, a request to each worker out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from ._arguments import Arguments, Gathered
 from ._planning import Column
 from ._worker_class import Method
 
-__all__ = ["Request", "requests", "submit"]
+__all__ = ["Request", "requests", "send"]
 
 
 class Request(NamedTuple):
@@ -64,33 +64,6 @@ def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [plan, *flat]
 
 
-def submit(
-    handles: Sequence[Any],
-    method: Method,
-    args: Sequence[Column],
-    kwargs: Mapping[str, Column],
-    *,
-    answers: Sequence[bool] | None = None,
-) -> tuple[list[Any], Arguments]:
-    """Store what has to be stored, then launch one method call per handle.
-
-    Args:
-        handles: the actors to call, in order.
-        method: what to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        answers: whether each one's result is wanted; None: all. Others return nothing.
-
-    Returns:
-        The futures, one per handle, and what was stored for the call.
-
-    Raises:
-        TypeError: the method does not take these arguments; nothing has been stored or launched.
-    """
-    arguments = Arguments()
-    asked = requests(len(handles), method, args, kwargs, answers=answers, arguments=arguments)
-    futures = [
-        getattr(handle, request.method).remote(*request.args, **request.kwargs)
-        for handle, request in zip(handles, asked, strict=True)
-    ]
-    return futures, arguments
+def send(handle: Any, request: Request) -> Any:
+    """Launch a method call; its future."""
+    return getattr(handle, request.method).remote(*request.args, **request.kwargs)

@@ -28,6 +28,7 @@ class CallOptions:
     collect: Axes = None
     first_along: Axes = ()
     timeout: float | None = None
+    retries: int = 0
     discard: bool = False
 
 
@@ -69,6 +70,7 @@ class Addressed:
         collect: Axes = None,
         first_along: Axes = (),
         timeout: float | None = None,
+        retries: int = 0,
         discard: bool = False,
     ) -> GroupView:
         """A view whose `call` is made with these options, and hands every keyword on to the method.
@@ -76,9 +78,9 @@ class Addressed:
         For methods whose parameters are named as our options are.
 
         Args:
-            collect, first_along, timeout, discard: as of `call`.
+            collect, first_along, timeout, retries, discard: as of `call`.
         """
-        options = CallOptions(_kept(collect), as_axes(first_along), check_timeout("timeout", timeout), discard)
+        options = CallOptions(_kept(collect), as_axes(first_along), check_timeout("timeout", timeout), retries, discard)
         plan_call(self._mesh, collect=options.collect, first_along=options.first_along, discard=discard)
         return GroupView(self._of_group, self._mesh, options)
 
@@ -94,6 +96,7 @@ class Addressed:
         collect: Axes = None,
         first_along: Axes = (),
         timeout: float | None = None,
+        retries: int = 0,
         discard: bool = False,
         **kwargs: Any,
     ) -> Call:
@@ -110,6 +113,8 @@ class Addressed:
                 row-major in the order given, by the worker at coordinate 0 of all others. `()`: one worker answers.
             first_along: only coordinate 0 along these is called.
             timeout: seconds until `CallTimeoutError`, from now; None: the group's `call_timeout_s`.
+            retries: how often `result` and `await` repeat it on workers that it lost, after starting them again;
+                with `restart_scope="group"`, on all. Needs a group with `restart_on_failure`.
             discard: nobody answers, and nothing that the method returns is stored.
             kwargs: keyword arguments of the method.
 
@@ -118,7 +123,7 @@ class Addressed:
             ValueError: an axis that does not exist, or too few or too many pieces or values.
             WorkerFailureError: a worker that would be called is known to be dead.
         """
-        return self._called(method, CallOptions(collect, first_along, timeout, discard), args, kwargs)
+        return self._called(method, CallOptions(collect, first_along, timeout, retries, discard), args, kwargs)
 
     def explain(
         self,
@@ -128,6 +133,7 @@ class Addressed:
         collect: Axes = None,
         first_along: Axes = (),
         timeout: float | None = None,
+        retries: int = 0,
         discard: bool = False,
         **kwargs: Any,
     ) -> CallExplanation:
@@ -138,7 +144,7 @@ class Addressed:
         Raises:
             AttributeError, TypeError, ValueError: as of `call`.
         """
-        return self._explained(method, CallOptions(collect, first_along, timeout, discard), args, kwargs)
+        return self._explained(method, CallOptions(collect, first_along, timeout, retries, discard), args, kwargs)
 
     def map(
         self,
@@ -200,6 +206,7 @@ class Addressed:
             timeout_s=check_timeout("timeout", options.timeout),
             single=options.collect is not None and not as_axes(options.collect),
             discard=options.discard,
+            retries=_checked_retries(options.retries),
         )
 
     def _explained(
@@ -218,6 +225,12 @@ class Addressed:
         )
         columns = [plan.column(f"positional argument {at}", value) for at, value in enumerate(args)]
         return plan, columns, {name: plan.column(f"argument {name!r}", value) for name, value in kwargs.items()}
+
+
+def _checked_retries(retries: int) -> int:
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be a whole number of at least 0, got {retries!r}")
+    return retries
 
 
 def _kept(axes: Axes) -> tuple[str, ...] | None:

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lost workers are started again: the same ranks, the same slots, the same arguments."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import (
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    Shard,
+    WorkerFailureError,
+    current_worker,
+)
+
+AXES = NamedSharding.from_shape(dp=2, tp=2)
+
+
+class Worker:
+    """Knows what it was made from and what has happened to it."""
+
+    def __init__(self, value=None, fail_again=()):
+        worker = current_worker()
+        if worker.incarnation and worker.rank in fail_again:
+            raise OSError("cannot start a second time")
+        self.value = value
+        self.loaded = None
+
+    def load(self):
+        self.loaded = current_worker().incarnation
+
+    def fail_to_load(self):
+        raise OSError("no checkpoint")
+
+    def state(self):
+        worker = current_worker()
+        return worker.rank, worker.incarnation, self.loaded, float(np.sum(self.value)), os.environ["MASTER_PORT"]
+
+    def pid(self):
+        return os.getpid()
+
+    def double(self, data, die_at=(), until=1):
+        worker = current_worker()
+        if worker.rank in die_at and worker.incarnation < until:
+            os._exit(1)
+        return data * 2
+
+    def die(self, ranks):
+        if current_worker().rank in ranks:
+            os._exit(1)
+
+    def count(self, n, die_at=()):
+        for i in range(n):
+            if i == 1 and current_worker().rank in die_at and not current_worker().incarnation:
+                os._exit(1)
+            yield i
+
+    def raise_error(self):
+        raise ValueError("mine")
+
+    def grow(self, size):
+        self.block = np.ones(size // 8)
+        time.sleep(30)
+
+
+VALUE = np.ones(20_000)
+
+
+@pytest.fixture
+def made(local_ray) -> Iterator:
+    """Makes groups of four workers; all are shut down in the end."""
+    groups = []
+    with RayVirtualCluster([4], use_gpus=False) as cluster:
+
+        def make(*args, **options):
+            for group in groups:
+                assert group.shutdown()
+            builder = RayWorkerBuilder(Worker, *(args or (VALUE,)))
+            groups.append(RayWorkerGroup(cluster, builder, sharding_annotations=AXES, **options))
+            return groups[-1]
+
+        yield make
+        for group in groups:
+            assert group.shutdown()
+
+
+def die(group, *ranks):
+    """End workers from inside, and wait until a call has met it."""
+    call = group.call("die", ranks)
+    assert call.wait(timeout=60)
+    with pytest.raises(WorkerFailureError) as caught:
+        call.result()
+    assert [failure.rank for failure in caught.value.failures] == list(ranks)
+
+
+def test_the_same_rank_again(made):
+    """Same arguments, which are stored once and for all; a new process; incarnation + 1; the others are not touched."""
+    group = made()
+    pids, puts = group.call("pid").result(), group.statistics().puts
+    die(group, 1)
+    assert group.worker_metadata[1]["state"] == "dead"
+    assert group.restart_failed_workers() == [1]
+    assert group.worker_metadata[1]["state"] == "alive"
+    port = str(group.master_port)
+    assert group.call("state").result() == [(rank, int(rank == 1), None, 20_000.0, port) for rank in range(4)]
+    assert group.statistics().puts == puts
+    now = group.call("pid").result()
+    assert [rank for rank in range(4) if now[rank] != pids[rank]] == [1]
+    assert group.restart_failed_workers() == []
+
+
+def test_a_death_that_no_call_has_met(made):
+    """restart_failed_workers asks Ray who is dead."""
+    group = made()
+    os.kill(group.call("pid").result()[3], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not (ranks := group.restart_failed_workers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks == [3]
+    assert group.call("state").result()[3][1] == 1
+
+
+def test_the_whole_group(made):
+    """Scope "group": all start again, on a new master port, and all reload."""
+    group = made(restart_scope="group", on_restart="load")
+    port = group.master_port
+    die(group, 2)
+    assert group.restart_failed_workers() == [0, 1, 2, 3]
+    assert group.master_port != port
+    assert group.call("state").result() == [(rank, 1, 1, 20_000.0, str(group.master_port)) for rank in range(4)]
+
+
+def test_before_the_next_call(made):
+    """With restart_on_failure the call that met it raises, and says so; the next one works, classic ones too."""
+    group = made(restart_on_failure=True, on_restart="load")
+    with pytest.raises(WorkerFailureError, match="The next call starts them again; repeat this one"):
+        group.call("die", [0, 3]).result()
+    assert group.call("double", Shard([1, 2], "dp"), retries=1).result() == [2, 2, 4, 4]
+    assert [state[1] for state in group.call("state").result()] == [1, 0, 0, 1]
+    die(group, 1)
+    assert group.get_all_worker_results(group.run_all_workers_single_data("double", 4)) == [8] * 4
+
+
+def test_retries(made):
+    """With retries the call itself is repeated, on those that were lost only, also when it is awaited or streams."""
+    group = made(restart_on_failure=True, on_restart="load", max_restarts=5)
+    big = np.ones(20_000)
+    requests = group.statistics().requests
+    call = group.call("double", Shard([big, big], "dp"), die_at=[1], retries=1, collect="tp")
+    assert [float(value[0]) for value in call.result()] == [2.0, 2.0]
+    # 4 of the call, 1 start, 1 on_restart, 1 again.
+    assert group.statistics().requests - requests == 7
+    assert call.statistics().puts == 1
+    assert [state[1] for state in group.call("state").result()] == [0, 1, 0, 0]
+
+    async def awaited():
+        return await group.call("double", 3, die_at=[2], retries=2)
+
+    assert asyncio.run(awaited()) == [6] * 4
+    assert group.call("count", 3, die_at=[3], retries=1).result() == [[0, 1, 2]] * 4
+    with pytest.raises(WorkerFailureError):
+        group.call("double", 3, die_at=[0], until=9, retries=1).result()
+    with pytest.raises(ValueError, match="mine"):
+        group.call("raise_error", retries=3).result()
+
+
+def test_retries_of_a_whole_group(made):
+    """Scope "group": everybody does it again."""
+    group = made(restart_on_failure=True, restart_scope="group")
+    assert group.call("double", 3, die_at=[2], retries=1).result() == [6] * 4
+    assert [state[1] for state in group.call("state").result()] == [1] * 4
+
+
+def test_max_restarts(made):
+    """Per rank for scope worker; used up, it says so, and nothing is started."""
+    group = made(max_restarts=1)
+    for rank in (1, 2):
+        die(group, rank)
+        assert group.restart_failed_workers() == [rank]
+    die(group, 1)
+    with pytest.raises(WorkerFailureError, match="rank 1 has been restarted max_restarts=1 times"):
+        group.restart_failed_workers()
+    group = made(max_restarts=0, restart_scope="group", restart_on_failure=True)
+    die(group, 0)
+    with pytest.raises(WorkerFailureError, match="the group has been restarted max_restarts=0 times"):
+        group.call("pid")
+
+
+def test_a_start_that_fails(made):
+    """Kind "start-failed" with the reason; the others work on; it can be tried again until max_restarts."""
+    group = made(VALUE, [2])
+    die(group, 2)
+    for _ in range(3):
+        with pytest.raises(WorkerFailureError, match="cannot start a second time") as caught:
+            group.restart_failed_workers()
+        assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(2, "start-failed")]
+    with pytest.raises(WorkerFailureError, match="max_restarts=3"):
+        group.restart_failed_workers()
+    assert group.at(dp=0).call("double", 1).result() == [2, 2]
+    group = made(on_restart="fail_to_load")
+    die(group, 0)
+    with pytest.raises(WorkerFailureError, match="no checkpoint"):
+        group.restart_failed_workers()
+    with pytest.raises(WorkerFailureError, match="rank 0"):
+        group.call("pid")
+
+
+def test_two_groups(made, local_ray):
+    """One group's loss, restart and end do not touch the other."""
+    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as other:
+        ours = made(restart_on_failure=True)
+        pids = other.call("pid").result()
+        pending = other.call("double", 4)
+        die(ours, 0, 1, 2, 3)
+        assert ours.call("double", 2).result() == [4] * 4
+        ours.shutdown()
+        assert (pending.result(), other.call("pid").result()) == ([8, 8], pids)
+
+
+def test_cancelled_with_force_and_started_again(made):
+    """What was ended by cancel(force=True) is lost like any other, and comes back."""
+    group = made(restart_on_failure=True)
+    call = group.at(dp=0, tp=0).call("grow", 8)
+    time.sleep(0.3)
+    assert call.cancel(force=True) == [0]
+    assert group.call("double", 1).result() == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts must be a whole number"),
+        ({"max_restarts": 1.5}, "max_restarts must be a whole number"),
+        ({"restart_scope": "node"}, "restart_scope is 'worker' or 'group', got 'node'"),
+        ({"memory_limit": "lots"}, "a memory limit is a positive number of bytes"),
+        ({"memory_limit": 0}, "a memory limit is a positive number of bytes"),
+        ({"memory_limit": True}, "a memory limit is a positive number of bytes"),
+        ({"memory_limit": "8 apples"}, "a memory limit is a positive number of bytes"),
+    ],
+)
+def test_bad_options(made, options, message):
+    """Refused before anything starts."""
+    with pytest.raises(ValueError, match=message):
+        made(**options)
+
+
+def test_bad_methods_and_retries(made):
+    """An on_restart that is not there is refused with a list; retries need a group that restarts."""
+    with pytest.raises(AttributeError, match="Worker has no public method 'reload'"):
+        made(on_restart="reload")
+    group = made()
+    with pytest.raises(ValueError, match="needs a group with restart_on_failure=True"):
+        group.call("pid", retries=1)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="retries must be a whole number"):
+            group.call("pid", retries=wrong)
+
+
+def test_memory_limit(made):
+    """A worker that passes it is ended, with both numbers; the others and the next incarnation are watched on."""
+    group = made(restart_on_failure=True, memory_limit="600MB")
+    for incarnation in (1, 2):
+        with pytest.raises(WorkerFailureError) as caught:
+            group.at(dp=1, tp=0).call("grow", 800_000_000).result()
+        (failure,) = caught.value.failures
+        assert (failure.rank, failure.kind) == (2, "out-of-memory")
+        assert "memory_limit of 600,000,000 bytes" in failure.cause
+        assert int(failure.cause.split("resident memory was ")[1].split(" bytes")[0].replace(",", "")) > 600_000_000
+        assert group.call("state").result()[2][1] == incarnation
+
+
+def test_bare_slots(local_ray):
+    """A group made from slots restarts in place as any other."""
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster.slots(), Worker, restart_on_failure=True) as group,
+    ):
+        die(group, 1)
+        assert group.call("double", 5).result() == [10, 10]
+        assert ray.get(group.workers[1].double.remote(1)) == 2
