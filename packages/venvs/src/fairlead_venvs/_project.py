@@ -124,9 +124,8 @@ def _known(what: str, asked: Iterable[str], known: Iterable[str], folder: Path) 
 
     there = {spelled(name) for name in known}
     if unknown := [name for name in asked if spelled(name) not in there]:
-        raise ValueError(
-            f"the project in {folder} has no {what} {', '.join(unknown)}; it has {sorted(known) or 'none'}"
-        )
+        found = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"the project in {folder} has no {what} {', '.join(unknown)}. Found: {found}")
 
 
 def _deciding(pyproject: dict[str, Any]) -> dict[str, Any]:
