@@ -10,6 +10,7 @@
 True
 """
 
+from ._listing import Venv, list_venvs, prune
 from ._local import create_local_venv
 from ._nodes import create_local_venv_on_each_node, ensure_venvs
 from ._registry import PY_EXECUTABLES, actor_environments, get_actor_python_env, register_actor_env
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PY_EXECUTABLES",
     "UvUnavailableError",
+    "Venv",
     "VenvBuildError",
     "VenvError",
     "VenvMismatchError",
@@ -42,6 +44,8 @@ __all__ = [
     "ensure_venvs",
     "ensure_worker_env",
     "get_actor_python_env",
+    "list_venvs",
     "make_actor_runtime_env",
+    "prune",
     "register_actor_env",
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ._layout import BUILDING, TRASH, host_tag
 
-__all__ = ["discard", "leftover_name", "leftovers", "publish", "remove_leftovers", "sweep"]
+__all__ = ["discard", "leftover_name", "leftovers", "on_shared_file_system", "publish", "remove_leftovers", "sweep"]
 
 # Leftovers of hosts that cannot be asked whether their builder lives are removed when this old.
 ABANDONED_S = 24 * 3600.0
@@ -70,7 +70,7 @@ def discard(old: Path, folder: Path) -> None:
     What runs from it goes on: the files it has open or mapped stay with it, and what it imports later it finds in
     what took the place. Only a shared file system takes open files away from other hosts.
     """
-    if _on_shared_file_system(old):
+    if on_shared_file_system(old):
         with contextlib.suppress(FileNotFoundError):
             os.rename(old, leftover_name(folder, TRASH))
     elif old.is_dir() and not old.is_symlink():
@@ -79,7 +79,7 @@ def discard(old: Path, folder: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-def _on_shared_file_system(path: Path) -> bool:
+def on_shared_file_system(path: Path) -> bool:
     """By the table of mounts; where there is none it is taken to be local."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -118,6 +118,6 @@ def _is_abandoned(path: Path, older_than_s: float) -> bool:
         return False  # somebody else removes it
     if age > older_than_s:
         return True
-    if TRASH in path.name and _on_shared_file_system(path):
+    if TRASH in path.name and on_shared_file_system(path):
         return False
     return tag.endswith(host_tag()) and not os.path.exists(f"/proc/{pid}") and os.path.exists("/proc/self")

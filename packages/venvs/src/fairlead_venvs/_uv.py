@@ -77,10 +77,16 @@ def _packaged() -> str | None:
         from uv import find_uv_bin
     except ImportError:
         return None
-    try:
-        return str(find_uv_bin())
-    except FileNotFoundError:
-        return None
+    for _ in range(100):
+        try:
+            return str(find_uv_bin())
+        except FileNotFoundError:
+            break
+        except TypeError:
+            # sysconfig answers None while another thread is the first to use it
+            # (https://github.com/python/cpython/issues/92452).
+            time.sleep(0.01)
+    return None
 
 
 class Runner:

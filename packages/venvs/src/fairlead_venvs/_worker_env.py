@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _node_task
+from ._asking import alive_nodes, on_nodes
 from ._command import is_uv_command
 from ._layout import python_of
 from ._local import as_spec, checked_seconds
-from ._nodes import alive_nodes, ensure_on_nodes, on_nodes
+from ._nodes import ensure_on_nodes
 from ._recipe import Outcome
 from ._registry import get_actor_python_env
 from ._spec import VenvSpec
