@@ -167,6 +167,20 @@ def test_errors_of_nodes(spec_of):
     assert any("there is no version of alpha==3.0" in line for line in error.output)
 
 
+def test_errors_of_actors(spec_of):
+    """An actor that makes environments raises errors that its caller knows."""
+
+    class Maker:
+        def make(self, spec):
+            return create_local_venv_on_each_node(spec)
+
+    maker = ray.remote(Maker).options(num_cpus=0, runtime_env={"env_vars": dict(os.environ)}).remote()
+    with pytest.raises(VenvNodesError) as caught:
+        ray.get(maker.make.remote(spec_of("alpha==3.0")), timeout=120)
+    ray.kill(maker)
+    assert isinstance(caught.value.exceptions[0], VenvBuildError)
+
+
 def test_deadline(spec_of):
     """A node that takes too long is named, and what it had started is ended."""
     began = time.monotonic()

@@ -92,11 +92,30 @@ def on_nodes(
 
 @functools.cache
 def _remote(function: Callable[..., Any]) -> Any:
+    """A task of the function, which brings along what the function needs.
+
+    Its modules are pickled by value, but not registered for that: an error of this package that a user's actor raises
+    has to arrive as the class that the caller knows.
+    """
     import ray
 
     for module in SHIPPED:
         ray.cloudpickle.register_pickle_by_value(module)
-    return ray.remote(num_cpus=0, max_retries=0)(function)
+    try:
+        pickled = ray.cloudpickle.dumps(function)
+    finally:
+        for module in SHIPPED:
+            ray.cloudpickle.unregister_pickle_by_value(module)
+    unpickled: list[Callable[..., Any]] = []
+
+    def shipped(*arguments: Any) -> Any:
+        if not unpickled:  # once in each process
+            import pickle
+
+            unpickled.append(pickle.loads(pickled))
+        return unpickled[0](*arguments)
+
+    return ray.remote(num_cpus=0, max_retries=0)(shipped)
 
 
 def _answer(ref: Any, label: str) -> Outcome | VenvError | None:
