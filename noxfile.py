@@ -116,7 +116,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "venvs"]))
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 

@@ -150,7 +150,7 @@ def test_names(spec_of):
             create_local_venv(spec_of("alpha"), name)
 
 
-@pytest.mark.parametrize("damage", ["empty", "garbage", "other", "list", "gone", "python"])
+@pytest.mark.parametrize("damage", ["empty", "garbage", "other", "partial", "list", "gone", "python"])
 def test_damaged(spec_of, tools, damage):
     """What is not complete is not reported as ready: it is built anew, in the same place."""
     spec = spec_of("alpha")
@@ -163,7 +163,9 @@ def test_damaged(spec_of, tools, damage):
         manifest.unlink()
     else:
         other = json.dumps({**json.loads(manifest.read_text()), "fingerprint": "0" * 64})
-        manifest.write_text({"empty": "", "garbage": "{", "other": other, "list": "[]"}[damage])
+        partial = json.dumps({"format": 1, "fingerprint": spec.fingerprint()})
+        damaged = {"empty": "", "garbage": "{", "other": other, "partial": partial, "list": "[]"}
+        manifest.write_text(damaged[damage])
 
     assert create_local_venv(spec) == python
     assert tools.says(python, "import alpha; print(alpha.version)") == "2.0"

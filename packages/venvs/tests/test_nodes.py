@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments on the nodes of a cluster, and workers that run in them. Several hosts are tested elsewhere."""
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -25,6 +26,8 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
+from fairlead_venvs._node_task import build_here, look_here
+from fairlead_venvs._plan import planned
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -92,8 +95,9 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
     assert tools.says(second, "import proj; print(proj.answer)") == "42"
 
 
-def test_worker(worker_spec):
-    """An actor runs in the environment: its Python, its packages, its scripts on the path."""
+def test_worker(worker_spec, tmp_path, monkeypatch):
+    """An actor runs in the environment: its Python, its packages, its scripts on the path, wherever that is."""
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "it's a folder"))
     env = ensure_worker_env(worker_spec(f"ray=={ray.__version__}"))
     worker = ray.remote(Worker).options(num_cpus=0, runtime_env=dict(env.runtime_env)).remote()
     folder = str(Path(env.python).parent.parent)
@@ -174,7 +178,8 @@ def test_errors_of_actors(spec_of):
         def make(self, spec):
             return create_local_venv_on_each_node(spec)
 
-    maker = ray.remote(Maker).options(num_cpus=0, runtime_env={"env_vars": dict(os.environ)}).remote()
+    env_vars = {name: os.environ[name] for name in ("FAIRLEAD_VENV_DIR", "UV_CACHE_DIR")}
+    maker = ray.remote(Maker).options(num_cpus=0, runtime_env={"env_vars": env_vars}).remote()
     with pytest.raises(VenvNodesError) as caught:
         ray.get(maker.make.remote(spec_of("alpha==3.0")), timeout=120)
     ray.kill(maker)
@@ -188,6 +193,16 @@ def test_deadline(spec_of):
         create_local_venv_on_each_node(spec_of("alpha", setup=["sleep", "6544"]), timeout_s=3)
     assert isinstance(only(caught), VenvTimeoutError)
     assert time.monotonic() - began < 30
+
+
+def test_another_platform(spec_of):
+    """A node of another platform is refused, before anything is looked for there."""
+    recipe = planned(spec_of("alpha")).recipe
+    here = recipe.platform
+    answer = look_here(recipe.folder, recipe.fingerprint, "plan9-alpha-other")
+    assert answer == ("failed", "VenvMismatchError", ("platform", here, "plan9-alpha-other", "It", None))
+    answer = build_here(dataclasses.asdict(dataclasses.replace(recipe, platform="plan9-alpha-other")), [], 9.0)
+    assert answer[:2] == ("failed", "VenvMismatchError")
 
 
 def test_misuse(spec_of):

@@ -19,7 +19,7 @@ from ._publish import discard, leftover_name, publish, sweep
 from ._recipe import Files, Outcome, Recipe, this_platform
 from ._redact import ambient_secrets, redacted
 from ._uv import Deadline, Runner, find_uv
-from .exceptions import VenvBuildError, VenvMismatchError, VenvTimeoutError
+from .exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
 
 __all__ = ["ensure", "found", "locked"]
 
@@ -27,13 +27,13 @@ __all__ = ["ensure", "found", "locked"]
 POLL_S = 0.02
 
 
-def found(recipe: Recipe) -> Outcome | None:
+def found(folder: str, fingerprint: str) -> Outcome | None:
     """The environment, if it is complete: no lock is taken and nothing is started."""
-    manifest = look(recipe.folder, recipe.fingerprint)
+    manifest = look(folder, fingerprint)
     if manifest is None:
         return None
-    mark_used(recipe.folder)
-    return Outcome(python_of(recipe.folder), False, manifest["python"], manifest["ray"])
+    mark_used(folder)
+    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"])
 
 
 def ensure(
@@ -54,18 +54,21 @@ def ensure(
     """
     if recipe.platform != this_platform():
         raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
-    ready = None if force else found(recipe)
+
+    def there() -> Outcome | None:
+        return None if force else found(recipe.folder, recipe.fingerprint)
+
+    ready = there()
     if ready is not None:
         return ready
     folder = Path(recipe.folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder, deadline, lambda: not force and found(recipe) is not None):
-            ready = None if force else found(recipe)
-            return ready or _built(recipe, files, folder, force, deadline, show)
+        with locked(folder, deadline, lambda: there() is not None):
+            return there() or _built(recipe, files, folder, force, deadline, show)
     except OSError as error:
-        if isinstance(error, TimeoutError):
-            raise
+        if isinstance(error, VenvError):
+            raise  # VenvTimeoutError is an OSError, too
         raise VenvBuildError(
             f"{error}. The folder of all environments, {folder.parent} (FAIRLEAD_VENV_DIR), must be writable and have "
             "room."

@@ -29,6 +29,7 @@ __all__ = [
 
 # Part of every fingerprint: environments of another format are other environments.
 FORMAT = 1
+FACTS = frozenset({"about", "built_at", "fingerprint", "python", "ray"})
 MANIFEST = ".fairlead-complete.json"
 # A folder with a file per host, whose time is that of its last use.
 USED = ".fairlead-used"
@@ -89,7 +90,7 @@ def look(folder: str | Path, fingerprint: str | None = None) -> dict[str, Any] |
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not manifest.keys() >= FACTS:
         return None
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
         return None

@@ -53,7 +53,7 @@ def ensure_local(
     deadline = Deadline(checked_seconds("timeout_s", timeout_s))
     with Bars() as bars:
         plan = planned(spec, name, deadline=deadline, show=bars.line(name or "environment"))
-        ready = None if force else found(plan.recipe)
+        ready = None if force else found(plan.recipe.folder, plan.recipe.fingerprint)
         if ready is not None:
             return ready
         show = bars.line(plan.recipe.folder.rpartition("/")[2])

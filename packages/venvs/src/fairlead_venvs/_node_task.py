@@ -19,12 +19,11 @@ __all__ = ["build_here", "look_here", "probe_here"]
 Answer = tuple[Any, ...]
 
 
-def look_here(recipe: Mapping[str, Any]) -> Answer:
+def look_here(folder: str, fingerprint: str, platform: str) -> Answer:
     """Whether this node has the environment."""
-    wanted = Recipe(**recipe)
-    if wanted.platform != this_platform():
-        return _failed(VenvMismatchError("platform", this_platform(), wanted.platform, "It"))
-    ready = found(wanted)
+    if platform != this_platform():
+        return _failed(VenvMismatchError("platform", this_platform(), platform, "It"))
+    ready = found(folder, fingerprint)
     return ("absent",) if ready is None else _ready(ready)
 
 

@@ -18,7 +18,7 @@ from ._requirements import is_wheel
 from ._spec import VenvSpec
 from ._uv import Deadline, Runner, find_uv
 from ._wheel import file_hash, wheel_of
-from .exceptions import VenvBuildError
+from .exceptions import VenvBuildError, VenvError
 
 __all__ = ["Plan", "planned"]
 
@@ -245,8 +245,8 @@ def _wheels(
                 deadline=deadline,
             )
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
+            if isinstance(error, VenvError):
+                raise  # VenvTimeoutError is an OSError, too
             raise VenvBuildError(
                 f"the wheel of {folder} could not be made in {root} (FAIRLEAD_VENV_DIR): {error}"
             ) from None

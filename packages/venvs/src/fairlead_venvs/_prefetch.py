@@ -86,7 +86,7 @@ def _here(plans: Mapping[str, Plan], deadline: Deadline, bars: Bars) -> dict[str
         name = plan.recipe.folder.rpartition("/")[2]
         show: Callable[[str], None] = bars.line(name)
         try:
-            ready = found(plan.recipe)
+            ready = found(plan.recipe.folder, plan.recipe.fingerprint)
             if ready is None:
                 plan.check(deadline, show)
                 ready = ensure(plan.recipe, lambda: plan.files, deadline=deadline, show=show)

@@ -22,20 +22,11 @@ class Bars:
     """
 
     def __init__(self, *, shown: bool = True) -> None:
-        console = Console(stderr=True)
-        self._quiet = not shown or not console.is_terminal
+        self._shown = shown
         self._began = time.monotonic()
-        self._started = False
         self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}", style="dim"),
-            console=console,
-            transient=True,
-        )
+        # Made when first needed: what is there already is found in less time than rich takes to begin.
+        self._progress: Progress | None = None
 
     def update(self, name: str, done: int, total: int, detail: str = "") -> None:
         """How far one thing is.
@@ -46,19 +37,21 @@ class Bars:
             total: for instance of nodes.
             detail: what is being done just now.
         """
-        if self._quiet:
+        if not self._shown or time.monotonic() - self._began < QUIET_S:
             return
+        if self._progress is None:
+            console = Console(stderr=True)
+            self._shown = console.is_terminal
+            if not self._shown:
+                return
+            self._progress = _progress(console)
+            self._progress.start()
         # Not as markup, which a line of uv's may look like.
         line = escape(detail.strip()[:WIDTH])
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(escape(name), total=total, detail=line)
-        if total == 1 and not done:
-            self._progress.update(self._tasks[name], total=None, detail=line)
-        else:
-            self._progress.update(self._tasks[name], completed=done, total=total, detail=line)
-        if not self._started and time.monotonic() - self._began > QUIET_S:
-            self._progress.start()
-            self._started = True
+        pulses = total == 1 and not done
+        self._progress.update(self._tasks[name], completed=done, total=None if pulses else total, detail=line)
 
     def line(self, name: str) -> Callable[[str], None]:
         """For what a command prints: the detail of one bar."""
@@ -68,5 +61,17 @@ class Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._started:
+        if self._progress is not None:
             self._progress.stop()
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}", style="dim"),
+        console=console,
+        transient=True,
+    )

@@ -48,10 +48,10 @@ def provisioned(
 
 def _looked(plans: Mapping[str, Plan], there: Mapping[str, str], deadline: Deadline) -> tuple[Done, Errors]:
     """Ask each node what it has: it is all there is to do most of the time."""
-    recipes = {folder: dataclasses.asdict(plan.recipe) for folder, plan in plans.items()}
+    wanted = {where: (where, one.recipe.fingerprint, one.recipe.platform) for where, one in plans.items()}
     asked = [(folder, node) for folder in plans for node in there]
     answers = on_nodes(
-        [(node, _node_task.look_here, (recipes[folder],)) for folder, node in asked],
+        [(node, _node_task.look_here, wanted[folder]) for folder, node in asked],
         there,
         doing="looking for the environment",
         deadline=deadline,
