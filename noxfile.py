@@ -19,7 +19,7 @@ SIBLINGS = {
     "batching": [],
     "placement": [],
     "venvs": [],
-    "workergroup": ["sharding", "placement"],
+    "workergroup": ["sharding", "placement", "venvs"],
     "tpu-executor": [],
 }
 MULTIHOST = "integration-tests/multihost"

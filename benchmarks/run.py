@@ -10,6 +10,7 @@ from pathlib import Path
 import bench_batching
 import bench_placement
 import bench_sharding
+import bench_venvs
 import bench_workergroup
 import ray
 from _measure import table
@@ -18,6 +19,7 @@ MODULES = {
     "sharding": bench_sharding,
     "batching": bench_batching,
     "placement": bench_placement,
+    "venvs": bench_venvs,
     "workergroup": bench_workergroup,
 }
 

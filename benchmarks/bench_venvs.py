@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an environment costs that is there, and one that is not, against uv and Ray by hand, in one run.
+
+Needs a package index, or a uv that has Ray in its cache.
+
+python benchmarks/bench_venvs.py
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+from _measure import Row, interleaved, table
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from uv import find_uv_bin
+
+from fairlead_venvs import VenvSpec, create_local_venv, create_local_venv_on_each_node
+
+UV = find_uv_bin()
+NODES = 4
+ASKING = 16
+WANTED = [f"ray=={ray.__version__}"]
+PYPROJECT = f"""
+[project]
+name = "bench"
+version = "0.1"
+requires-python = ">=3.11"
+dependencies = {WANTED}
+[tool.uv]
+package = false
+"""
+ASK = """
+import sys
+from fairlead_venvs import VenvSpec, create_local_venv
+spec = VenvSpec(requirements={wanted})
+print("up", flush=True)
+while name := sys.stdin.readline().strip():
+    print(create_local_venv(spec, name), flush=True)
+"""
+
+
+def rows() -> list[Row]:
+    """Every row of the table; takes a minute."""
+    # Ray puts sockets below it: short.
+    folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))
+    before = dict(os.environ)
+    os.environ.update(FAIRLEAD_VENV_DIR=str(folder / "venvs"), RAY_TMPDIR=str(folder))
+    try:
+        return [*_warm(folder), *_cold(folder), *_many(), *_warm_on_nodes()]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _uv(*arguments: str, cwd: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    subprocess.run([UV, *arguments], cwd=cwd, env=env, check=True, capture_output=True)
+
+
+def _warm(folder: Path) -> Iterator[Row]:
+    project = folder / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(PYPROJECT)
+    _uv("lock", cwd=project)
+    _uv("sync", cwd=project)
+    spec = VenvSpec(project=project)
+    create_local_venv(spec)
+    by_uv, ours = interleaved(lambda: _uv("sync", cwd=project), lambda: create_local_venv(spec), repeats=51)
+    ratio = by_uv.median / ours.median
+    yield Row("`uv sync` that finds nothing to do", str(by_uv), "", True)
+    yield Row("  an environment that is there", f"{ours}, {ratio:.1f}x faster", "at least 3x faster", ratio >= 3)
+
+
+def _cold(folder: Path) -> Iterator[Row]:
+    numbers = iter(range(1000))
+
+    def by_hand() -> None:
+        place = folder / f"by-hand-{next(numbers)}"
+        _uv("venv", "--relocatable", "--python", sys.executable, str(place), cwd=folder)
+        _uv("pip", "install", "--python", str(place / "bin" / "python"), *WANTED, cwd=folder)
+
+    def ours() -> None:
+        create_local_venv(VenvSpec(requirements=WANTED), f"cold-{next(numbers)}")
+
+    by_hand()  # from now on it is in uv's cache
+    hand, mine = interleaved(by_hand, ours, repeats=7)
+    ratio = mine.median / hand.median
+    yield Row("build an environment with Ray, by hand", str(hand), "", True)
+    yield Row("  by spec, locked, verified, published", f"{mine}, {ratio:.2f}x", "at most 1.2x", ratio <= 1.2)
+
+
+def _many() -> Iterator[Row]:
+    """Processes that are up already ask for what is not there, one alone and all at once in turns."""
+    code = ASK.format(wanted=WANTED)
+    command = [sys.executable, "-c", code]
+    asking = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(ASKING)
+    ]
+
+    def ask(some: list["subprocess.Popen[str]"], name: str) -> float:
+        start = time.perf_counter()
+        for process in some:
+            assert process.stdin is not None
+            process.stdin.write(f"{name}\n")
+            process.stdin.flush()
+        answers = {process.stdout.readline() for process in some if process.stdout is not None}
+        seconds = time.perf_counter() - start
+        assert len(answers) == 1, answers
+        return seconds
+
+    try:
+        for process in asking:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+        taken = [(ask(asking[:1], f"one-{number}"), ask(asking, f"all-{number}")) for number in range(7)]
+    finally:
+        for process in asking:
+            process.communicate()  # closes its input, which ends it
+    one, everyone = (statistics.median(column) for column in zip(*taken, strict=True))
+    ratio = everyone / one
+    yield Row("one process asks for a new environment", f"{one:.2f} s", "", True)
+    yield Row(f"  {ASKING} at once", f"{everyone:.2f} s, {ratio:.2f}x", "at most 1.3x", ratio <= 1.3)
+
+
+def _warm_on_nodes() -> Iterator[Row]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for _ in range(NODES - 1):
+            cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, logging_level="warning")
+        cluster.wait_for_nodes()
+
+        @ray.remote(num_cpus=0)
+        def nothing() -> None:
+            pass
+
+        on_each = [
+            nothing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(row["NodeID"], soft=False))
+            for row in ray.nodes()
+        ]
+        spec = VenvSpec(requirements=WANTED)
+        create_local_venv_on_each_node(spec)
+        empty, ours = interleaved(
+            lambda: ray.get([task.remote() for task in on_each]),
+            lambda: create_local_venv_on_each_node(spec),
+            repeats=101,
+        )
+        ratio = ours.median / empty.median
+        yield Row(f"an empty task on each of {NODES} nodes", str(empty), "", True)
+        yield Row("  an environment that is there, on each", f"{ours}, {ratio:.2f}x", "at most 2x", ratio <= 2)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    print(table(rows()))

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments on hosts that have folders of their own, and on hosts that share one."""
+
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import ray
+
+from fairlead_placement import init_ray
+from fairlead_venvs import (
+    VenvBuildError,
+    VenvNodesError,
+    VenvSpec,
+    create_local_venv,
+    create_local_venv_on_each_node,
+    ensure_worker_env,
+)
+
+
+def make_wheel(folder, name, version, files):
+    """A wheel of some files."""
+    info = f"{name}-{version}.dist-info"
+    content = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(Path(folder, f"{name}-{version}-py3-none-any.whl"), "w") as wheel:
+        for path, text in content.items():
+            wheel.writestr(path, text)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with wheels, and a place for environments."""
+    folder = tmp_path_factory.mktemp("venvs")
+    for name in ("wheels", "nothing", "seen"):
+        (folder / name).mkdir()
+    make_wheel(folder / "wheels", "alpha", "1.0", {"alpha.py": "name = 'alpha'\n"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def apart(namespaces, place):
+    """A head and four hosts, each with its own folder of environments; only the head has the wheels."""
+    from .hosts import Hosts
+
+    with Hosts() as made:
+        for number in range(5):
+            own = place / f"host-{number}"
+            own.mkdir()
+            binds = {str(place / "seen"): str(own)}
+            if number:
+                binds[str(place / "wheels")] = str(place / "nothing")
+            made.start_host(num_cpus=min(number, 1), binds=binds)
+        yield made
+
+
+@pytest.fixture
+def env(place):
+    """What a driver is told."""
+    return {"FAIRLEAD_VENV_DIR": str(place / "seen"), "UV_CACHE_DIR": str(place / "uv-cache")}
+
+
+def spec_of(place, *requirements, setup=()):
+    return VenvSpec(
+        requirements=requirements,
+        find_links=[str(place / "wheels")],
+        no_index=True,
+        setup=setup,
+        env={"UV_CACHE_DIR": str(place / "uv-cache")},
+    )
+
+
+def says(python):
+    """What the environment says that is found under this path on the node."""
+    done = subprocess.run([python, "-c", "import alpha; print(alpha.name)"], capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() or done.stderr
+
+
+def said_on_each(python):
+    """By address."""
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {
+        row["NodeManagerAddress"]: ray.remote(num_cpus=0)(says)
+        .options(scheduling_strategy=affinity(row["NodeID"], soft=False))
+        .remote(python)
+        for row in ray.nodes()
+        if row["Alive"]
+    }
+    return {address: ray.get(answer, timeout=60) for address, answer in asked.items()}
+
+
+def built(place):
+    """How often each host has built, in its own folder."""
+    return [
+        len((own / "built").read_text().split()) for own in sorted(place.glob("host-*")) if (own / "built").exists()
+    ]
+
+
+def note(place):
+    """A setup command that counts."""
+    return ["python", "-c", f"open({str(place / 'seen' / 'built')!r}, 'a').write('once ')"]
+
+
+def test_folders_of_their_own(apart, place, env):
+    """Every CPU is taken; each host builds once, from what came with the task, at the one path; asked again, none."""
+    spec = spec_of(place, "alpha", setup=note(place))
+
+    class Hog:
+        def up(self):
+            return True
+
+    def driver():
+        cpus = int(ray.cluster_resources()["CPU"])
+        hogs = [ray.remote(Hog).options(num_cpus=1).remote() for _ in range(cpus)]
+        assert all(ray.get([hog.up.remote() for hog in hogs], timeout=60))
+        first = create_local_venv_on_each_node(spec)
+        again = create_local_venv_on_each_node(spec)
+        for hog in hogs:
+            ray.kill(hog)
+        return first, again, create_local_venv(spec), said_on_each(first)
+
+    first, again, local, said = apart.drive(driver, env=env, timeout_s=120)
+    assert first == again == local
+    assert first.startswith(str(place / "seen"))
+    assert said == dict.fromkeys(apart.addresses, "alpha")
+    assert built(place) == [1] * 5
+    # Nothing of it stands in what all hosts see.
+    assert list((place / "seen").iterdir()) == []
+
+
+def test_a_host_that_fails(apart, place, env):
+    """A host that cannot, and one that dies, are told with their addresses; the others are ready all the same."""
+    cluster = apart.address
+    _, _, fails, dies, _ = apart.addresses
+    for address, mark in ((fails, "fail"), (dies, "sleep")):
+        (place / f"host-{apart.addresses.index(address)}" / mark).touch()
+    folder = str(place / "seen")
+    script = f"""if True:
+        import os, sys, time
+        os.chdir({folder!r})
+        if os.path.exists("fail"):
+            sys.exit("no luck here")
+        if os.path.exists("sleep"):
+            open("asleep", "w").close()
+            time.sleep(600)
+    """
+    spec = spec_of(place, "alpha", setup=["python", "-c", script])
+
+    def driver():
+        init_ray(address=cluster)
+        yield "ready"
+        with pytest.raises(VenvNodesError) as caught:
+            create_local_venv_on_each_node(spec)
+        told = [(type(error), error.node, error.output) for error in caught.value.exceptions]
+        left = [row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeManagerAddress"] != fails]
+        yield told, str(caught.value), len(left), create_local_venv_on_each_node(spec, nodes=left)
+
+    # Not attached for it: it would find the host that dies missing at its end.
+    with apart.driver(driver, attach=False, env=env) as leading:
+        leading.step()
+        leading.resume()
+        asleep = place / f"host-{apart.addresses.index(dies)}" / "asleep"
+        deadline = time.monotonic() + 60
+        while not asleep.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert asleep.exists()
+        apart.kill(apart.host_at(dies))
+        told, text, left, python = leading.answer(timeout_s=90)
+
+    by_address = {node.split()[0]: (kind, output) for kind, node, output in told}
+    assert set(by_address) == {fails, dies}
+    assert by_address[fails] == (VenvBuildError, ("no luck here",))
+    assert by_address[dies][0] is VenvBuildError
+    assert text.startswith("2 of 5 environments are not ready, on ")
+    assert left == 3
+    assert python.startswith(folder)
+
+
+def test_a_host_that_joins_later(apart, place, env):
+    """A host that was not there has nothing; asked alone it gets the environment, and a worker starts in it."""
+    site = str(Path(ray.__file__).parent.parent)
+    # A wheel that stands for Ray: the one that runs here is found by it.
+    make_wheel(place / "wheels", "ray", ray.__version__, {"ray_of_the_tests.pth": f"{site}\n"})
+    spec = spec_of(place, "alpha", f"ray=={ray.__version__}", setup=note(place))
+    cluster = apart.address
+    own = place / "host-late"
+    own.mkdir()
+
+    class Worker:
+        def where(self):
+            import sys
+
+            import alpha
+
+            return sys.prefix, alpha.name, ray.util.get_node_ip_address()
+
+    def driver():
+        init_ray(address=cluster)
+        before = [row["NodeID"] for row in ray.nodes() if row["Alive"]]
+        yield ensure_worker_env(spec).python
+        (late,) = [row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeID"] not in before]
+        prepared = ensure_worker_env(spec, nodes=[late])
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(late, soft=False)
+        options = {"num_cpus": 0, "runtime_env": dict(prepared.runtime_env), "scheduling_strategy": affinity}
+        worker = ray.remote(Worker).options(**options).remote()
+        where = ray.get(worker.where.remote(), timeout=90)
+        ray.kill(worker)
+        yield prepared.python, where
+
+    # Not attached for it: it would find the host that joins.
+    with apart.driver(driver, attach=False, env=env) as leading:
+        python = leading.step(timeout_s=90)
+        binds = {str(place / "seen"): str(own), str(place / "wheels"): str(place / "nothing")}
+        late = apart.start_host(num_cpus=1, binds=binds)
+        assert list(own.iterdir()) == []
+        again, where = leading.step(timeout_s=120)
+    assert again == python
+    assert where == (str(Path(python).parent.parent), "alpha", late.address)
+    assert (own / "built").read_text() == "once "
+
+
+def test_one_folder_for_all(hosts, place, tmp_path):
+    """Four hosts and the head on one shared folder: one of them builds, and all use it."""
+    seen = tmp_path / "shared"
+    count = tmp_path / "built"
+    spec = spec_of(place, "alpha", setup=["python", "-c", f"open({str(count)!r}, 'a').write('once ')"])
+
+    def driver():
+        python = create_local_venv_on_each_node(spec)
+        return python, said_on_each(python)
+
+    python, said = hosts.drive(driver, env={"FAIRLEAD_VENV_DIR": str(seen)}, timeout_s=120)
+    assert python.startswith(str(seen))
+    assert set(said.values()) == {"alpha"}
+    assert set(said) >= set(hosts.addresses[:5])
+    assert count.read_text() == "once "

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building one environment on this machine: looked for, locked, built aside, verified, published in one step.
+
+This module and what it imports from here travel to the nodes by value: it needs nothing but uv, and filelock, which
+comes with Ray.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ._install import install, lay_out, verified
+from ._layout import BUILDING, FORMAT, USED, look, mark_used, python_of, write_manifest
+from ._publish import discard, leftover_name, publish, sweep
+from ._recipe import Files, Outcome, Recipe, this_platform
+from ._redact import ambient_secrets, redacted
+from ._uv import Deadline, Runner, find_uv
+from .exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
+
+__all__ = ["ensure", "found", "locked"]
+
+# What a waiter may lose after another process has finished what it waits for.
+POLL_S = 0.02
+
+
+def found(folder: str, fingerprint: str) -> Outcome | None:
+    """The environment, if it is complete: no lock is taken and nothing is started."""
+    manifest = look(folder, fingerprint)
+    if manifest is None:
+        return None
+    mark_used(folder)
+    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"])
+
+
+def ensure(
+    recipe: Recipe,
+    files: Files,
+    *,
+    force: bool = False,
+    deadline: Deadline,
+    show: Callable[[str], None] | None = None,
+) -> Outcome:
+    """The environment of a recipe, built if need be.
+
+    Raises:
+        VenvMismatchError: it is for another platform.
+        VenvBuildError: it cannot be built.
+        VenvTimeoutError: it is not there by the deadline.
+        UvUnavailableError: there is no uv that will do.
+    """
+    if recipe.platform != this_platform():
+        raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
+
+    def there() -> Outcome | None:
+        return None if force else found(recipe.folder, recipe.fingerprint)
+
+    ready = there()
+    if ready is not None:
+        return ready
+    folder = Path(recipe.folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder, deadline, lambda: there() is not None):
+            return there() or _built(recipe, files, folder, force, deadline, show)
+    except OSError as error:
+        if isinstance(error, VenvError):
+            raise  # VenvTimeoutError is an OSError, too
+        raise VenvBuildError(
+            f"{error}. The folder of all environments, {folder.parent} (FAIRLEAD_VENV_DIR), must be writable and have "
+            "room."
+        ) from None
+
+
+@contextlib.contextmanager
+def locked(folder: Path, deadline: Deadline, done: Callable[[], bool]) -> Iterator[None]:
+    """Hold a kernel lock, which ends with its owner, or go on without it as soon as another process has done the work.
+
+    It saves work, no more: what is right does not depend on it. Where the file system knows no locks there is none.
+    """
+    path = folder.parent / ".locks" / f"{folder.name}.lock"
+    path.parent.mkdir(exist_ok=True)
+    lock = FileLock(path)
+    held = False
+    while not held and not done():
+        try:
+            lock.acquire(timeout=0)
+            held = True
+        except Timeout:
+            if not deadline.left():
+                doing = f"waiting for another process that builds {folder}"
+                raise VenvTimeoutError(doing, deadline.timeout_s) from None
+            time.sleep(POLL_S)
+        except NotImplementedError:
+            break
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def _built(
+    recipe: Recipe, files: Files, folder: Path, force: bool, deadline: Deadline, show: Callable[[str], None] | None
+) -> Outcome:
+    began = time.time()
+    sweep(folder)
+    uv = find_uv(deadline)
+    aside = leftover_name(folder, BUILDING)
+    try:
+        env, stage = aside / "env", aside / "stage"
+        stage.mkdir(parents=True, mode=0o700)
+        lay_out(files(), stage)
+        links = [link if "://" in link else str(stage / link) for link in recipe.links]
+        # By variables, not arguments: those can be seen by everybody on the machine.
+        variables = {**recipe.env, **({"UV_FIND_LINKS": ",".join(links)} if links else {})}
+        secrets = recipe.secrets | ambient_secrets()
+        runner = Runner(deadline, env=variables, secrets=secrets, show=show)
+        install(recipe, uv, env, stage, runner)
+        version, ray = verified(env, recipe, runner)
+        manifest = {
+            "about": redacted(recipe.about, secrets),
+            "built_at": began,
+            "fingerprint": recipe.fingerprint,
+            "format": FORMAT,
+            "implementation": recipe.implementation,
+            "platform": recipe.platform,
+            "python": version,
+            "ray": ray,
+            "seconds": round(time.time() - began, 3),
+        }
+        (env / USED).mkdir()
+        write_manifest(env, manifest)
+        mine = publish(env, folder, lambda: not force and look(folder, recipe.fingerprint) is not None)
+        if mine and env.exists():
+            discard(env, folder)
+        mark_used(folder)
+        return Outcome(python_of(folder), mine, version, ray)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What environments there are on this machine, and which of them can go."""
+
+import datetime
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ._inuse import is_known, users_of
+from ._layout import TRASH, USED, host_name, look, python_of, venv_root
+from ._plan import planned
+from ._publish import leftover_name, leftovers, on_shared_file_system, remove_leftovers
+from ._spec import VenvSpec
+from ._wheel import WHEELS
+
+__all__ = ["Venv", "list_venvs", "prune"]
+
+# Nothing that was asked for so recently is removed unless that is said: its process may be about to start.
+RECENT_S = 300.0
+# A wheel is cheap to build again, but one that is so young may be about to be installed.
+WHEELS_S = 3600.0
+FOLDER = r".+-[0-9a-f]{12}"
+
+
+@dataclass(frozen=True)
+class Venv:
+    """An environment that is there.
+
+    Attributes:
+        path: its folder.
+        python: its interpreter.
+        about: what it was asked to hold.
+        version: of its Python.
+        ray: version of Ray in it; None without.
+        fingerprint: of its content.
+        built_at: when, in seconds since the epoch.
+        used_at: when it was last asked for, on any host.
+        hosts: those that have asked for it.
+        size_bytes: of its files; those that it shares with uv's cache are counted in full. None if not asked for.
+        pids: processes of this machine that run from it, as far as this user can see.
+    """
+
+    path: Path
+    python: str
+    about: str
+    version: str
+    ray: str | None
+    fingerprint: str
+    built_at: float
+    used_at: float
+    hosts: tuple[str, ...]
+    size_bytes: int | None
+    pids: tuple[int, ...]
+
+
+def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = None) -> list[Venv]:
+    """The complete environments of this machine, by name.
+
+    Args:
+        sizes: measure them, which takes about a second for every hundred thousand files.
+        seen: is called with how many of how many are measured.
+    """
+    root = venv_root()
+    manifests = {path: look(path) for path in _folders(root)}
+    there = {path: manifest for path, manifest in manifests.items() if manifest is not None}
+    users = users_of(there)
+    found = []
+    for path, manifest in there.items():
+        marks = _marks(path)
+        found.append(
+            Venv(
+                path=path,
+                python=python_of(path),
+                about=manifest["about"],
+                version=manifest["python"],
+                ray=manifest["ray"],
+                fingerprint=manifest["fingerprint"],
+                built_at=manifest["built_at"],
+                used_at=max([manifest["built_at"], *marks.values()]),
+                hosts=tuple(sorted(marks)),
+                size_bytes=_size(path) if sizes else None,
+                pids=users[os.path.realpath(path)],
+            )
+        )
+        if seen is not None:
+            seen(len(found), len(there))
+    return found
+
+
+def prune(
+    keep: Iterable[str | VenvSpec | Venv] = (),
+    older_than: float | datetime.timedelta | None = None,
+    *,
+    dry_run: bool = False,
+) -> list[Venv]:
+    """Remove environments that nobody needs any more, with what crashed builds have left; which ones.
+
+    One that is in use is never removed, nor one that is being built. On a folder that several hosts share, use on the
+    others is not seen: there, only what has not been asked for in a while may go.
+
+    Args:
+        keep: those that stay: as specs, or by folder name, path, interpreter or fingerprint.
+        older_than: how long, in seconds, a thing must not have been asked for. By default five minutes, as a process
+            may be about to start; on a shared folder it has to be given.
+        dry_run: remove nothing.
+
+    Raises:
+        ValueError: the folder is shared, and `older_than` is not given.
+    """
+    root = venv_root()
+    age = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than
+    if age is not None and (isinstance(age, bool) or not age >= 0):
+        raise ValueError(f"older_than must be a number of seconds, 0 or more, got {older_than!r}")
+    venvs = list_venvs(sizes=not dry_run)
+    if age is None:
+        _not_shared(root, venvs)
+    limit = RECENT_S if age is None else age
+    kept = {_kept_name(one) for one in keep}
+    going = [
+        venv for venv in venvs if not _names(venv) & kept and not venv.pids and time.time() - venv.used_at >= limit
+    ]
+    if dry_run:
+        return going
+    gone = [venv for venv in going if _removed(venv.path, limit)]
+    for path in _folders(root):
+        if look(path) is None and path.is_dir() and time.time() - path.stat().st_mtime >= limit:
+            _removed(path, limit)
+    remove_leftovers(leftovers(root), older_than_s=max(limit, RECENT_S))
+    for path in (root / WHEELS).glob("*"):
+        if time.time() - path.stat().st_mtime >= max(limit, WHEELS_S):
+            shutil.rmtree(path, ignore_errors=True)
+    return gone
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if re.fullmatch(FOLDER, path.name) and not path.name.startswith("."))
+
+
+def _marks(path: Path) -> Mapping[str, float]:
+    """When each host last asked for it."""
+    try:
+        return {entry.name: entry.stat().st_mtime for entry in os.scandir(path / USED)}
+    except OSError:  # it goes away, or was never marked
+        return {}
+
+
+def _size(path: Path) -> int:
+    seen: dict[tuple[int, int], int] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                one = os.lstat(os.path.join(folder, name))
+            except OSError:  # it goes away
+                continue
+            seen[one.st_dev, one.st_ino] = one.st_size
+    return sum(seen.values())
+
+
+def _not_shared(root: Path, venvs: Iterable[Venv]) -> None:
+    others = sorted({host for venv in venvs for host in venv.hosts} - {host_name()})
+    if others or not is_known() or on_shared_file_system(root):
+        by = f" (by {', '.join(others[:3])})" if others else ""
+        raise ValueError(
+            f"{root} is used from elsewhere, too{by}, or may be, and who runs there is not seen from here: say how "
+            "long something must not have been asked for (older_than, in seconds)"
+        )
+
+
+def _kept_name(one: Any) -> str:
+    if isinstance(one, Venv):
+        return one.path.name
+    if isinstance(one, VenvSpec):
+        return planned(one).recipe.fingerprint
+    if not isinstance(one, str) or not one:
+        raise TypeError(f"keep must hold specs and names, got {one!r}")
+    return one.rstrip("/")
+
+
+def _names(venv: Venv) -> set[str]:
+    """Every name by which it may be kept."""
+    return {venv.path.name, str(venv.path), venv.python, venv.fingerprint, venv.fingerprint[:12]}
+
+
+def _removed(path: Path, limit: float) -> bool:
+    """Take it away in one step, then remove it; not if it is being built, or has just been asked for."""
+    lock = FileLock(path.parent / ".locks" / f"{path.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    try:
+        if (
+            any(time.time() - used < limit for used in _marks(path).values())
+            or users_of([path])[os.path.realpath(path)]
+        ):
+            return False
+        aside = leftover_name(path, TRASH)
+        os.rename(path, aside)
+    finally:
+        lock.release()
+    shutil.rmtree(aside, ignore_errors=True)
+    return True

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which environment a worker class needs: told in code, or in the project's pyproject.toml."""
+
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ._command import is_uv_command, parsed
+from ._requirements import is_wheel
+from ._spec import VenvSpec
+
+__all__ = [
+    "PY_EXECUTABLES",
+    "actor_environments",
+    "get_actor_python_env",
+    "known_actor_environments",
+    "register_actor_env",
+]
+
+TABLE = "[tool.fairlead.actor-environments]"
+
+
+class PY_EXECUTABLES:
+    """Words for what a worker runs in.
+
+    Attributes:
+        SYSTEM: the interpreter that asks, on every node.
+        BASE: what the project in the current folder locks.
+        VLLM: that, and its extra `vllm`.
+    """
+
+    SYSTEM = sys.executable
+    BASE = "uv run --locked"
+    VLLM = "uv run --locked --extra vllm"
+
+
+# By the full name of the class: a spec, a command of uv, or the path of an interpreter.
+actor_environments: dict[str, str | VenvSpec] = {}
+
+
+def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
+    """Say which environment a worker class needs. What was said before of the same class no longer counts.
+
+    Args:
+        fqn: full name of the class, "package.module.Worker".
+        spec: a spec, a command "uv run ...", or the path of an interpreter that every node has.
+
+    Raises:
+        ValueError: no such name.
+        TypeError: no such spec.
+
+    >>> register_actor_env("package.module.Worker", PY_EXECUTABLES.SYSTEM)
+    >>> get_actor_python_env("package.module.Worker") == PY_EXECUTABLES.SYSTEM
+    True
+    >>> del actor_environments["package.module.Worker"]
+    """
+    if not isinstance(fqn, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", fqn):
+        raise ValueError(f"expected the full name of a class, 'package.module.Worker', got {fqn!r}")
+    if not isinstance(spec, (str, VenvSpec)):
+        raise TypeError(f"expected a VenvSpec, a command or a path for {fqn}, got {type(spec).__name__}")
+    if not spec:
+        raise ValueError(f"the environment of {fqn} is an empty string")
+    actor_environments[fqn] = spec
+
+
+def get_actor_python_env(fqn: str) -> str | VenvSpec:
+    """Which environment a worker class needs: what was registered, else what the pyproject.toml says.
+
+    The pyproject.toml is the one of the current folder, or of the next one above it that has the table
+    `[tool.fairlead.actor-environments]`.
+
+    Raises:
+        ValueError: neither says anything about this class, or the table cannot be read.
+    """
+    if fqn in actor_environments:
+        return actor_environments[fqn]
+    told = _from_pyproject()
+    if fqn in told:
+        return told[fqn]
+    known = ", ".join(sorted({*actor_environments, *told})) or "none"
+    raise ValueError(
+        f"no environment is known for the worker class {fqn!r} (known are: {known}). Give one: by "
+        f"register_actor_env({fqn!r}, ...), by the table {TABLE} in a pyproject.toml, or by python= of the worker group"
+    )
+
+
+def known_actor_environments() -> dict[str, str | VenvSpec]:
+    """All that is registered or in the pyproject.toml, sorted by name."""
+    return dict(sorted({**_from_pyproject(), **actor_environments}.items()))
+
+
+def _from_pyproject() -> dict[str, str | VenvSpec]:
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        path = folder / "pyproject.toml"
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("fairlead", {})
+        except (FileNotFoundError, PermissionError):
+            continue
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        if "actor-environments" in table:
+            return {fqn: _told(fqn, value, folder) for fqn, value in table["actor-environments"].items()}
+    return {}
+
+
+def _told(fqn: str, value: Any, folder: Path) -> str | VenvSpec:
+    """One entry; what is relative in it is so to the folder of the pyproject."""
+    try:
+        if isinstance(value, Mapping):
+            return VenvSpec(**_placed(value, folder))
+        if not isinstance(value, str) or not value:
+            raise TypeError(f"expected a command, a path or a table of VenvSpec's arguments, got {value!r}")
+        if is_uv_command(value):
+            return VenvSpec(**_placed(parsed(value, folder), folder))
+        return PY_EXECUTABLES.SYSTEM if value == "system" else os.path.join(folder, value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{TABLE} in {folder / 'pyproject.toml'}, {fqn}: {error}") from None
+
+
+def _placed(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    placed = dict(arguments)
+    if "command" in placed:
+        placed |= parsed(placed.pop("command"), folder)
+    if placed.get("project") is not None:
+        placed["project"] = os.path.join(folder, placed["project"])
+        placed.pop("requirements", None)
+    elif "requirements" in placed:
+        wanted = placed["requirements"]
+        placed["requirements"] = [os.path.join(folder, one) if is_wheel(one) else one for one in wanted]
+    if "find_links" in placed:
+        placed["find_links"] = [one if "://" in one else os.path.join(folder, one) for one in placed["find_links"]]
+    return placed

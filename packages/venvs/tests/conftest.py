@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: small wheels and projects made here, so that no index is needed, and a folder per test."""
+
+import base64
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+from uv import find_uv_bin
+
+from fairlead_venvs import VenvSpec
+
+# A build backend in the project's own folder: `uv build` needs nothing from anywhere.
+BACKEND = """
+import io, pathlib, tarfile, tomllib, zipfile
+
+def _project():
+    return tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+
+def _metadata():
+    project = _project()
+    lines = [f"Metadata-Version: 2.1\\nName: {project['name']}\\nVersion: {project['version']}\\n"]
+    lines += [f"Requires-Dist: {one}\\n" for one in project.get("dependencies", [])]
+    for extra, wanted in project.get("optional-dependencies", {}).items():
+        lines.append(f"Provides-Extra: {extra}\\n")
+        lines += [f"Requires-Dist: {one}; extra == '{extra}'\\n" for one in wanted]
+    return "".join(lines)
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    project = _project()
+    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
+    name = f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(pathlib.Path(folder, name), "w") as wheel:
+        for path in sorted(pathlib.Path("src").rglob("*.py")):
+            wheel.write(path, path.relative_to("src"))
+        wheel.writestr(f"{stem}.dist-info/METADATA", _metadata())
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    return name
+
+def build_sdist(folder, config_settings=None):
+    project = _project()
+    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
+    with tarfile.open(pathlib.Path(folder, f"{stem}.tar.gz"), "w:gz") as sdist:
+        for path in [pathlib.Path("pyproject.toml"), pathlib.Path("backend.py"), *pathlib.Path("src").rglob("*.py")]:
+            sdist.add(path, f"{stem}/{path}")
+        content = _metadata().encode()
+        entry = tarfile.TarInfo(f"{stem}/PKG-INFO")
+        entry.size = len(content)
+        sdist.addfile(entry, io.BytesIO(content))
+    return f"{stem}.tar.gz"
+"""
+
+
+def make_wheel(folder, name, version="1.0", *, files=None, requires=(), scripts=None, module=True):
+    """A wheel, by hand: a module of its name that knows its version, further files, console scripts."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    code = f"version = {version!r}\n\n\ndef main():\n    import sys\n    print(version, sys.prefix)\n"
+    content = {
+        **({f"{name}.py": code} if module else {}),
+        **(files or {}),
+        f"{info}/METADATA": metadata + "".join(f"Requires-Dist: {one}\n" for one in requires),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if scripts:
+        content[f"{info}/entry_points.txt"] = "[console_scripts]\n" + "".join(
+            f"{k} = {v}\n" for k, v in scripts.items()
+        )
+    record = ""
+    for path, text in content.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text.encode())}\n"
+    made = Path(folder, f"{name}-{version}-py3-none-any.whl")
+    with zipfile.ZipFile(made, "w") as wheel:
+        for path, text in {**content, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            wheel.writestr(path, text)
+    return made
+
+
+def ray_wheel(folder, version):
+    """A wheel that stands for Ray: of that version by its metadata, the Ray that the tests run with by its content."""
+    site = next(path for path in sys.path if Path(path, "ray", "__init__.py").is_file())
+    return make_wheel(folder, "ray", version, files={"ray_of_the_tests.pth": f"{site}\n"}, module=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def uv_cache(tmp_path_factory):
+    """uv's cache is the tests' own: what they find in it, they have put there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UV_CACHE_DIR", str(tmp_path_factory.mktemp("uv-cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory):
+    """A folder of wheels: `alpha` with a script, in two versions; `beta`, which needs it; `gamma`."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for version in ("1.0", "2.0"):
+        make_wheel(folder, "alpha", version, scripts={"alpha-says": "alpha:main"})
+    make_wheel(folder, "beta", requires=["alpha"])
+    make_wheel(folder, "gamma")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    """The folder of environments of this test."""
+    folder = tmp_path / "venvs"
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(folder))
+    monkeypatch.delenv("FAIRLEAD_VENV_UV", raising=False)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(root):
+    """Instead of the one for all packages, which needs fairlead-placement: no build leaves anything half-done."""
+    yield
+    assert [path.name for path in root.glob("*.building-*")] == []
+    assert [path.name for path in root.glob("*.trash-*")] == []
+
+
+@pytest.fixture
+def spec_of(wheels):
+    """A spec of requirements that are found among the wheels."""
+
+    def spec(*requirements, **options):
+        return VenvSpec(requirements=requirements, **{"find_links": [str(wheels)], "no_index": True, **options})
+
+    return spec
+
+
+@pytest.fixture
+def make_project(tmp_path, wheels):
+    """Writes a project with a lock, and gives its folder."""
+
+    def make(name="proj", *, folder=None, dependencies=("alpha==1.0",), more="", lock=True, root=True):
+        folder = Path(folder or tmp_path / name)
+        (folder / "src" / name).mkdir(parents=True)
+        (folder / "src" / name / "__init__.py").write_text("answer = 42\n")
+        (folder / "backend.py").write_text(BACKEND)
+        (folder / "pyproject.toml").write_text(
+            f'[project]\nname = "{name}"\nversion = "0.1"\nrequires-python = ">=3.11"\n'
+            f"dependencies = {list(dependencies)}\n"
+            f'[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n{textwrap.dedent(more)}'
+        )
+        if lock:
+            lock_project(folder, wheels)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def project_spec(wheels):
+    """A spec of a project whose dependencies are found among the wheels."""
+    return lambda folder, **options: VenvSpec(
+        **{"project": folder, "find_links": [str(wheels)], "no_index": True, **options}
+    )
+
+
+def lock_project(folder, wheels):
+    """`uv lock`, without an index."""
+    env = {**os.environ, "UV_FIND_LINKS": str(wheels)}
+    command = [find_uv_bin(), "lock", "--no-index", "--python", sys.executable]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def says(python, code):
+    """What a piece of code prints in an environment."""
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def running(words):
+    """Ids of the processes whose command line, its parts joined by zeros, holds these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [path.parent.name] if words in path.read_text(errors="replace") else []
+    return found
+
+
+@pytest.fixture(scope="session")
+def tools():
+    """The functions of this file, for tests."""
+    return sys.modules[__name__]

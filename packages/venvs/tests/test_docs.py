@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example that a reader sees is run."""
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairlead_venvs
+
+SOURCES = sorted(path for path in Path(fairlead_venvs.__file__).parent.glob("*.py") if path.stem != "__main__")
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_examples_in_docstrings(source):
+    """The examples show what the code does."""
+    name = fairlead_venvs.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+    assert results.attempted == len(re.findall(r"^ *>>> ", source.read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", fairlead_venvs.__all__)
+def test_public_names_are_documented(name):
+    """Each public name says what it is for."""
+    member = getattr(fairlead_venvs, name)
+    assert name == "actor_environments" or inspect.getdoc(member)
+
+
+def test_all_is_sorted_and_complete():
+    """What is exported is listed, in order."""
+    assert fairlead_venvs.__all__ == sorted(fairlead_venvs.__all__)
+    assert all(hasattr(fairlead_venvs, name) for name in fairlead_venvs.__all__)
+    assert all(f"`{name}" in README.read_text() for name in fairlead_venvs.__all__ if not name.startswith("Worker"))
+
+
+def test_readme(tools, wheels, tmp_path, monkeypatch):
+    """The examples of the README run, and print what it shows; wheels made here stand for the packages."""
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    import ray
+
+    tools.ray_wheel(folder, ray.__version__)
+    tools.make_wheel(folder, "numpy", "2.0")
+    monkeypatch.setenv("UV_FIND_LINKS", str(folder))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert re.sub(r"\S*/(\w+)-[0-9a-f]{12}", r"\1-ID", done.stdout) == re.sub(r"\S*/(\w+)-\w{12}", r"\1-ID", shown)

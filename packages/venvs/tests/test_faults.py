@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong while an environment is built: told as it is, and nothing broken is left."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSpec, create_local_venv
+from fairlead_venvs._layout import BUILDING, host_tag, look
+
+ASK = """
+    import sys
+    from fairlead_venvs import VenvError, VenvSpec, create_local_venv
+    spec = VenvSpec(requirements={requirements!r}, find_links=[{wheels!r}], no_index=True, setup={setup!r})
+    print("up", flush=True)
+    sys.stdin.readline()
+    try:
+        print(create_local_venv(spec))
+    except VenvError as error:
+        sys.exit(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+@pytest.fixture
+def start(wheels):
+    """Starts a process that asks for an environment once it is told to."""
+    started = []
+
+    def begin(*requirements, setup=(), prefix=(), root=None):
+        source = textwrap.dedent(ASK).format(requirements=requirements, wheels=str(wheels), setup=list(setup))
+        env = {**os.environ, **({"FAIRLEAD_VENV_DIR": str(root)} if root else {})}
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", source],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def go(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_killed(start, spec_of, tools, root):
+    """Whenever the builder is killed, there is a complete environment or none, and the next ask gives one."""
+    spec = spec_of("beta", "gamma")
+    began = time.monotonic()
+    python = create_local_venv(spec)
+    whole = time.monotonic() - began
+    folder = Path(python).parent.parent
+    ended = []
+    for moment in sorted(random.uniform(0, 1.3) for _ in range(10)):
+        shutil.rmtree(folder)
+        builder = start("beta", "gamma")
+        assert builder.stdout.readline() == "up\n"
+        go(builder)
+        time.sleep(moment * whole)
+        builder.kill()
+        builder.wait()
+        if look(folder) is not None:
+            assert tools.says(python, "import beta, gamma; print('works')") == "works"
+        ended.append(folder.exists())
+        assert create_local_venv(spec) == python, f"killed after {moment:.2f} of a build"
+        assert tools.says(python, "import beta, gamma; print('works')") == "works"
+        create_local_venv(spec, force_rebuild=True)  # a build always sweeps what was left
+    assert not all(ended)
+
+
+def test_killed_in_the_middle(start, spec_of, tools, root):
+    """A builder that dies inside its build leaves something half-built aside, which the next build removes."""
+    die = ["python", "-c", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"]
+    builder = start("alpha", setup=die)
+    go(builder)
+    assert builder.wait(60) == -signal.SIGKILL
+    (left,) = root.glob(f"*{BUILDING}*")
+    place = Path(str(left).partition(BUILDING)[0])
+    assert not place.exists()
+
+    spec = spec_of("alpha", setup=die)
+    assert place.name == f"venv-{spec.fingerprint()[:12]}"
+    # The same content, by a builder whose setup does not kill it: what is left there is still swept.
+    with pytest.raises(VenvBuildError):
+        create_local_venv(VenvSpec(requirements=["nothing-like-this"], no_index=True))
+    assert left.exists()
+    again = start("alpha", setup=die)
+    go(again)
+    assert again.wait(60) == -signal.SIGKILL
+    assert not left.exists()
+    for path in root.glob(f"*{BUILDING}*"):
+        shutil.rmtree(path)
+
+
+def test_leftovers_of_others(spec_of, root):
+    """What another host has left aside is removed only when it is old: its builder may live."""
+    spec = spec_of("alpha")
+    folder = root / f"venv-{spec.fingerprint()[:12]}"
+    young, old, dead, alive = (
+        folder.with_name(f"{folder.name}{BUILDING}{who}")
+        for who in (
+            "other_abc123-7-0a",
+            "other_abc123-8-0b",
+            f"{host_tag()}-4194304-0c",
+            f"{host_tag()}-{os.getpid()}-0d",
+        )
+    )
+    for path in (young, old, dead, alive):
+        path.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    create_local_venv(spec)
+    assert [path.exists() for path in (young, old, dead, alive)] == [True, False, False, True]
+    young.rmdir()
+    alive.rmdir()
+
+
+def test_many_at_once(start, tools, tmp_path):
+    """Sixteen processes ask at once for what is not there: it is built once, and all get the same."""
+    count = tmp_path / "built"
+    note = ["python", "-c", f"open({str(count)!r}, 'a').write('once ')"]
+    asking = [start("beta", "gamma", setup=note) for _ in range(16)]
+    for process in asking:
+        assert process.stdout.readline() == "up\n"
+    for process in asking:
+        go(process)
+    answers = [process.communicate(timeout=120) for process in asking]
+
+    assert {err for _, err in answers} == {""}
+    assert len({out for out, _ in answers}) == 1
+    assert count.read_text() == "once "
+
+
+def test_many_projects_at_once(make_project, project_spec, tmp_path):
+    """Several processes ask for the same new project: its wheel is built once, too."""
+    folder = make_project()
+    count = tmp_path / "wheels-built"
+    backend = folder / "backend.py"
+    head = "def build_wheel(folder, config_settings=None, metadata_directory=None):\n"
+    noted = backend.read_text().replace(head, f"{head}    open({str(count)!r}, 'a').write('once ')\n")
+    backend.write_text(noted)
+    code = f"from fairlead_venvs import *; print(create_local_venv({project_spec(folder)!r}))"
+    asking = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+
+    (answer,) = {process.communicate(timeout=120)[0] for process in asking}
+    assert answer.endswith("/bin/python\n")
+    assert count.read_text() == "once "
+
+
+def test_no_uv(spec_of, tmp_path, monkeypatch):
+    """A uv that is not there, too old, or no uv at all, is named, with what will do."""
+    for output, said in (
+        ("uv 0.1.2", "version 0.1.2, and 0.8.0 is the oldest"),
+        ("hello", "does not tell its version"),
+    ):
+        program = tmp_path / "uv"
+        program.write_text(f"#!/bin/sh\necho '{output}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("FAIRLEAD_VENV_UV", str(program))
+        with pytest.raises(UvUnavailableError, match=said):
+            create_local_venv(spec_of("alpha"))
+    monkeypatch.setenv("FAIRLEAD_VENV_UV", str(tmp_path / "nowhere"))
+    with pytest.raises(UvUnavailableError, match=r"nowhere does not run.*pip install uv"):
+        create_local_venv(spec_of("alpha"))
+    # Neither a package nor a program.
+    monkeypatch.delenv("FAIRLEAD_VENV_UV")
+    code = "import sys; sys.modules['uv'] = None\n" + "from fairlead_venvs._uv import *; find_uv(Deadline(9))"
+    env = {**os.environ, "PATH": str(tmp_path / "empty")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert "UvUnavailableError: uv is needed to build environments: neither the package uv nor a program" in done.stderr
+
+
+def test_lock_that_does_not_match(make_project, project_spec, tools):
+    """A lock that does not match its pyproject is refused, unless it is to be used as it is."""
+    folder = make_project()
+    pyproject = folder / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace("alpha==1.0", "alpha==2.0"))
+    with pytest.raises(VenvBuildError, match=r"does not match its pyproject.toml. Run `uv lock`") as caught:
+        create_local_venv(project_spec(folder))
+    assert "needs to be updated" in str(caught.value)
+    python = create_local_venv(project_spec(folder, frozen=True))
+    assert tools.says(python, "import alpha; print(alpha.version)") == "1.0"
+
+
+def test_unknown_package(spec_of):
+    """The error carries uv's own words, and the command."""
+    with pytest.raises(VenvBuildError, match="uv could not install the requirements") as caught:
+        create_local_venv(spec_of("alpha==3.0"))
+    assert "pip install" in caught.value.command
+    assert any("there is no version of alpha==3.0" in line for line in caught.value.output)
+    assert caught.value.node is None
+
+
+def test_no_network():
+    """An index that does not answer is uv's to report; its words are kept."""
+    spec = VenvSpec(requirements=["alpha"], index="http://127.0.0.1:9/simple", env={"UV_HTTP_RETRIES": "0"})
+    with pytest.raises(VenvBuildError) as caught:
+        create_local_venv(spec)
+    assert "127.0.0.1:9" in str(caught.value)
+
+
+def mounted(folder, options):
+    """The prefix of a command that runs with a small file system in a folder, seen by nobody else."""
+    script = f'mount -t tmpfs -o {options} tmpfs "{folder}" && exec "$@"'
+    prefix = [
+        "unshare",
+        "--mount",
+        *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]),
+        "sh",
+        "-c",
+        script,
+        "sh",
+    ]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    return prefix
+
+
+def test_disk_full(start, tmp_path):
+    """A file system without room is named, and so is the setting that chooses another."""
+    small = tmp_path / "small"
+    small.mkdir()
+    fill = ["python", "-c", "open('big', 'wb').write(bytes(2 ** 21))"]
+    asking = start("alpha", setup=fill, prefix=mounted(small, "size=1m"), root=small)
+    out, err = asking.communicate("\n", timeout=60)
+    assert out == "up\n"
+    assert "VenvBuildError" in err
+    assert "No space left on device" in err
+
+
+@pytest.mark.parametrize("options", ["ro", "size=4k,nr_inodes=3"])
+def test_folder_that_cannot_be_written(start, tmp_path, options):
+    """A folder that is read only, or full from the start, is told with its setting."""
+    folder = tmp_path / "unfit"
+    folder.mkdir()
+    out, err = start("alpha", prefix=mounted(folder, options), root=folder).communicate("\n", timeout=60)
+    assert out == "up\n"
+    assert "VenvBuildError" in err
+    assert "FAIRLEAD_VENV_DIR" in err
+
+
+def test_folder_that_is_none(spec_of, tmp_path, monkeypatch):
+    """Nor can it be below a file."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "file" / "venvs"))
+    with pytest.raises(VenvBuildError, match="FAIRLEAD_VENV_DIR"):
+        create_local_venv(spec_of("alpha"))
+
+
+def test_waiting_has_a_deadline(start, spec_of, wheels):
+    """Who waits for another's build waits no longer than asked."""
+    slow = ["python", "-c", "print('building', flush=True); import time; time.sleep(600)"]
+    builder = start("alpha", setup=slow)
+    go(builder)
+    spec = spec_of("alpha", setup=slow)
+    lock = Path(os.environ["FAIRLEAD_VENV_DIR"], ".locks", f"venv-{spec.fingerprint()[:12]}.lock")
+    deadline = time.monotonic() + 60
+    while not list(lock.parent.parent.glob("*.building-*/env/bin/python")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(VenvError, match="waiting for another process that builds"):
+        create_local_venv(spec, timeout_s=0.5)
+    builder.send_signal(signal.SIGINT)
+    assert builder.wait(60) != 0
+    assert list(lock.parent.parent.glob("*.building-*")) == []

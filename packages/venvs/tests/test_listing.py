@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is there, who uses it, and what may be removed."""
+
+import datetime
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
+from fairlead_venvs._layout import MANIFEST, USED, host_name
+
+
+@pytest.fixture
+def age(root):
+    """Lets every environment have been asked for some time ago, by one host or another."""
+
+    def set_back(seconds, host=None):
+        for manifest in root.glob(f"*/{MANIFEST}"):
+            text = manifest.read_text()
+            at = next(line for line in text.splitlines() if "built_at" in line)
+            manifest.write_text(text.replace(at, f' "built_at": {time.time() - seconds},'))
+            mark = manifest.parent / USED / (host or host_name())
+            mark.touch()
+            for one in mark.parent.iterdir():
+                os.utime(one, (time.time() - seconds,) * 2)
+
+    return set_back
+
+
+def test_list(spec_of, make_project, project_spec):
+    """Each with its content, its size, when it was last asked for and by whom, and who runs from it."""
+    assert list_venvs() == []
+    before = time.time()
+    small = create_local_venv(VenvSpec(requirements=[]))
+    python = create_local_venv(project_spec(make_project(more="[dependency-groups]\ndev = []\n"), groups=["dev"]))
+    with subprocess.Popen([python, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1) as running:
+        assert running.stdout.readline() == b"up\n"
+        project, other = list_venvs()
+        running.communicate(b"\n", timeout=60)
+
+    assert (project.python, other.python) == (python, small)
+    assert project.about == "project proj +dev"
+    assert project.pids == (running.pid,)
+    assert other.pids == ()
+    assert before <= project.used_at <= time.time()
+    assert project.hosts == (host_name(),)
+    assert project.ray is None
+    assert project.size_bytes > other.size_bytes > 1000
+    assert list_venvs(sizes=False)[0].size_bytes is None
+
+
+def test_variable_counts_as_use(spec_of, age):
+    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, and is spared."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    age(3600)
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
+        deadline = time.monotonic() + 30
+        while not list_venvs()[0].pids and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert list_venvs()[0].pids == (sleeper.pid,)
+        assert prune() == []
+        sleeper.kill()
+    assert [venv.path for venv in prune()] == [folder]
+    assert not folder.exists()
+
+
+def test_prune(spec_of, age, root):
+    """What is in use, asked for a moment ago, being built, or to be kept stays; the rest goes, damaged ones too."""
+    specs = [spec_of("alpha"), spec_of("beta"), spec_of("gamma"), spec_of("alpha", "gamma"), spec_of("alpha==1.0")]
+    used, by_spec, by_name, locked, gone = (Path(create_local_venv(spec)).parent.parent for spec in specs)
+    assert prune() == []
+    damaged = root / "venv-0123456789ab"
+    damaged.mkdir()
+    (root / "not-ours").mkdir()
+    age(3600)
+    os.utime(damaged, (0, 0))
+    assert prune(older_than=datetime.timedelta(hours=2)) == []
+    lock = FileLock(root / ".locks" / f"{locked.name}.lock")
+    with subprocess.Popen([used / "bin" / "python", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as one:
+        one.stdout.readline()
+        with lock:
+            assert gone in [venv.path for venv in prune(dry_run=True)]
+            assert gone.exists()
+            removed = prune(keep=[specs[1], by_name.name])
+        one.communicate(b"\n", timeout=60)
+
+    assert [venv.path for venv in removed] == [gone]
+    assert [path.exists() for path in (used, by_spec, by_name, locked, gone)] == [True, True, True, True, False]
+    assert not damaged.exists()
+    assert (root / "not-ours").exists()
+    assert create_local_venv(specs[-1]) == str(gone / "bin" / "python")
+
+
+def test_shared_folder(spec_of, age):
+    """Where another host asks for environments, too, nothing goes unless it is said how long it was not asked for."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    age(3600, host="another-host")
+    with pytest.raises(ValueError, match=r"by another-host.*older_than"):
+        prune()
+    with pytest.raises(ValueError, match="older_than must be a number of seconds"):
+        prune(older_than=-1)
+    with pytest.raises(TypeError, match="keep must hold"):
+        prune(keep=[3], older_than=5)
+    assert prune(older_than=7200) == []
+    assert [venv.path for venv in prune(older_than=1800)] == [folder]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments on the nodes of a cluster, and workers that run in them. Several hosts are tested elsewhere."""
+
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from fairlead_venvs import (
+    PY_EXECUTABLES,
+    VenvBuildError,
+    VenvMismatchError,
+    VenvNodesError,
+    VenvSpec,
+    VenvTimeoutError,
+    actor_environments,
+    create_local_venv,
+    create_local_venv_on_each_node,
+    ensure_venvs,
+    ensure_worker_env,
+    make_actor_runtime_env,
+    register_actor_env,
+)
+from fairlead_venvs._node_task import build_here, look_here
+from fairlead_venvs._plan import planned
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+class Worker:
+    def facts(self):
+        import alpha
+
+        return sys.executable, sys.prefix, os.environ["VIRTUAL_ENV"], alpha.version, shutil.which("alpha-says")
+
+
+@pytest.fixture(scope="module")
+def ray_wheels(tools, wheels, tmp_path_factory):
+    """Wheels, with two of Ray: the version that runs here, and an old one."""
+    folder = tmp_path_factory.mktemp("ray-wheels")
+    for wheel in wheels.iterdir():
+        shutil.copy(wheel, folder)
+    for version in (ray.__version__, "2.0.0"):
+        tools.ray_wheel(folder, version)
+    return folder
+
+
+@pytest.fixture
+def worker_spec(ray_wheels):
+    return lambda *wanted: VenvSpec(requirements=["alpha==2.0", *wanted], find_links=[str(ray_wheels)], no_index=True)
+
+
+def only(caught):
+    """The one error in a group."""
+    assert type(caught.value) is VenvNodesError
+    (error,) = caught.value.exceptions
+    assert ray.util.get_node_ip_address() in error.node
+    return error
+
+
+def test_full_cluster(spec_of, tools):
+    """Every CPU is taken, and yet the environment is built; asked again it is found, on this machine, too."""
+
+    class Hog:
+        def up(self):
+            return True
+
+    cpus = ray.cluster_resources()["CPU"]
+    hog = ray.remote(Hog).options(num_cpus=cpus).remote()
+    assert ray.get(hog.up.remote(), timeout=60)
+    python = create_local_venv_on_each_node(spec_of("beta"))
+    ray.kill(hog)
+
+    assert tools.says(python, "import alpha; print(alpha.version)") == "2.0"
+    built = Path(python).parent.parent.stat().st_ctime_ns
+    assert create_local_venv_on_each_node(spec_of("beta")) == python == create_local_venv(spec_of("beta"))
+    (node,) = [row["NodeID"] for row in ray.nodes()]
+    assert create_local_venv_on_each_node(spec_of("beta"), nodes=[node]) == python
+    assert Path(python).parent.parent.stat().st_ctime_ns == built
+
+
+def test_several(spec_of, make_project, project_spec, tools, tmp_path):
+    """Several at once, a project among them; those of equal content are built once."""
+    count = tmp_path / "built"
+    note = ["python", "-c", f"open({str(count)!r}, 'a').write('once ')"]
+    specs = [spec_of("alpha", setup=note), project_spec(make_project()), spec_of("alpha", "alpha", setup=note)]
+    first, second, third = ensure_venvs(specs)
+    assert first == third
+    assert count.read_text() == "once "
+    assert tools.says(second, "import proj; print(proj.answer)") == "42"
+
+
+def test_worker(worker_spec, tmp_path, monkeypatch):
+    """An actor runs in the environment: its Python, its packages, its scripts on the path, wherever that is."""
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "it's a folder"))
+    env = ensure_worker_env(worker_spec(f"ray=={ray.__version__}"))
+    worker = ray.remote(Worker).options(num_cpus=0, runtime_env=dict(env.runtime_env)).remote()
+    folder = str(Path(env.python).parent.parent)
+    facts = ray.get(worker.facts.remote(), timeout=120)
+    ray.kill(worker)
+
+    assert facts == (env.python, folder, folder, "2.0", f"{folder}/bin/alpha-says")
+    assert set(env.runtime_env) == {"py_executable", "env_vars"}
+    assert set(env.runtime_env["env_vars"]) == {"PATH", "VIRTUAL_ENV"}
+
+
+@pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["ray==2.0.0"], "2.0.0")])
+def test_another_ray(worker_spec, wanted, found):
+    """An environment without Ray, or with another one, is refused for workers, with what to add."""
+    with pytest.raises(VenvNodesError) as caught:
+        ensure_worker_env(worker_spec(*wanted))
+    error = only(caught)
+    assert isinstance(error, VenvMismatchError)
+    assert (error.what, error.found, error.wanted) == ("ray", found, ray.__version__)
+    assert f"Add 'ray=={ray.__version__}'" in str(error)
+
+
+def test_another_python(worker_spec):
+    """Another version of Python than the cluster's is refused before anything is asked of a node."""
+    other = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
+    with pytest.raises(VenvMismatchError, match=rf"has python {other}, but a worker of this cluster needs python"):
+        ensure_worker_env(VenvSpec(requirements=[], python=other))
+
+
+def test_interpreters(tmp_path):
+    """An interpreter that is there already is asked on each node; the driver's own needs no runtime_env."""
+    assert ensure_worker_env(PY_EXECUTABLES.SYSTEM).runtime_env == {}
+    link = tmp_path / "a python"
+    link.symlink_to(sys.executable)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho oh no >&2; exit 3\n")
+    broken.chmod(0o755)
+    for path, said in ((broken, "exits with 3"), (tmp_path / "nowhere", "does not run")):
+        with pytest.raises(VenvNodesError) as caught:
+            ensure_worker_env(str(path))
+        assert said in str(only(caught))
+    assert only(caught).output == ()
+    other = create_local_venv(VenvSpec(requirements=[]))
+    with pytest.raises(VenvNodesError) as caught:
+        ensure_worker_env(other)
+    assert only(caught).found == "none"
+
+
+def test_classes(worker_spec):
+    """The environment of a worker class is found by the class's name."""
+    spec = worker_spec(f"ray=={ray.__version__}")
+    register_actor_env("package.module.Worker", spec)
+    register_actor_env("package.module.Plain", PY_EXECUTABLES.SYSTEM)
+    try:
+        runtime_env = make_actor_runtime_env("package.module.Worker")
+        assert runtime_env == ensure_worker_env("package.module.Worker").runtime_env
+        assert runtime_env["py_executable"] == create_local_venv(spec)
+        assert make_actor_runtime_env("package.module.Plain") == {}
+    finally:
+        actor_environments.clear()
+    with pytest.raises(ValueError, match=r"no environment is known for the worker class 'package.module.Worker'"):
+        make_actor_runtime_env("package.module.Worker")
+
+
+def test_errors_of_nodes(spec_of):
+    """What goes wrong on a node is told with the node and with uv's words."""
+    with pytest.raises(VenvNodesError, match="1 of 1 environments are not ready, on ") as caught:
+        create_local_venv_on_each_node(spec_of("alpha==3.0"))
+    error = only(caught)
+    assert isinstance(error, VenvBuildError)
+    assert any("there is no version of alpha==3.0" in line for line in error.output)
+
+
+def test_errors_of_actors(spec_of):
+    """An actor that makes environments raises errors that its caller knows."""
+
+    class Maker:
+        def make(self, spec):
+            return create_local_venv_on_each_node(spec)
+
+    env_vars = {name: os.environ[name] for name in ("FAIRLEAD_VENV_DIR", "UV_CACHE_DIR")}
+    maker = ray.remote(Maker).options(num_cpus=0, runtime_env={"env_vars": env_vars}).remote()
+    with pytest.raises(VenvNodesError) as caught:
+        ray.get(maker.make.remote(spec_of("alpha==3.0")), timeout=120)
+    ray.kill(maker)
+    assert isinstance(caught.value.exceptions[0], VenvBuildError)
+
+
+def test_deadline(spec_of):
+    """A node that takes too long is named, and what it had started is ended."""
+    began = time.monotonic()
+    with pytest.raises(VenvNodesError) as caught:
+        create_local_venv_on_each_node(spec_of("alpha", setup=["sleep", "6544"]), timeout_s=3)
+    assert isinstance(only(caught), VenvTimeoutError)
+    assert time.monotonic() - began < 30
+
+
+def test_another_platform(spec_of):
+    """A node of another platform is refused, before anything is looked for there."""
+    recipe = planned(spec_of("alpha")).recipe
+    here = recipe.platform
+    answer = look_here(recipe.folder, recipe.fingerprint, "plan9-alpha-other")
+    assert answer == ("failed", "VenvMismatchError", ("platform", here, "plan9-alpha-other", "It", None))
+    answer = build_here(dataclasses.asdict(dataclasses.replace(recipe, platform="plan9-alpha-other")), [], 9.0)
+    assert answer[:2] == ("failed", "VenvMismatchError")
+
+
+def test_misuse(spec_of):
+    """Nodes that are not there, or none."""
+    with pytest.raises(ValueError, match=r"no nodes that are alive have the ids \['nowhere'\]"):
+        create_local_venv_on_each_node(spec_of("alpha"), nodes=["nowhere"])
+    with pytest.raises(ValueError, match="list of node ids"):
+        create_local_venv_on_each_node(spec_of("alpha"), nodes=[])
+    with pytest.raises(ValueError, match="list of node ids"):
+        create_local_venv_on_each_node(spec_of("alpha"), nodes="abc")
+    with pytest.raises(ValueError, match="plain word"):
+        create_local_venv_on_each_node(spec_of("alpha"), "../x")
