@@ -75,7 +75,7 @@ def test_class_that_only_they_have(other_python, cluster):
 
 def test_no_such_python(cluster):
     """A path that is not there is said at once, for each node; Ray itself would notice after minutes."""
-    with pytest.raises(WorkerStartError, match=r"node .*: it does not run: FileNotFoundError"):
+    with pytest.raises(WorkerStartError, match=r"(?s)/nowhere/bin/python. cannot run the workers:.* on node "):
         RayWorkerGroup(cluster, "only_there.Worker", python="/nowhere/bin/python")
 
 
@@ -84,7 +84,7 @@ def test_broken_python(cluster, tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no libpython >&2\nexit 127\n")
     broken.chmod(0o755)
-    with pytest.raises(WorkerStartError, match="exit status 127: no libpython"):
+    with pytest.raises(WorkerStartError, match="no libpython"):
         RayWorkerGroup(cluster, "only_there.Worker", python=str(broken))
 
 
@@ -92,5 +92,7 @@ def test_python_without_ray(cluster, tmp_path):
     """Ray of the cluster's version is all that it needs, and has to have."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
-    with pytest.raises(WorkerStartError, match=rf"with no Ray\. Give a python with `ray=={ray.__version__}`"):
+    with pytest.raises(
+        WorkerStartError, match=rf"has ray none, but .* needs ray {ray.__version__}. Add 'ray=={ray.__version__}'"
+    ):
         RayWorkerGroup(cluster, "only_there.Worker", python=str(venv / "bin" / "python"))

@@ -13,7 +13,13 @@ True
 from ._listing import Venv, list_venvs, prune
 from ._local import create_local_venv
 from ._nodes import create_local_venv_on_each_node, ensure_venvs
-from ._registry import PY_EXECUTABLES, actor_environments, get_actor_python_env, register_actor_env
+from ._registry import (
+    PY_EXECUTABLES,
+    actor_environments,
+    get_actor_python_env,
+    known_actor_environments,
+    register_actor_env,
+)
 from ._spec import VenvSpec
 from ._worker_env import WorkerEnv, ensure_worker_env, make_actor_runtime_env
 from .exceptions import (
@@ -44,6 +50,7 @@ __all__ = [
     "ensure_venvs",
     "ensure_worker_env",
     "get_actor_python_env",
+    "known_actor_environments",
     "list_venvs",
     "make_actor_runtime_env",
     "prune",

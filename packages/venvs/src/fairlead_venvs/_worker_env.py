@@ -11,7 +11,6 @@ from typing import Any
 from . import _node_task
 from ._asking import alive_nodes, on_nodes
 from ._command import is_uv_command
-from ._layout import python_of
 from ._local import as_spec, checked_seconds
 from ._nodes import ensure_on_nodes
 from ._recipe import Outcome
@@ -72,7 +71,7 @@ def ensure_worker_env(
         (outcomes,) = ensure_on_nodes([spec], nodes=nodes, timeout_s=timeout_s, progress=progress)
     _same_ray(outcomes, alive_nodes(list(outcomes)))
     path = next(iter(outcomes.values())).python
-    return WorkerEnv(path, _runtime_env(path))
+    return WorkerEnv(path, _runtime_env(path, built=not isinstance(what, str) or is_uv_command(what)))
 
 
 def make_actor_runtime_env(
@@ -135,10 +134,11 @@ def _raise_for(errors: Mapping[str, VenvError], labels: Mapping[str, str]) -> No
         raise VenvNodesError(f"{len(errors)} of {len(labels)} nodes cannot start the workers", list(errors.values()))
 
 
-def _runtime_env(python: str) -> dict[str, Any]:
+def _runtime_env(python: str, *, built: bool) -> dict[str, Any]:
     folder = os.path.dirname(os.path.dirname(python))
     env_vars = {"PATH": f"{os.path.dirname(python)}:${{PATH}}"}
-    if python == python_of(folder):
+    # /usr/bin/python lies as an environment's does, and is none.
+    if built or os.path.exists(os.path.join(folder, "pyvenv.cfg")):
         env_vars["VIRTUAL_ENV"] = folder
     # A fragment for a shell, which is how Ray takes it.
     return {"py_executable": shlex.quote(python), "env_vars": env_vars}

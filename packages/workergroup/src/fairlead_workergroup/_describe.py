@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user's class, or an interpreter, is looked at where workers will run.
+"""How a user's class is looked at where workers will run.
 
 Shipped by value, as `_host` is: the standard library and Ray only.
 """
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from ._loading import found, undecorated
 
-__all__ = ["describe", "python_facts"]
+__all__ = ["describe"]
 
 
 def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -86,25 +81,3 @@ def _parameters(function: Any, bound: bool) -> Any:
     except (TypeError, ValueError):
         return None
     return [(p.name, int(p.kind), p.default is p.empty) for p in parameters[0 if bound else 1 :]]
-
-
-def python_facts(python: str | None = None) -> tuple[str, str | None]:
-    """(version of Python, version of Ray) of an interpreter on this machine; of this one when None."""
-    if python is None:
-        return ".".join(map(str, sys.version_info[:2])), ray.__version__
-    code = (
-        "import sys, importlib.metadata as m\n"
-        "print('.'.join(map(str, sys.version_info[:2])))\n"
-        "try: print(m.version('ray'))\n"
-        "except m.PackageNotFoundError: print('')"
-    )
-    try:
-        # Without the parent's PYTHON* variables: they are not what the worker will run with.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}", None
-    if done.returncode:
-        return f"exit status {done.returncode}: {done.stderr[-2000:]}", None
-    version, ray_version = done.stdout.split("\n")[:2]
-    return version, ray_version

@@ -16,6 +16,7 @@ from ray import ObjectRef
 
 from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
+from fairlead_venvs import VenvSpec
 
 from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
@@ -31,6 +32,7 @@ from ._map import Strategy, check_strategy
 from ._memory import guard, judge, parse_memory
 from ._places import lay_out
 from ._planning import Column, Mesh
+from ._python import chosen_python, ready_python
 from ._ray_private import actor_id_of, actor_id_of_ref, dead_actors, object_sizes
 from ._recipe import recipe_of
 from ._restart import check_max_restarts, check_scope, restart
@@ -39,7 +41,7 @@ from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
 from ._view import Addressed
-from ._worker_class import check_python, describe_class
+from ._worker_class import describe_class
 from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
@@ -58,8 +60,10 @@ class RayWorkerGroup(ClassicCalls, Addressed):
             model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
         env_vars: variables of the workers. The driver's environment is not copied to them.
-        python: path of the interpreter that workers run, equal on all nodes; this one's if None. It must have the
-            cluster's version of Ray, and needs nothing else of ours.
+        python: what workers run in: a `VenvSpec` or a uv command, built on their nodes where it is not there yet; the
+            path of an interpreter that all nodes have; None: what is registered for the class (`actor_environments` of
+            fairlead-venvs), else this one's own. It must have the cluster's version of Ray, and needs nothing else of
+            ours.
         restart_on_failure: start lost workers again before the next call. The call that met the loss raises all the
             same, unless it was made with `retries`.
         max_restarts: how often: each rank, or with scope "group" the group.
@@ -104,7 +108,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         sharding_annotations: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
         *,
-        python: str | None = None,
+        python: str | VenvSpec | None = None,
         restart_on_failure: bool = False,
         max_restarts: int = 3,
         restart_scope: Literal["worker", "group"] = "worker",
@@ -149,7 +153,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(self.world_size)]
         self._id = uuid.uuid4().hex[:6]
         self._env_vars = env_vars
-        self._python = python
+        self._python = chosen_python(python, builder.ray_actor_class_fqn)
         self._lock = threading.Lock()
         # Reentrant: a restart calls `on_restart` while it keeps other calls out.
         self._submitting = threading.RLock()
@@ -186,19 +190,18 @@ class RayWorkerGroup(ClassicCalls, Addressed):
     def _plan(self) -> None:
         """Look at the class where the workers are to be, and plan how each is made."""
         nodes = [place.slot.node_id for place in self._places]
-        if self._python is not None:
-            check_python(self._python, nodes, timeout_s=self._start_timeout_s)
+        python = ready_python(self._python, nodes, timeout_s=self._start_timeout_s)
         per_node = getattr(self.cluster, "num_gpus_per_node", None)
         self._class = describe_class(
             self._worker,
             asks=[place.configure_ask(per_node) for place in self._places],
             node_id=nodes[0],
-            runtime_env={"py_executable": self._python} if self._python is not None else None,
+            runtime_env=python.runtime_env,
             timeout_s=self._start_timeout_s,
             concurrent=self._concurrent,
         )
         self._plans = plan_workers(
-            self._places, self._class, coords=self._coords, env_vars=self._env_vars, python=self._python
+            self._places, self._class, coords=self._coords, env_vars=self._env_vars, python=python
         )
 
     def _bring_up(self, ranks: Sequence[int]) -> None:

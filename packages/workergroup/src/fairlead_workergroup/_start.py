@@ -16,10 +16,11 @@ from ._environment import WorkerEnvironment, worker_environment
 from ._failures import WorkerFacts, as_failure, remote_traceback
 from ._options import actor_options, recursive_merge_options
 from ._places import Place
+from ._python import WorkerPython
 from ._worker_class import WorkerClass
 from .exceptions import WorkerStartError
 
-__all__ = ["WorkerPlan", "create", "plan_workers", "venv_variables", "wait_started"]
+__all__ = ["WorkerPlan", "create", "plan_workers", "wait_started"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def plan_workers(
     *,
     coords: Sequence[Mapping[str, int]],
     env_vars: Mapping[str, str],
-    python: str | None,
+    python: WorkerPython,
 ) -> list[WorkerPlan]:
     """Options and environment of every worker. Pure but for the driver's environment.
 
@@ -52,8 +53,8 @@ def plan_workers(
         ValueError: a worker asks for what its slot does not hold.
     """
     class_env = dict(described.options.get("runtime_env") or {})
-    of_class = {**class_env.pop("env_vars", {}), **(venv_variables(python) if python else {})}
-    shared = {**class_env, **({"py_executable": python} if python else {})}
+    of_class = {**class_env.pop("env_vars", {}), **python.variables}
+    shared = {**class_env, **python.runtime_env}
     plans = []
     for place in places:
         configured = described.configuration(place.rank)
@@ -68,18 +69,10 @@ def plan_workers(
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
         if environment.loader_variables:
-            runtime_env["env_vars"] = dict(environment.loader_variables)
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
         options = actor_options(place.slot, of_class=described.options, resources=resources, runtime_env=runtime_env)
         plans.append(WorkerPlan(place, coords[place.rank], options, environment, init_kwargs))
     return plans
-
-
-def venv_variables(python: str) -> dict[str, str]:
-    """What tools look at to find the virtual environment they run in; empty if `python` is not in one."""
-    venv = os.path.dirname(os.path.dirname(python))
-    if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
-        return {}
-    return {"VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}
 
 
 def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from . import _describe, _host, _loading, _record
 from ._failures import remote_traceback
 from .exceptions import WorkerStartError
 
-__all__ = ["Method", "WorkerClass", "check_python", "describe_class", "full_name", "shipped"]
+__all__ = ["Method", "WorkerClass", "describe_class", "full_name", "shipped"]
 
 # A worker's Python needs nothing but Ray.
 for _module in (_host, _describe, _loading, _record):
@@ -194,41 +194,3 @@ def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Si
             for name, kind, required in parameters
         ]
     )
-
-
-def check_python(python: str, node_ids: Sequence[str], *, timeout_s: float) -> None:
-    """Ask every node whether an interpreter runs there and has the cluster's Python and Ray.
-
-    Ray itself notices a broken one only after minutes.
-
-    Raises:
-        WorkerStartError: names each node where it does not, and what was found.
-    """
-    refs = {
-        node_id: ray.remote(_describe.python_facts)
-        .options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        .remote(python)
-        for node_id in dict.fromkeys(node_ids)
-    }
-    wanted = _describe.python_facts()
-    try:
-        answers = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
-    except ray.exceptions.RayError as error:
-        raise WorkerStartError(f"looking at {python!r} on {len(refs)} node(s) failed: {error}") from error
-    faults = []
-    for node_id, (version, ray_version) in answers.items():
-        if ray_version is None:
-            faults.append(f"node {node_id[:8]}: it does not run: {version}")
-        elif (version, ray_version) != wanted:
-            has = f"Ray {ray_version}" if ray_version else "no Ray"
-            faults.append(f"node {node_id[:8]}: it is Python {version} with {has}")
-    if faults:
-        raise WorkerStartError(
-            f"{python!r} cannot run workers of this cluster, which is Python {wanted[0]} with Ray {wanted[1]}: "
-            + "; ".join(faults)
-            + f". Give a python with `ray=={wanted[1]}` installed."
-        )
