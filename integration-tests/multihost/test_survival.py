@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that outlive their hosts, and drivers that leave nothing when they are killed."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, current_worker
+
+SPARE = {"spare": 1.0}
+
+
+class Member:
+    """Says where it is, and sums with the others."""
+
+    def __init__(self):
+        self.loaded = False
+
+    def load(self):
+        self.loaded = True
+
+    def facts(self):
+        worker = current_worker()
+        return ray.util.get_node_ip_address(), worker.incarnation, self.loaded, os.environ["NODE_RANK"], os.getpid()
+
+    def sum_of_ranks(self):
+        import torch
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import destroy, init_process_group
+
+        init_process_group(timeout_s=60)
+        value = torch.tensor([float(current_worker().rank)])
+        dist.all_reduce(value)
+        destroy()
+        return int(value), os.environ["MASTER_ADDR"]
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+def wait_until_dead(node_id):
+    """When Ray has marked a node dead."""
+    deadline = time.monotonic() + 30
+    while any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return time.monotonic()
+
+
+def test_a_lost_host(hosts, start_spare):
+    """Seen within 2 s of Ray's own verdict; the ranks of the lost host live on in another one, the others stay."""
+
+    def driver():
+        yield
+        options = {"restart_on_failure": True, "on_restart": "load", "start_timeout_s": 60}
+        with (
+            RayVirtualCluster([1, 2], use_gpus=False, node_resource_constraints=[{}, SPARE]) as cluster,
+            RayWorkerGroup(cluster, Member, **options) as group,
+        ):
+            before = group.call("facts").result()
+            yield [address for address, *_ in before]
+            call = group.call("sleep", 60)
+            dead_at = wait_until_dead(cluster.slots()[1].node_id)
+            with pytest.raises(WorkerFailureError) as caught:
+                call.result()
+            assert time.monotonic() - dead_at < 2
+            assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
+            call.cancel(force=True)  # rank 0 still sleeps
+            yield
+            after = group.call("facts").result()
+            yield [address for address, *_ in after]
+            assert [facts[1:4] for facts in after] == [(1, True, "0"), (1, True, "1"), (1, True, "1")]
+            assert [row["node_id"] for row in group.worker_metadata] == [slot.node_id for slot in cluster.slots()]
+            last = cluster.slots()[1].node_id
+        yield
+        wait_until_dead(last)
+
+    with hosts.driver(driver) as driving:
+        driving.step()
+        lost = start_spare()
+        assert driving.step()[1:] == [lost.address] * 2
+        hosts.kill(lost)
+        driving.step()
+        new = start_spare()
+        assert driving.step()[1:] == [new.address] * 2
+        driving.step()
+        hosts.kill(new)
+
+
+def test_collectives_after_the_masters_host_is_lost(hosts, start_spare):
+    """Scope "group": all start again with a store on another host, and reduce as before; no interface is named."""
+
+    def driver():
+        yield
+        # Rank 0, and so the store, is on the spare host.
+        cluster = RayVirtualCluster([1, 1], use_gpus=False, node_resource_constraints=[SPARE, {}])
+        options = {"restart_on_failure": True, "restart_scope": "group", "start_timeout_s": 60}
+        options["bundle_indices_list"] = [(0, [0]), (1, [0])]
+        with cluster, RayWorkerGroup(cluster, Member, **options) as group:
+            answers = group.call("sum_of_ranks", timeout=60).result()
+            assert answers == [(1, group.master_address)] * 2
+            yield group.master_address
+            lost = next(slot.node_id for slot in cluster.slots() if slot.node_ip == group.master_address)
+            wait_until_dead(lost)
+            with pytest.raises(WorkerFailureError):
+                group.call("facts").result()
+            yield
+            again = group.call("sum_of_ranks", timeout=60).result()
+            assert again == [(1, group.master_address)] * 2
+            assert [facts[1] for facts in group.call("facts").result()] == [1, 1]
+            yield group.master_address
+            last = next(slot.node_id for slot in cluster.slots() if slot.node_ip == group.master_address)
+        yield
+        wait_until_dead(last)
+
+    with hosts.driver(driver) as driving:
+        driving.step()
+        lost = start_spare()
+        assert driving.step() == lost.address
+        hosts.kill(lost)
+        driving.step()
+        new = start_spare()
+        assert driving.step() == new.address
+        driving.step()
+        hosts.kill(new)
+
+
+def test_bare_slots_are_gone(hosts, start_spare):
+    """A group made from slots has nobody to ask for others, and says so; what lives works on."""
+
+    def driver():
+        yield
+        with (
+            RayVirtualCluster([1, 1], use_gpus=False, node_resource_constraints=[{}, SPARE]) as cluster,
+            RayWorkerGroup(cluster.slots(), Member) as group,
+        ):
+            yield cluster.slots()[1].node_ip
+            wait_until_dead(cluster.slots()[1].node_id)
+            with pytest.raises(WorkerFailureError, match="a group made from bare slots has no cluster to ask"):
+                group.restart_failed_workers()
+            assert group.at(worker=0).call("facts").result()[0][1] == 0
+        yield
+
+    with hosts.driver(driver) as driving:
+        driving.step()
+        lost = start_spare()
+        assert driving.step() == lost.address
+        hosts.kill(lost)
+        driving.step()
+
+
+def test_a_killed_driver(hosts):
+    """SIGKILL of a driver: its workers, reservations and ports are gone, as another driver sees."""
+
+    def first():
+        yield
+        with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, name="doomed") as cluster:
+            group = RayWorkerGroup(cluster, Member, memory_limit="4GB")
+            group.call("sleep", 600)
+            yield [who.pid for who in group._workers_now], (group.master_address, group.master_port)
+            yield
+
+    def second(address, port):
+        deadline = time.monotonic() + 30
+        with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, name="next", reserve_timeout_s=30) as cluster:
+            there = next(slot for slot in cluster.slots() if slot.node_ip == address)
+
+            def bound():
+                with socket.socket() as ours:
+                    try:
+                        ours.bind((address, port))
+                    except OSError:
+                        return False
+                return True
+
+            from fairlead_placement import NodeAgent
+
+            while not NodeAgent(there.node_id).run(bound):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            with RayWorkerGroup(cluster, Member) as group:
+                return len(group.call("facts").result())
+
+    doomed = hosts.driver(first)
+    try:
+        doomed.step()
+        pids, master = doomed.step()
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        doomed.close()
+    assert hosts.drive(second, *master) == 8
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
