@@ -344,7 +344,7 @@ class TestWaiting:
 
     def test_who_is_late_and_what_it_does(self, group):
         """The deadline of a call names the ranks that are not done, and the method each of them is in."""
-        slow = group.at(dp=0, tp=1).call("sleep", 2.0, tag="a")
+        slow = group.at(dp=0, tp=1).call("sleep", 3.0, tag="a")
         call = group.call("rank", timeout=0.5)
         with pytest.raises(CallTimeoutError, match="1 of 8 workers have not finished 'rank'") as caught:
             call.result()
@@ -413,7 +413,7 @@ class TestWaiting:
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
         """A call without a deadline says now and then whom it waits for."""
-        monkeypatch.setattr("fairlead_workergroup._call.REPORT_EVERY_S", 0.3)
+        monkeypatch.setattr("fairlead_workergroup._underway.REPORT_EVERY_S", 0.3)
         assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
         assert "1 of 8 workers have not finished 'sleep'" in caplog.text
         assert "rank 2 (dp=0, tp=3)" in caplog.text

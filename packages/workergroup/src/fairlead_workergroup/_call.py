@@ -3,48 +3,28 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 
 from ._arguments import Gathered
 from ._awaiting import as_completed, awaited
-from ._deadline import Deadline, check_timeout
+from ._deadline import check_timeout
 from ._marks import PassedOn
 from ._outcome import CallStatistics, Outcome
-from ._results import REPORT_EVERY_S, MultiWorkerFuture, not_here_yet, positions, what_failed
-from ._submit import Request
-from .exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError
+from ._results import REPORT_EVERY_S
+from ._underway import Underway
+from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
-    from ._worker_class import Method
 
-__all__ = ["Call", "Repeats"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Call"]
 
 
-@dataclass
-class Repeats:
-    """What is needed to repeat a call on workers that were lost.
-
-    Attributes:
-        left: how often it still may be.
-        requests: what each called worker was asked.
-    """
-
-    left: int
-    requests: Sequence[Request]
-
-
-class Call(MultiWorkerFuture, PassedOn):
+class Call(Underway, PassedOn):
     """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.
 
     `result()` waits; `outcomes()` tells about every worker; iterating, also with `async for`, gives an `Outcome` as
@@ -53,38 +33,6 @@ class Call(MultiWorkerFuture, PassedOn):
     made with `collect=()` for the one answer, `Shard(call, axis)` and `PerWorker(call)` for a piece each, and any
     other for the list of them.
     """
-
-    def __init__(
-        self,
-        futures: list[Any],
-        called: list[int],
-        returned: list[int],
-        *,
-        group: RayWorkerGroup,
-        method: Method,
-        began: float,
-        timeout_s: float | None = None,
-        single: bool = False,
-        discard: bool = False,
-        puts: int = 0,
-        bytes_put: int = 0,
-        repeats: Repeats | None = None,
-    ) -> None:
-        super().__init__(futures, returned, called)
-        self._repeats = repeats
-        self._group = group
-        self._ranks = called
-        self._method = method
-        self._began = began
-        self._deadline = Deadline(None if timeout_s is None else began + timeout_s)
-        self._single = single
-        self._discard = discard
-        self._stored = (puts, bytes_put)
-        self._submit_s = time.monotonic() - began
-        self._items: dict[int, list[ObjectRef]] = {}
-        self._counted: set[int] = set()
-        self._fetched = (0, 0)
-        self._cancelled: tuple[int, ...] = ()
 
     __hash__ = object.__hash__
 
@@ -125,39 +73,6 @@ class Call(MultiWorkerFuture, PassedOn):
             except WorkerFailureError as error:
                 if not self._repeated(error):
                     raise
-
-    def _collected(self, deadline: Deadline) -> list[Any]:
-        self._check_cancelled()
-        wanted, others = self._positions
-        if self._streams:
-            self._get([*self._completions.values()], deadline)
-            values = [self._values_of_items(at) for at in wanted]
-        else:
-            refs = self.refs
-            values = self._get([*refs, *(self.futures[at] for at in others)], deadline)[: len(refs)]
-            self._count_once(wanted, refs)
-        return values
-
-    def _repeated(self, error: WorkerFailureError) -> bool:
-        """Repeat what was lost, if it may be: on the workers that were, or on all that were started again."""
-        if self._repeats is None or not self._repeats.left:
-            return False
-        self._repeats.left -= 1
-        lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
-        if self._group._restart_scope == "group":
-            lost = list(range(len(self.futures)))
-        asked = [self._repeats.requests[at] for at in lost]
-        again = self._group._send_again([self._ranks[at] for at in lost], asked)
-        for at, future in zip(lost, again, strict=True):
-            self.futures[at] = future
-            self._items.pop(at, None)
-        self.__dict__.pop("_completions", None)
-        return True
-
-    def _shaped(self, values: list[Any]) -> Any:
-        if self._discard:
-            return None
-        return values[0] if self._single else values
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
         """What every worker made of the call; never raises what a worker raised.
@@ -230,31 +145,6 @@ class Call(MultiWorkerFuture, PassedOn):
             raise TypeError(f"{self._method.name!r} is no generator method; its result comes in one piece")
         return self._arriving(timeout)
 
-    def _arriving(self, timeout: float | None) -> Iterator[Outcome]:
-        self._check_cancelled()
-        ranks = self._ranks
-        for at in self._positions[0]:
-            while kept := self._items.get(at):
-                yield Outcome(ranks[at], self._coords(at), self._get([kept.pop(0)], self._deadline)[0])
-        open_streams = {self.futures[at]: at for at in self._positions[0]}
-        deadline = self._until(timeout)
-        while open_streams:
-            ready, _ = ray.wait(list(open_streams), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
-            if not ready:
-                self._on_slow(deadline)
-            for stream in ready:
-                at = open_streams[stream]
-                ref = next(stream, None)
-                if ref is None:
-                    del open_streams[stream]
-                    continue
-                (value,) = self._get([ref], deadline)
-                self._count([ref])
-                yield Outcome(ranks[at], self._coords(at), value)
-                del ref, value
-        # A stream that was cut off by a worker's end just stops; its completion tells.
-        self._get([*self._completions.values()], self._until(timeout))
-
     def __await__(self) -> Generator[Any, None, Any]:
         return awaited(self).__await__()
 
@@ -317,109 +207,3 @@ class Call(MultiWorkerFuture, PassedOn):
             raise ValueError(f"the call of {self._method.name!r} has no answer to pass on (discard=True)")
         if self._streams:
             raise TypeError(f"{self._method.name!r} is a generator method: stream or collect its items, pass these on")
-
-    @cached_property
-    def _positions(self) -> tuple[list[int], list[int]]:
-        return positions(self)
-
-    @cached_property
-    def _answering(self) -> frozenset[int]:
-        return frozenset(self._positions[0])
-
-    @property
-    def _streams(self) -> bool:
-        return self._method.result == "items"
-
-    @cached_property
-    def _completions(self) -> dict[int, ObjectRef]:
-        """What is ready when a worker has finished: the value itself, or a generator's end."""
-        return {
-            at: future.completed() if isinstance(future, ObjectRefGenerator) else future
-            for at, future in enumerate(self.futures)
-        }
-
-    def _pending(self) -> list[int]:
-        at_of = {ref: at for at, ref in self._completions.items()}
-        _, pending = ray.wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
-        return [at_of[ref] for ref in pending]
-
-    def _coords(self, at: int) -> Mapping[str, int]:
-        return self._group._coords[self._ranks[at]]
-
-    def _until(self, timeout: float | None) -> Deadline:
-        return self._deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
-
-    def _check_cancelled(self) -> None:
-        if self._cancelled:
-            raise CallCancelledError(self._method.name, self._cancelled)
-
-    def _get(self, refs: Sequence[ObjectRef], deadline: Deadline) -> list[Any]:
-        """The values, once the workers have finished; moving them to the driver is not counted against the deadline."""
-        while True:
-            try:
-                values: list[Any] = ray.get(list(refs), timeout=deadline.left(at_most=REPORT_EVERY_S))
-                return values
-            except Exception as error:  # noqa: BLE001  whatever a worker raised
-                if not not_here_yet(error):
-                    raise what_failed([*self._completions.values()], error, self._group)  # noqa: B904  chained there
-            if not self._pending():
-                deadline = Deadline()
-            else:
-                self._on_slow(deadline)
-
-    def _on_slow(self, deadline: Deadline) -> None:
-        if deadline.passed:
-            self._raise_late()
-        self._report_slow()
-
-    def _raise_late(self) -> NoReturn:
-        raise self._late(self._pending())
-
-    def _late(self, pending: Sequence[int]) -> CallTimeoutError:
-        late = self._group._late_workers([self._ranks[at] for at in pending])
-        return CallTimeoutError(self._method.name, time.monotonic() - self._began, len(self.futures), late)
-
-    def _report_slow(self) -> None:
-        if pending := self._pending():
-            logger.warning("%s", self._late(pending))
-
-    def _outcome(self, at: int, pending: Sequence[int] | set[int]) -> Outcome:
-        if at in pending:
-            rank = self._ranks[at]
-            error = CallCancelledError(self._method.name, (rank,)) if self._cancelled else self._late([at])
-            return Outcome(rank, self._coords(at), error=error)
-        try:
-            if self._streams and at in self._answering:
-                value: Any = self._values_of_items(at)
-            else:
-                value = ray.get(self.futures[at])
-                if at in self._answering:
-                    self._count_once([at], [self.futures[at]])
-        except Exception as error:  # noqa: BLE001  whatever the worker raised
-            return self._failed(at, error)
-        return Outcome(self._ranks[at], self._coords(at), value)
-
-    def _failed(self, at: int, error: BaseException) -> Outcome:
-        own = [self._completions[at], *self._items.get(at, ())[-1:]]
-        return Outcome(self._ranks[at], self._coords(at), error=what_failed(own, error, self._group))
-
-    def _values_of_items(self, at: int) -> list[Any]:
-        """The items of a generator that has ended."""
-        items = self._items.setdefault(at, [])
-        items.extend(self.futures[at])
-        try:
-            ray.get(self._completions[at])
-            values: list[Any] = ray.get(items)
-        except Exception as error:  # noqa: BLE001  whatever the worker raised
-            raise what_failed([self._completions[at], *items[-1:]], error, self._group)  # noqa: B904  chained there
-        self._count_once([at], items)
-        return values
-
-    def _count_once(self, answers: Sequence[int], refs: Sequence[ObjectRef]) -> None:
-        """Count answers as fetched, unless they have been fetched before."""
-        if not self._counted.issuperset(answers):
-            self._counted.update(answers)
-            self._count(refs)
-
-    def _count(self, refs: Sequence[ObjectRef]) -> None:
-        self._fetched = (self._fetched[0] + len(refs), self._fetched[1] + self._group._count_fetched(refs))

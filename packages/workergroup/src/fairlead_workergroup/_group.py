@@ -20,7 +20,7 @@ from fairlead_venvs import VenvSpec
 
 from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
-from ._call import Call, Repeats
+from ._call import Call
 from ._classic import ClassicCalls
 from ._compression import check_compression
 from ._deadline import check_timeout
@@ -40,6 +40,7 @@ from ._shutdown import clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
+from ._underway import Repeats
 from ._view import Addressed
 from ._worker_class import describe_class
 from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
