@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
-from fairlead_venvs._layout import MANIFEST, USED, host_name
+from fairlead_venvs._kernel_lock import KernelLock
+from fairlead_venvs._layout import MANIFEST, USED, host_name, lock_path
 
 
 @pytest.fixture
@@ -79,14 +79,15 @@ def test_prune(spec_of, age, root):
     age(3600)
     os.utime(damaged, (0, 0))
     assert prune(older_than=datetime.timedelta(hours=2)) == []
-    lock = FileLock(root / ".locks" / f"{locked.name}.lock")
+    lock = KernelLock(lock_path(locked))
+    assert lock.acquire()
     with subprocess.Popen([used / "bin" / "python", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as one:
         one.stdout.readline()
-        with lock:
-            assert gone in [venv.path for venv in prune(dry_run=True)]
-            assert gone.exists()
-            removed = prune(keep=[specs[1], by_name.name])
+        assert gone in [venv.path for venv in prune(dry_run=True)]
+        assert gone.exists()
+        removed = prune(keep=[specs[1], by_name.name])
         one.communicate(b"\n", timeout=60)
+    lock.release()
 
     assert [venv.path for venv in removed] == [gone]
     assert [path.exists() for path in (used, by_spec, by_name, locked, gone)] == [True, True, True, True, False]
