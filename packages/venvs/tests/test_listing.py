@@ -53,8 +53,11 @@ def test_list(spec_of, make_project, project_spec):
     assert list_venvs(sizes=False)[0].size_bytes is None
 
 
-def test_variable_counts_as_use(spec_of, age):
-    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, and is spared."""
+def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
+    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, also through a link, and is spared."""
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "link"))
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     age(3600)
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
@@ -75,7 +78,10 @@ def test_prune(spec_of, age, root):
     assert prune() == []
     damaged = root / "venv-0123456789ab"
     damaged.mkdir()
-    (root / "not-ours").mkdir()
+    (damaged / "pyvenv.cfg").touch()
+    not_ours = root / "data-0123456789ab"
+    not_ours.mkdir()
+    os.utime(not_ours, (0, 0))
     age(3600)
     os.utime(damaged, (0, 0))
     assert prune(older_than=datetime.timedelta(hours=2)) == []
@@ -92,7 +98,7 @@ def test_prune(spec_of, age, root):
     assert [venv.path for venv in removed] == [gone]
     assert [path.exists() for path in (used, by_spec, by_name, locked, gone)] == [True, True, True, True, False]
     assert not damaged.exists()
-    assert (root / "not-ours").exists()
+    assert not_ours.exists()
     assert create_local_venv(specs[-1]) == str(gone / "bin" / "python")
 
 

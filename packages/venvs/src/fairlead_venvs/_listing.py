@@ -129,7 +129,8 @@ def prune(
         return going
     gone = [venv for venv in going if _removed(venv.path, limit)]
     for path in _folders(root):
-        if look(path) is None and path.is_dir() and time.time() - path.stat().st_mtime >= limit:
+        # Damaged ones; nothing that only has such a name.
+        if look(path) is None and (path / "pyvenv.cfg").is_file() and time.time() - path.stat().st_mtime >= limit:
             _removed(path, limit)
     remove_leftovers(leftovers(root), older_than_s=max(limit, RECENT_S))
     for path in (root / WHEELS).glob("*"):
