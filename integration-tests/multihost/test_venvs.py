@@ -11,6 +11,7 @@ import ray
 
 from fairlead_placement import init_ray
 from fairlead_venvs import (
+    UvUnavailableError,
     VenvBuildError,
     VenvNodesError,
     VenvSpec,
@@ -134,54 +135,6 @@ def test_folders_of_their_own(apart, place, env):
     assert list((place / "seen").iterdir()) == []
 
 
-def test_a_host_that_fails(apart, place, env):
-    """A host that cannot, and one that dies, are told with their addresses; the others are ready all the same."""
-    cluster = apart.address
-    _, _, fails, dies, _ = apart.addresses
-    for address, mark in ((fails, "fail"), (dies, "sleep")):
-        (place / f"host-{apart.addresses.index(address)}" / mark).touch()
-    folder = str(place / "seen")
-    script = f"""if True:
-        import os, sys, time
-        os.chdir({folder!r})
-        if os.path.exists("fail"):
-            sys.exit("no luck here")
-        if os.path.exists("sleep"):
-            open("asleep", "w").close()
-            time.sleep(600)
-    """
-    spec = spec_of(place, "alpha", setup=["python", "-c", script])
-
-    def driver():
-        init_ray(address=cluster)
-        yield "ready"
-        with pytest.raises(VenvNodesError) as caught:
-            create_local_venv_on_each_node(spec)
-        told = [(type(error), error.node, error.output) for error in caught.value.exceptions]
-        left = [row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeManagerAddress"] != fails]
-        yield told, str(caught.value), len(left), create_local_venv_on_each_node(spec, nodes=left)
-
-    # Not attached for it: it would find the host that dies missing at its end.
-    with apart.driver(driver, attach=False, env=env) as leading:
-        leading.step()
-        leading.resume()
-        asleep = place / f"host-{apart.addresses.index(dies)}" / "asleep"
-        deadline = time.monotonic() + 60
-        while not asleep.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert asleep.exists()
-        apart.kill(apart.host_at(dies))
-        told, text, left, python = leading.answer(timeout_s=90)
-
-    by_address = {node.split()[0]: (kind, output) for kind, node, output in told}
-    assert set(by_address) == {fails, dies}
-    assert by_address[fails] == (VenvBuildError, ("no luck here",))
-    assert by_address[dies][0] is VenvBuildError
-    assert text.startswith("2 of 5 environments are not ready, on ")
-    assert left == 3
-    assert python.startswith(folder)
-
-
 def test_a_host_that_joins_later(apart, place, env):
     """A host that was not there has nothing; asked alone it gets the environment, and a worker starts in it."""
     site = str(Path(ray.__file__).parent.parent)
@@ -223,6 +176,60 @@ def test_a_host_that_joins_later(apart, place, env):
     assert again == python
     assert where == (str(Path(python).parent.parent), "alpha", late.address)
     assert (own / "built").read_text() == "once "
+
+
+def test_a_host_that_fails(apart, place, env):
+    """Hosts that cannot, have no uv, or die, are told with their addresses; the others are ready all the same."""
+    own = place / "host-without-uv"
+    own.mkdir()
+    binds = {str(place / "seen"): str(own)}
+    without = apart.start_host(num_cpus=0, env={"FAIRLEAD_VENV_UV": "/nowhere/uv"}, binds=binds).address
+    cluster = apart.address
+    _, _, fails, dies, *_ = apart.addresses
+    for address, mark in ((fails, "fail"), (dies, "sleep")):
+        (place / f"host-{apart.addresses.index(address)}" / mark).touch()
+    folder = str(place / "seen")
+    script = f"""if True:
+        import os, sys, time
+        os.chdir({folder!r})
+        if os.path.exists("fail"):
+            sys.exit("no luck here")
+        if os.path.exists("sleep"):
+            open("asleep", "w").close()
+            time.sleep(600)
+    """
+    spec = spec_of(place, "alpha", setup=["python", "-c", script])
+
+    def driver():
+        init_ray(address=cluster)
+        yield "ready"
+        with pytest.raises(VenvNodesError) as caught:
+            create_local_venv_on_each_node(spec)
+        told = [(type(error), error.node, getattr(error, "output", ())) for error in caught.value.exceptions]
+        unfit = (fails, without)
+        left = [row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeManagerAddress"] not in unfit]
+        yield told, str(caught.value), len(left), create_local_venv_on_each_node(spec, nodes=left)
+
+    # Not attached for it: it would find the host that dies missing at its end.
+    with apart.driver(driver, attach=False, env=env) as leading:
+        leading.step()
+        leading.resume()
+        asleep = place / f"host-{apart.addresses.index(dies)}" / "asleep"
+        deadline = time.monotonic() + 60
+        while not asleep.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert asleep.exists()
+        apart.kill(apart.host_at(dies))
+        told, text, left, python = leading.answer(timeout_s=90)
+
+    by_address = {node.split()[0]: (kind, output) for kind, node, output in told}
+    assert set(by_address) == {fails, dies, without}
+    assert by_address[fails] == (VenvBuildError, ("no luck here",))
+    assert by_address[dies][0] is VenvBuildError
+    assert by_address[without][0] is UvUnavailableError
+    assert text.startswith("3 of 7 environments are not ready, on ")
+    assert left == 4
+    assert python.startswith(folder)
 
 
 def test_one_folder_for_all(hosts, place, tmp_path):

@@ -77,6 +77,18 @@ def test_project(make_project, project_spec, tools, wheels):
     assert list(Path(plain).parent.parent.glob("lib/*/site-packages/__editable__*")) == []
 
 
+def test_variables_of_the_caller(make_project, project_spec, tools, monkeypatch):
+    """What the caller's shell tells uv of another project, or of no project, does not change the content."""
+    folder = make_project(more='[dependency-groups]\ndev = ["beta"]\n')
+    for name in ("UV_NO_DEV", "UV_NO_DEFAULT_GROUPS", "UV_NO_INSTALL_PROJECT", "UV_NO_SYNC", "UV_LOCKED"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("UV_PROJECT_ENVIRONMENT", str(folder / "elsewhere"))
+    monkeypatch.setenv("VIRTUAL_ENV", "/nowhere")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    python = create_local_venv(project_spec(folder, groups=["dev"]))
+    assert tools.says(python, "import alpha, beta, proj; print('all')") == "all"
+
+
 def test_changed_source(make_project, project_spec, tools):
     """A changed line of the project's code is another environment; the same line again is the old one."""
     folder = make_project()

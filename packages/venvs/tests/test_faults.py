@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong while an environment is built: told as it is, and nothing broken is left."""
 
+import errno
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,8 +82,8 @@ def test_killed(start, spec_of, tools, root):
         ended.append(folder.exists())
         assert create_local_venv(spec) == python, f"killed after {moment:.2f} of a build"
         assert tools.says(python, "import beta, gamma; print('works')") == "works"
-        create_local_venv(spec, force_rebuild=True)  # a build always sweeps what was left
     assert not all(ended)
+    create_local_venv(spec, force_rebuild=True)  # a build sweeps what is left of one that was killed after it was done
 
 
 def test_killed_in_the_middle(start, spec_of, tools, root):
@@ -160,6 +162,22 @@ def test_many_projects_at_once(make_project, project_spec, tmp_path):
     (answer,) = {process.communicate(timeout=120)[0] for process in asking}
     assert answer.endswith("/bin/python\n")
     assert count.read_text() == "once "
+
+
+def test_no_locks(spec_of, monkeypatch, tools, tmp_path):
+    """Where the file system knows no locks, many at once may build, but all get one environment that works."""
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr("fairlead_venvs._kernel_lock.fcntl.flock", no_locks)
+    count = tmp_path / "built"
+    script = f"import time; open({str(count)!r}, 'a').write('once '); time.sleep(0.5)"
+    spec = spec_of("alpha", setup=["python", "-c", script])
+    with ThreadPoolExecutor(4) as pool:
+        (python,) = set(pool.map(lambda _: create_local_venv(spec), range(4)))
+    assert count.read_text() == "once " * 4
+    assert tools.says(python, "import alpha; print(alpha.version)") == "2.0"
 
 
 def test_no_uv(spec_of, tmp_path, monkeypatch):

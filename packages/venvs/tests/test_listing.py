@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
-from fairlead_venvs._layout import MANIFEST, USED, host_name
+from fairlead_venvs._kernel_lock import KernelLock
+from fairlead_venvs._layout import MANIFEST, USED, host_name, lock_path
 
 
 @pytest.fixture
@@ -53,8 +53,11 @@ def test_list(spec_of, make_project, project_spec):
     assert list_venvs(sizes=False)[0].size_bytes is None
 
 
-def test_variable_counts_as_use(spec_of, age):
-    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, and is spared."""
+def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
+    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, also through a link, and is spared."""
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "link"))
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     age(3600)
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
@@ -75,23 +78,27 @@ def test_prune(spec_of, age, root):
     assert prune() == []
     damaged = root / "venv-0123456789ab"
     damaged.mkdir()
-    (root / "not-ours").mkdir()
+    (damaged / "pyvenv.cfg").touch()
+    not_ours = root / "data-0123456789ab"
+    not_ours.mkdir()
+    os.utime(not_ours, (0, 0))
     age(3600)
     os.utime(damaged, (0, 0))
     assert prune(older_than=datetime.timedelta(hours=2)) == []
-    lock = FileLock(root / ".locks" / f"{locked.name}.lock")
+    lock = KernelLock(lock_path(locked))
+    assert lock.acquire()
     with subprocess.Popen([used / "bin" / "python", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as one:
         one.stdout.readline()
-        with lock:
-            assert gone in [venv.path for venv in prune(dry_run=True)]
-            assert gone.exists()
-            removed = prune(keep=[specs[1], by_name.name])
+        assert gone in [venv.path for venv in prune(dry_run=True)]
+        assert gone.exists()
+        removed = prune(keep=[specs[1], by_name.name])
         one.communicate(b"\n", timeout=60)
+    lock.release()
 
     assert [venv.path for venv in removed] == [gone]
     assert [path.exists() for path in (used, by_spec, by_name, locked, gone)] == [True, True, True, True, False]
     assert not damaged.exists()
-    assert (root / "not-ours").exists()
+    assert not_ours.exists()
     assert create_local_venv(specs[-1]) == str(gone / "bin" / "python")
 
 

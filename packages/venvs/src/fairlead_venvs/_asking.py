@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import _build, _install, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions
+from . import _build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions
 from ._recipe import Outcome
 from ._uv import Deadline
 from .exceptions import VenvBuildError, VenvError, VenvTimeoutError
@@ -14,7 +14,7 @@ from .exceptions import VenvBuildError, VenvError, VenvTimeoutError
 __all__ = ["alive_nodes", "on_nodes", "some"]
 
 # fairlead-venvs need not be installed on the nodes.
-SHIPPED = (_build, _install, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions)
+SHIPPED = (_build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions)
 # How long a node that has to answer for itself may take longer than the driver waits for it.
 GRACE_S = 2.0
 

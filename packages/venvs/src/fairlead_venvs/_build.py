@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building one environment on this machine: looked for, locked, built aside, verified, published in one step.
 
-This module and what it imports from here travel to the nodes by value: it needs nothing but uv, and filelock, which
-comes with Ray.
+This module and what it imports from here travel to the nodes by value: it needs nothing but uv.
 """
 
 import contextlib
@@ -11,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ._install import install, lay_out, verified
-from ._layout import BUILDING, FORMAT, USED, look, mark_used, python_of, write_manifest
+from ._kernel_lock import KernelLock
+from ._layout import BUILDING, FORMAT, USED, lock_path, look, mark_used, python_of, write_manifest
 from ._publish import discard, leftover_name, publish, sweep
 from ._recipe import Files, Outcome, Recipe, this_platform
 from ._redact import ambient_secrets, redacted
@@ -81,26 +79,16 @@ def locked(folder: Path, deadline: Deadline, done: Callable[[], bool]) -> Iterat
 
     It saves work, no more: what is right does not depend on it. Where the file system knows no locks there is none.
     """
-    path = folder.parent / ".locks" / f"{folder.name}.lock"
-    path.parent.mkdir(exist_ok=True)
-    lock = FileLock(path)
-    held = False
-    while not held and not done():
-        try:
-            lock.acquire(timeout=0)
-            held = True
-        except Timeout:
-            if not deadline.left():
-                doing = f"waiting for another process that builds {folder}"
-                raise VenvTimeoutError(doing, deadline.timeout_s) from None
-            time.sleep(POLL_S)
-        except NotImplementedError:
-            break
+    lock = KernelLock(lock_path(folder))
+    while not done() and not lock.acquire():
+        if not deadline.left():
+            doing = f"waiting for another process that builds {folder}"
+            raise VenvTimeoutError(doing, deadline.timeout_s)
+        time.sleep(POLL_S)
     try:
         yield
     finally:
-        if held:
-            lock.release()
+        lock.release()
 
 
 def _built(

@@ -21,14 +21,15 @@ def users_of(folders: Iterable[str | Path]) -> Mapping[str, tuple[int, ...]]:
     A process uses it if it maps a file below it, was started as its interpreter (a link: what it maps is the base's),
     or has it as VIRTUAL_ENV, as Ray workers do, which rewrite their command line.
     """
-    names = [os.path.realpath(folder) for folder in folders]
-    users: dict[str, list[int]] = {name: [] for name in names}
+    # By a variable it may be named through links, by a map never.
+    names = {os.path.realpath(folder): {os.path.realpath(folder), str(folder)} for folder in folders}
+    users: dict[str, list[int]] = {real: [] for real in names}
     for pid in sorted(int(name) for name in os.listdir(PROC) if name.isdigit()) if is_known() else ():
         texts = _texts(pid)
-        for name in names:
-            if any(name in text for text in texts) and any(_below(name, path) for path in _paths(texts)):
-                users[name].append(pid)
-    return {name: tuple(pids) for name, pids in users.items()}
+        for real, spelled in names.items():
+            if any(name in text for text in texts for name in spelled) and _uses(spelled, texts):
+                users[real].append(pid)
+    return {real: tuple(pids) for real, pids in users.items()}
 
 
 def _texts(pid: int) -> tuple[str, str, str]:
@@ -50,5 +51,5 @@ def _paths(texts: tuple[str, str, str]) -> Iterable[str]:
     yield from (entry.partition("=")[2] for entry in environ.split("\0") if entry.startswith("VIRTUAL_ENV="))
 
 
-def _below(folder: str, path: str) -> bool:
-    return path == folder or path.startswith(folder + os.sep)
+def _uses(spelled: Iterable[str], texts: tuple[str, str, str]) -> bool:
+    return any(path == name or path.startswith(name + os.sep) for path in _paths(texts) for name in spelled)

@@ -20,6 +20,7 @@ __all__ = [
     "checked_name",
     "host_name",
     "host_tag",
+    "lock_path",
     "look",
     "mark_used",
     "python_of",
@@ -79,6 +80,11 @@ def host_tag() -> str:
 def python_of(folder: str | Path) -> str:
     """The interpreter of an environment."""
     return os.path.join(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
+
+
+def lock_path(folder: Path) -> Path:
+    """The file whose lock is held by who builds or removes an environment. Not in its folder, which comes and goes."""
+    return folder.parent / ".locks" / f"{folder.name}.lock"
 
 
 def look(folder: str | Path, fingerprint: str | None = None) -> dict[str, Any] | None:

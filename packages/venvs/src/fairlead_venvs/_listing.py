@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ._inuse import is_known, users_of
-from ._layout import TRASH, USED, host_name, look, python_of, venv_root
+from ._kernel_lock import KernelLock
+from ._layout import TRASH, USED, host_name, lock_path, look, python_of, venv_root
 from ._plan import planned
 from ._publish import leftover_name, leftovers, on_shared_file_system, remove_leftovers
 from ._spec import VenvSpec
@@ -130,7 +129,8 @@ def prune(
         return going
     gone = [venv for venv in going if _removed(venv.path, limit)]
     for path in _folders(root):
-        if look(path) is None and path.is_dir() and time.time() - path.stat().st_mtime >= limit:
+        # Damaged ones; nothing that only has such a name.
+        if look(path) is None and (path / "pyvenv.cfg").is_file() and time.time() - path.stat().st_mtime >= limit:
             _removed(path, limit)
     remove_leftovers(leftovers(root), older_than_s=max(limit, RECENT_S))
     for path in (root / WHEELS).glob("*"):
@@ -192,10 +192,8 @@ def _names(venv: Venv) -> set[str]:
 
 def _removed(path: Path, limit: float) -> bool:
     """Take it away in one step, then remove it; not if it is being built, or has just been asked for."""
-    lock = FileLock(path.parent / ".locks" / f"{path.name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    lock = KernelLock(lock_path(path))
+    if not lock.acquire():
         return False
     try:
         if (

@@ -41,6 +41,7 @@ def create_local_venv_on_each_node(
 
     Raises:
         ValueError: nothing that could be built; no Ray; a node that is not there.
+        VenvBuildError: the project's wheel cannot be built, or its lock does not match: no node was asked to build.
         VenvNodesError: nodes on which it went wrong, each with its own error. The others have it.
     """
     (python,) = ensure_venvs([py_executable], venv_name=venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)

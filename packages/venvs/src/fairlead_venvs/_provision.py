@@ -94,7 +94,8 @@ def _made(
             waiting = [there[node] for number in pending for where, node in [asked[number]] if where == folder]
             if nodes:
                 total = len(there)
-                bars.update(Path(folder).name, total - len(waiting), total, f"waiting for {some(waiting)}")
+                doing = f"waiting for {some(waiting)}" if waiting else ""
+                bars.update(Path(folder).name, total - len(waiting), total, doing)
 
     answers = on_nodes(calls, there, doing="building the environment", deadline=deadline, seen=seen)
     errors: Errors = {}

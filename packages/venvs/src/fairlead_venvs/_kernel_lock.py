@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lock that ends with its owner, however that ends.
+
+Not filelock's: where a file system has no such locks that one raises, or takes one that outlives its owner, depending
+on its version, which is each node's own.
+"""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+__all__ = ["KernelLock"]
+
+TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
+UNKNOWN = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class KernelLock:
+    """An exclusive lock on a file, which is made for it and stays.
+
+    Args:
+        path: of the file; its folder is made, too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def acquire(self) -> bool:
+        """Take it; False if somebody else has it, be it a thread. Where there are no locks it is had by everybody."""
+        self._path.parent.mkdir(exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if error.errno not in UNKNOWN and error.errno not in TAKEN:
+                raise
+            return error.errno in UNKNOWN
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        """Give it back; can be repeated."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
