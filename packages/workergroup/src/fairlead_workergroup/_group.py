@@ -36,13 +36,15 @@ from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._submit import submit
 from ._view import Addressed
+from ._watch import Watch
+from ._watching import Watched
 from ._worker_class import check_python, describe_class
 from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
 
 
-class RayWorkerGroup(ClassicCalls, Addressed):
+class RayWorkerGroup(ClassicCalls, Addressed, Watched):
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -134,6 +136,10 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         self._facts: dict[str, WorkerFacts] = {}
         self._workers_now: list[WorkerFacts] = []
         self._lost: dict[int, WorkerFailure] = {}
+        self._restarting: set[int] = set()
+        self._incarnations = [0] * self.world_size
+        self._restarts = [0] * self.world_size
+        self._watches: list[Watch] = []
         self._shut: bool | None = None
 
         self._held = Held(claim=claim_slots([place.slot for place in places], prefix, group=self))
@@ -326,6 +332,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         """
         if self._shut is not None:
             return self._shut
+        self._end_watches()
         clean = True
         try:
             if cleanup_method is not None and not force and self.workers and ray.is_initialized():

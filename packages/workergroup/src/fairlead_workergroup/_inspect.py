@@ -25,7 +25,7 @@ ANSWER_S = 10.0
 
 
 def looked_at(
-    workers: Sequence[WorkerFacts], function: Callable[..., Any], what: Callable[[WorkerFacts], Any]
+    workers: Sequence[WorkerFacts], function: Callable[..., Any], what: Callable[[WorkerFacts], Any], *more: Any
 ) -> list[Any]:
     """Apply a function to something of each worker, on the workers' nodes.
 
@@ -33,6 +33,7 @@ def looked_at(
         workers: whom.
         function: takes the list of what belongs to a node's workers, and returns a list as long.
         what: of each worker.
+        more: further arguments of the function.
 
     Returns:
         The results in the order of `workers`; None for the workers of a node that did not answer.
@@ -42,7 +43,9 @@ def looked_at(
         by_node.setdefault(worker.node_id, []).append(at)
     living = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
     asks = {
-        node_id: ([what(workers[at]) for at in members],) for node_id, members in by_node.items() if node_id in living
+        node_id: ([what(workers[at]) for at in members], *more)
+        for node_id, members in by_node.items()
+        if node_id in living
     }
     found: list[Any] = [None] * len(workers)
     for node_id, answers in run_on_nodes(function, asks, timeout_s=ANSWER_S).items():
