@@ -10,7 +10,7 @@
 >>> ray.shutdown()
 """
 
-from ._agent import NodeAgent, run_on_nodes
+from ._agent import NodeAgent, run_on_nodes, usage_on_nodes
 from ._cluster import ClusterConfig, RayVirtualCluster
 from ._init import init_ray
 from ._occupancy import SlotClaim, claim_slots
@@ -44,4 +44,5 @@ __all__ = [
     "run_on_nodes",
     "select_segment_nodes",
     "sort_bundle_indices_by_topology",
+    "usage_on_nodes",
 ]

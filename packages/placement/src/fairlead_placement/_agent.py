@@ -15,7 +15,7 @@ from ._inventory import alive_nodes
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
-__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes"]
+__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes", "usage_on_nodes"]
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # fairlead-placement need not be installed on the nodes.
@@ -97,6 +97,11 @@ class NodeAgent:
         """What processes of the node use, in the order asked. One that is not there, or has ended, is left out."""
         return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
 
+    def requests(self) -> dict[str, int]:
+        """How many requests to measure processes (`usage`) and to call functions (`run`) have reached the agent."""
+        counts: dict[str, int] = self._ask("requests")
+        return counts
+
     def memory(self, watcher: str | None = None, name: str = "") -> NodeUsage:
         """Take a sample of the node's memory.
 
@@ -165,8 +170,29 @@ def run_on_nodes(
         By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
         does not hide what the others say.
     """
+    return _ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
+
+
+def usage_on_nodes(pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """What processes on several nodes use, measured at once: one request to each node.
+
+    Args:
+        pids: the processes, by node id.
+        timeout_s: deadline of all requests together.
+
+    Returns:
+        By node id, a list as of `NodeAgent.usage`; where that failed, the exception, not raised.
+    """
+    found = _ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
+    return {
+        node_id: rows if isinstance(rows, Exception) else [ProcessUsage(*row) for row in rows]
+        for node_id, rows in found.items()
+    }
+
+
+def _ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
-    asked = {node_id: _handle(node_id).run.remote(function, *args) for node_id, args in arguments.items()}
+    asked = {node_id: getattr(_handle(node_id), method).remote(*args) for node_id, args in arguments.items()}
     refs = list(asked.values())
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
@@ -180,13 +206,13 @@ def run_on_nodes(
             # The agent was gone: the node may still be there, and a new agent too.
             left = max(0.0, deadline - time.monotonic())
             try:
-                found[node_id] = NodeAgent(node_id).run(function, *arguments[node_id], timeout_s=left)
+                found[node_id] = NodeAgent(node_id)._ask(method, *arguments[node_id], timeout_s=left)
             except Exception as error:  # noqa: BLE001  whatever the function raises
                 found[node_id] = error
         except ray.exceptions.GetTimeoutError:
-            found[node_id] = _late(node_id, "run", timeout_s)
+            found[node_id] = _late(node_id, method, timeout_s)
         except ray.exceptions.RayError as error:
-            found[node_id] = PlacementError(f"The agent of node {node_id} could not do 'run': {error}.")
+            found[node_id] = PlacementError(f"The agent of node {node_id} could not do {method!r}: {error}.")
     return found
 
 

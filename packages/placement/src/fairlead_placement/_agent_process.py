@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ class AgentProcess:
         self._processes = ProcessMeter(gpus)
         self._memory = MemoryMeter(gpus, node_id)
         self._lock = threading.Lock()
+        self._requests: Counter[str] = Counter()
         self._held: dict[str, tuple[int, socket.socket]] = {}
         # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
         # that late connections of its former users do not reach somebody else.
@@ -78,7 +80,12 @@ class AgentProcess:
         with self._lock:
             return sorted(port for port, _ in self._held.values())
 
+    def requests(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._requests)
+
     def usage(self, pids: list[int]) -> list[Any]:
+        self._count("usage")
         return self._processes.read(pids)
 
     def memory(self, watcher: str | None, name: str) -> tuple[Any, ...]:
@@ -93,7 +100,12 @@ class AgentProcess:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node."""
+        self._count("run")
         return function(*args)
+
+    def _count(self, method: str) -> None:
+        with self._lock:
+            self._requests[method] += 1
 
 
 def _hold(port: int) -> socket.socket | None:

@@ -25,7 +25,9 @@ from ._options import recursive_merge_options
 from ._outcome import CallStatistics, Outcome
 from ._results import MultiWorkerFuture
 from ._statistics import GroupStatistics
+from ._status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._view import GroupView
+from ._watch import Watch
 from .exceptions import (
     CallCancelledError,
     CallTimeoutError,
@@ -56,10 +58,15 @@ __all__ = [
     "RayWorkerGroup",
     "RemoteError",
     "Shard",
+    "StuckWorker",
+    "Watch",
+    "WorkerEvent",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",
     "WorkerStartError",
+    "WorkerStatus",
+    "WorkerUsage",
     "current_worker",
     "recursive_merge_options",
     "report_progress",

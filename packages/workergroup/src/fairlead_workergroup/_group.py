@@ -42,13 +42,15 @@ from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
 from ._underway import Repeats
 from ._view import Addressed
+from ._watch import Watch
+from ._watching import Watched
 from ._worker_class import describe_class
 from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
 
 
-class RayWorkerGroup(ClassicCalls, Addressed):
+class RayWorkerGroup(ClassicCalls, Addressed, Watched):
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -167,6 +169,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         self._incarnations = [0] * self.world_size
         self._restarts = [0] * self.world_size
         self._group_restarts = 0
+        self._watches: list[Watch] = []
         self._shut: bool | None = None
 
         self._held = Held(claim=claim_slots([place.slot for place in self._places], prefix, group=self))
@@ -408,10 +411,11 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         """What the cluster's grid shows of each worker."""
         with self._lock:
             for worker in self.worker_metadata:  # nothing after a shutdown
-                rank = worker["global_rank"]
-                worker["state"] = (
-                    "restarting" if rank in self._restarting else "dead" if rank in self._lost else "alive"
-                )
+                rank, state = worker["global_rank"], worker["state"]
+                if rank in self._restarting or rank in self._lost:
+                    worker["state"] = "restarting" if rank in self._restarting else "dead"
+                elif state in ("restarting", "dead"):
+                    worker["state"] = "alive"
 
     def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
         return self._facts
@@ -432,6 +436,7 @@ class RayWorkerGroup(ClassicCalls, Addressed):
         """
         if self._shut is not None:
             return self._shut
+        self._end_watches()
         clean = True
         try:
             if cleanup_method is not None and not force and self.workers and ray.is_initialized():

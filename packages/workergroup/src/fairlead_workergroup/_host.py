@@ -11,15 +11,19 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from ._loading import load
 from ._record import OverlappingRecord, Record
+from ._stacks import write_stacks_on_signal
 
 __all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
+
+# What `fairlead_workergroup.testing` has workers do, as the record names it.
+FAULTS = ("hang", "slow", "fill_memory")
 
 
 def start_tick(pid: int) -> int:
@@ -66,7 +70,7 @@ class WorkerHost:
         """The environment and what is published of the worker, before a line of the user's is imported."""
         os.environ.update(facts["env"])
         sys.path.extend(path for path in facts["path"] if path not in sys.path)
-        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
+        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
         published.__dict__.update(facts=facts, record=self._fairlead_record)
@@ -101,6 +105,14 @@ class WorkerHost:
         args, kwargs = _regrouped(plan, flat)
         for item in getattr(self, method)(*args, **kwargs):  # noqa: UP028  as in `_delegate`
             yield item
+
+    def _fairlead_run(self, name: str, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Run a function of the test kit's on this host; the record shows it as a method of that name."""
+        key = self._fairlead_record.begin(self._fairlead_methods.index(name))
+        try:
+            return function(self, *args)
+        finally:
+            self._fairlead_record.end(key)
 
     def _fairlead_cleanup(self, method: str) -> None:
         getattr(self._fairlead_instance, method)()
@@ -210,7 +222,7 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False)
         concurrent: async methods overlap; otherwise one method runs at a time, whatever its kind.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
-    members: dict[str, Any] = {"_fairlead_methods": ("__init__", *kinds)}
+    members: dict[str, Any] = {"_fairlead_methods": ("__init__", *kinds, *FAULTS)}
     for number, (method, kind) in enumerate(kinds.items(), 1):
         members[method] = function = delegate(method, kind, number)
         function.__name__ = method

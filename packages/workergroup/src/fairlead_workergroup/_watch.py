@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a group again and again, on a thread of its own, until it is closed or the group ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from ._failures import as_failure
+from ._occurrences import Occurrences
+from ._status import StuckWorker, WorkerEvent, WorkerStatus
+from .exceptions import WorkerFailure, WorkerGroupError
+
+if TYPE_CHECKING:
+    from ._group import RayWorkerGroup
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("fairlead_workergroup")
+
+LEVELS = {
+    "worker-started": logging.INFO,
+    "worker-restarted": logging.WARNING,
+    "call-slow": logging.WARNING,
+    "worker-stuck": logging.WARNING,
+    "worker-dead": logging.ERROR,
+}
+# A look asks the nodes twice at most, when a worker is stuck.
+CLOSE_S = 25.0
+# Ray says at once what a worker that it knows to be dead died of.
+CAUSE_S = 2.0
+
+
+class Watch:
+    """A group that is being watched; made by `RayWorkerGroup.watch`. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        *,
+        interval_s: float,
+        stuck_after_s: float,
+        slow_after_s: float,
+        on_event: Callable[[WorkerEvent], object] | None,
+    ) -> None:
+        end = threading.Event()
+        # A group that nobody holds any more is given back, watched or not.
+        self._group = weakref.ref(group, lambda _: end.set())
+        self._name = group.name_prefix or group._class.name
+        self._session = ray.get_runtime_context().get_session_name()
+        self._interval_s = interval_s
+        self._stuck_after_s = stuck_after_s
+        self._on_event = on_event
+        self._occurrences = Occurrences(slow_after_s)
+        self._counter: Any = None
+        self._end = end
+        self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
+        # Before Ray's own: a look would find it gone, and say so.
+        atexit.register(self.close)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Watch({self._name!r}, {'closed' if self._end.is_set() else f'every {self._interval_s:g} s'})"
+
+    def close(self) -> None:
+        """Look no more; no event is told after this, except when `on_event` itself closes. Can be repeated."""
+        self._end.set()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=CLOSE_S)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _go_on(self) -> None:
+        try:
+            self._look_again_and_again()
+        finally:
+            self._end.set()
+            atexit.unregister(self.close)
+
+    def _look_again_and_again(self) -> None:
+        while not self._end.is_set():
+            group = self._group()
+            if group is None or not ray.is_initialized() or self._session != _session():
+                return
+            try:
+                self._look(group)
+            except WorkerGroupError:
+                return  # it has been shut down
+            except Exception:
+                # Whatever it is, the next look may succeed; a watch that has died unseen is worse than a noisy one.
+                if not self._end.is_set():
+                    logger.warning("cannot look at the workers of %s", self._name, exc_info=True)
+            del group
+            self._end.wait(self._interval_s)
+
+    def _look(self, group: RayWorkerGroup) -> None:
+        statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
+        happened = list(self._occurrences.new(statuses))
+        failures = _causes(group, [now for kind, now in happened if kind == "worker-dead"])
+        stuck: dict[int, StuckWorker] = {}
+        if any(kind == "worker-stuck" for kind, _ in happened):
+            stuck = {one.rank: one for one in group.detect_stuck_workers(self._stuck_after_s)}
+        for kind, now in happened:
+            if kind == "worker-stuck" and now.rank not in stuck:
+                self._occurrences.not_stuck(now.rank)
+                continue
+            told = {"worker-dead": failures.get(now.rank), "worker-stuck": stuck.get(now.rank)}.get(kind)
+            self._tell(_event(kind, now, told, stuck.get(now.rank) if kind == "worker-stuck" else None))
+
+    def _tell(self, event: WorkerEvent) -> None:
+        if self._end.is_set():
+            return
+        stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
+        logger.log(LEVELS[event.kind], "%s: %s%s", self._name, event.message, stacks, extra={"worker_event": event})
+        if self._counter is None:
+            from ray.util.metrics import Counter
+
+            # Without ray[default] on this node nobody collects it, and nothing else happens.
+            self._counter = Counter(
+                "fairlead_worker_events",
+                description="What has happened to workers of a group, as its watch saw it.",
+                tag_keys=("group", "event"),
+            )
+        self._counter.inc(1, tags={"group": self._name, "event": event.kind})
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("on_event failed at: %s", event.message)
+
+
+def _session() -> str:
+    session: str = ray.get_runtime_context().get_session_name()
+    return session
+
+
+def _event(
+    kind: Any, now: WorkerStatus, told: WorkerFailure | StuckWorker | None, stuck: StuckWorker | None
+) -> WorkerEvent:
+    where = f"rank {now.rank} on node {now.node_id[:8]}, pid {now.pid}"
+    more = ""
+    if kind == "worker-restarted":
+        more = f", incarnation {now.incarnation}"
+    elif kind == "call-slow":
+        more = f", in {now.method!r} for {now.running_s:.0f} s, no progress for {now.since_progress_s:.0f} s"
+    message = f"{kind}: {where if told is None else told}{more}"
+    return WorkerEvent(
+        kind, now.rank, now.coords, now.node_id, now.pid, now.incarnation, now.method, message, time.time(), stuck
+    )
+
+
+def _causes(group: RayWorkerGroup, dead: Sequence[WorkerStatus]) -> dict[int, WorkerFailure]:
+    """What dead workers died of, by rank, as the group knows it from now on."""
+    workers, who = list(group.workers), {one.rank: one for one in group._workers_now}
+    unknown = [now.rank for now in dead if now.rank not in group._lost and who[now.rank].pid == now.pid]
+    refs = {workers[rank].__ray_ready__.remote(): rank for rank in unknown if workers}
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=CAUSE_S) if refs else ([], [])
+    found = []
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            # It may have been started again meanwhile.
+            same = group._workers_now[refs[ref]] is who[refs[ref]]
+            if same and (failure := as_failure(error, who[refs[ref]])) is not None:
+                found.append(failure)
+    if found:
+        group._note_lost(found)
+    return {now.rank: group._lost[now.rank] for now in dead if now.rank in group._lost}

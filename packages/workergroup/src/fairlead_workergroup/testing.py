@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of workers, made on purpose: for tests of code that has to live with them.
+
+They are real: a killed process, a thread in a native call that does not return, memory that is in use.
+
+>>> from fairlead_placement import RayVirtualCluster, init_ray
+>>> from fairlead_workergroup import RayWorkerGroup
+>>> from fairlead_workergroup.testing import hang
+>>> _ = init_ray(address="local", num_cpus=2)
+>>> with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, "collections.Counter") as group:
+...     with hang(group, 1, "native"):
+...         [status.state for status in group.get_worker_status()]
+['idle', 'busy']
+>>> import ray
+>>> ray.shutdown()
+"""
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+
+from fairlead_placement.testing import assert_no_leaks
+
+from . import _faults
+from ._failures import WorkerFacts, as_failure
+from ._inspect import ANSWER_S, looked_at
+from .exceptions import WorkerFailureError, WorkerGroupError
+
+if TYPE_CHECKING:
+    from ._group import RayWorkerGroup
+
+__all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
+
+ray.cloudpickle.register_pickle_by_value(_faults)
+
+WAYS = ("sleep", "native", "native-gil", "stop")
+# Agents wait within their requests.
+WITHIN_S = 0.8 * ANSWER_S
+
+
+def kill(group: "RayWorkerGroup", rank: int) -> None:
+    """End a worker's process with SIGKILL; returns when it is gone, at once if it was gone before.
+
+    Raises:
+        IndexError, TypeError: there is no such rank.
+        WorkerGroupError: the group has been shut down, or the worker's node does not do it.
+    """
+    if not _on_node(_worker(group, rank), _faults.kill, WITHIN_S):
+        raise WorkerGroupError(f"{_worker(group, rank)} is still there {WITHIN_S:g} s after SIGKILL")
+
+
+class Hang:
+    """A worker that hangs until this is closed; made by `hang`. A context manager."""
+
+    def __init__(self, worker: WorkerFacts, how: str, ref: ray.ObjectRef | None) -> None:
+        self.how = how
+        self.rank = worker.rank
+        self._worker: WorkerFacts | None = worker
+        self._ref = ref
+
+    def __repr__(self) -> str:
+        return f"Hang({self.rank}, {self.how!r}{', closed' if self._worker is None else ''})"
+
+    def close(self) -> None:
+        """Let the worker go on; nothing if it is gone. Can be repeated."""
+        worker, self._worker = self._worker, None
+        if worker is None or not ray.is_initialized():
+            return
+        looked_at([worker], _faults.continue_ if self._ref is None else _faults.end_hang, _process)
+        if self._ref is not None:
+            ray.wait([self._ref], timeout=ANSWER_S)
+
+    def __enter__(self) -> "Hang":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def hang(
+    group: "RayWorkerGroup",
+    rank: int,
+    how: Literal["sleep", "native", "native-gil", "stop"] = "sleep",
+    *,
+    timeout_s: float = 60.0,
+) -> Hang:
+    """Make a worker hang, in a call of its own named "hang"; returns when it does.
+
+    Args:
+        group: the worker's.
+        rank: the worker's number in it.
+        how: "sleep": in Python; "native": in a system call that does not return; "native-gil": the same, holding the
+            GIL; "stop": the whole process, whatever it is doing (SIGSTOP).
+        timeout_s: how long to wait until the worker has finished what it is doing; "stop" does not wait for that.
+
+    Returns:
+        A handle whose `close` lets the worker go on.
+
+    Raises:
+        IndexError, TypeError, ValueError: there is no such rank, or no such way.
+        TimeoutError: the worker was busy for too long; it may hang later.
+        WorkerGroupError: the group has been shut down, or the worker's node does not do it.
+        WorkerFailureError: the worker is dead.
+    """
+    if how not in WAYS:
+        raise ValueError(f"how must be one of {', '.join(map(repr, WAYS))}, got {how!r}")
+    worker = _worker(group, rank)
+    if how == "stop":
+        if not _on_node(worker, _faults.stop, WITHIN_S):
+            raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
+        return Hang(worker, how, None)
+    ref = group.workers[rank]._fairlead_run.remote("hang", _faults.hang, how)
+    deadline = time.monotonic() + timeout_s
+    while not _on_node(worker, _faults.hangs):
+        if ray.wait([ref], timeout=0.02)[0]:
+            _answer(worker, ref, timeout_s=0)
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s: it is busy with something else")
+    return Hang(worker, how, ref)
+
+
+def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
+    """Have each following call of a worker take so much longer; 0 ends that. Returns when it is so.
+
+    Raises:
+        IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
+        TimeoutError: the worker was busy for too long; it will be slow later.
+        WorkerGroupError: the group has been shut down.
+        WorkerFailureError: the worker is dead.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
+    worker = _worker(group, rank)
+    _answer(worker, group.workers[rank]._fairlead_run.remote("slow", _faults.slow, seconds), timeout_s=timeout_s)
+
+
+def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
+    """Have a worker hold so much memory more than it did, in use and not only asked for; 0 gives it back.
+
+    Returns:
+        Whether the worker has lived to hold it: something may end it for that.
+
+    Raises:
+        IndexError, TypeError, ValueError: there is no such rank, or `size_bytes` is negative or no whole number.
+        TimeoutError: the worker was busy for too long; it will hold it later.
+        MemoryError: the worker could not get so much.
+        WorkerGroupError: the group has been shut down.
+    """
+    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
+        raise ValueError(f"size_bytes must be a whole number of at least 0, got {size_bytes!r}")
+    worker = _worker(group, rank)
+    ref = group.workers[rank]._fairlead_run.remote("fill_memory", _faults.fill_memory, size_bytes)
+    try:
+        _answer(worker, ref, timeout_s=timeout_s)
+    except WorkerFailureError:
+        return False
+    return True
+
+
+def _worker(group: "RayWorkerGroup", rank: Any) -> WorkerFacts:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank must be an int, got {rank!r}")
+    if not 0 <= rank < group.world_size:
+        raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
+    return group._known()[rank]
+
+
+def _process(worker: WorkerFacts) -> tuple[int, int]:
+    return worker.process
+
+
+def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:
+    (done,) = looked_at([worker], function, _process, *more)
+    if done is None:
+        raise WorkerGroupError(f"the node of {worker} is gone, or does not answer")
+    return bool(done)
+
+
+def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> Any:
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(
+            f"{worker} has not done it within {timeout_s:g} s: it is busy with something else"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        if (failure := as_failure(error, worker)) is None:
+            raise
+        raise WorkerFailureError((failure,)) from error
