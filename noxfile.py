@@ -23,6 +23,7 @@ SIBLINGS = {
     "tpu-executor": [],
 }
 MULTIHOST = "integration-tests/multihost"
+SOAK = f"{MULTIHOST}/test_soak.py"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -63,7 +64,18 @@ def multihost(session: nox.Session) -> None:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
     install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
-    session.run("pytest", MULTIHOST, *session.posargs, env=RAY_ENV)
+    session.run("pytest", MULTIHOST, f"--ignore={SOAK}", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Random faults on several hosts while calls run, for 300 seconds: `nox -s soak -- 60` for so many."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        session.skip("network namespaces need root, and the program ip (iproute2)")
+    install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
+    seconds = session.posargs[0] if session.posargs else "300"
+    limit = f"--timeout={int(seconds) + 300}"
+    session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
 
 
 @nox.session
@@ -85,6 +97,13 @@ def demo(session: nox.Session) -> None:
     """The main job: a data- and tensor-parallel classifier trained on real data."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
     session.run("python", "examples/train_digits.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def survive(session: nox.Session) -> None:
+    """The training of the demo, with a worker killed in the middle, ends with the same accuracy."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
+    session.run("python", "examples/survive.py", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
@@ -134,10 +153,12 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, several hosts, the built distributions and the demo."""
+    """Everything a change has to pass: the defaults, several hosts, the built distributions, the demo, short soak."""
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
+    session.notify("survive", posargs=["--steps", "120"])
+    session.notify("soak", posargs=["60"])
 
 
 if __name__ == "__main__":

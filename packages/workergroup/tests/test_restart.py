@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +63,15 @@ class Worker:
             if i == 1 and current_worker().rank in die_at and not current_worker().incarnation:
                 os._exit(1)
             yield i
+
+    def fail_with(self, rank, pid):
+        if current_worker().rank == rank:
+            os._exit(1)
+        if current_worker().rank == 0:
+            while "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:  # it is gone, or nearly
+                pass
+            raise ConnectionError("my peer has gone")
+        time.sleep(20)
 
     def raise_error(self):
         raise ValueError("mine")
@@ -170,6 +180,17 @@ def test_retries(made):
         group.call("double", 3, die_at=[0], until=9, retries=1).result()
     with pytest.raises(ValueError, match="mine"):
         group.call("raise_error", retries=3).result()
+
+
+def test_a_death_is_not_taken_for_what_it_causes(made):
+    """A peer that fails because a worker died may be heard of first; it is the death that is raised, and repeated."""
+    group = made()
+    for incarnation in range(3):
+        pid = group.call("pid").result()[2]
+        with pytest.raises(WorkerFailureError, match="rank 2"):
+            group.at(dp=slice(0, 2), tp=0).call("fail_with", 2, pid).result()
+        assert group.restart_failed_workers() == [2]
+        assert group.call("state").result()[2][1] == incarnation + 1
 
 
 def test_retries_of_a_whole_group(made):

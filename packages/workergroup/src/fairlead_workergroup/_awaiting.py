@@ -40,7 +40,8 @@ async def _collected(call: Call) -> list[Any]:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 if (error := task.exception()) is not None:
-                    raise what_failed([*call._completions.values()], error, call._group)
+                    # It may look at the nodes.
+                    raise await asyncio.to_thread(what_failed, [*call._completions.values()], error, call._group)
             if pending and not done:
                 call._on_slow(call._deadline)
     finally:

@@ -10,12 +10,12 @@ from ray import ObjectRefGenerator
 
 from fairlead_placement import run_on_nodes
 
-from . import _records
+from . import _processes, _records
 from ._failures import WorkerFacts
 from ._ray_private import task_of_ref
 from .exceptions import LateWorker
 
-__all__ = ["cancelled", "late_workers", "looked_at"]
+__all__ = ["cancelled", "gone", "late_workers", "looked_at"]
 
 logger = logging.getLogger(__name__)
 ray.cloudpickle.register_pickle_by_value(_records)
@@ -25,7 +25,11 @@ ANSWER_S = 10.0
 
 
 def looked_at(
-    workers: Sequence[WorkerFacts], function: Callable[..., Any], what: Callable[[WorkerFacts], Any], *more: Any
+    workers: Sequence[WorkerFacts],
+    function: Callable[..., Any],
+    what: Callable[[WorkerFacts], Any],
+    *more: Any,
+    within_s: float = ANSWER_S,
 ) -> list[Any]:
     """Apply a function to something of each worker, on the workers' nodes.
 
@@ -34,6 +38,7 @@ def looked_at(
         function: takes the list of what belongs to a node's workers, and returns a list as long.
         what: of each worker.
         more: further arguments of the function.
+        within_s: how long the nodes may take.
 
     Returns:
         The results in the order of `workers`; None for the workers of a node that did not answer.
@@ -48,7 +53,7 @@ def looked_at(
         if node_id in living
     }
     found: list[Any] = [None] * len(workers)
-    for node_id, answers in run_on_nodes(function, asks, timeout_s=ANSWER_S).items():
+    for node_id, answers in run_on_nodes(function, asks, timeout_s=within_s).items():
         if isinstance(answers, Exception):
             logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
             continue
@@ -71,6 +76,12 @@ def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
         )
         for worker, record in zip(workers, records, strict=True)
     )
+
+
+def gone(workers: Sequence[WorkerFacts]) -> list[bool]:
+    """Whose process has ended, which Ray may not know yet; not whose node does not answer within a second."""
+    answers = looked_at(workers, _processes.ended, lambda worker: worker.process, within_s=1.0)
+    return [bool(ended) for ended in answers]
 
 
 def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from ._failures import WorkerFacts, explained
+from ._inspect import gone
 from ._ray_private import actor_id_of_ref
 from .exceptions import WorkerFailureError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["REPORT_EVERY_S", "MultiWorkerFuture", "fetched", "not_here_yet", "positions", "what_failed"]
 
 
+# Ray knows within a moment that a process has ended.
+KNOWN_S = 5.0
 # How often a wait without an end says whom it is for.
 REPORT_EVERY_S = 60.0
 
@@ -135,7 +138,7 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
     if group is None:
         return first
     known = group._facts_by_actor()
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False) if refs else ([], [])
+    done = _finished(refs, first, known)
     failed: dict[int, BaseException] = {}
     who: dict[int, WorkerFacts] = {}
     for ref in done:
@@ -156,6 +159,24 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
         judged.__cause__ = shown.__cause__
         return judged
     return shown
+
+
+def _finished(refs: Sequence[ObjectRef], first: BaseException, known: Mapping[str, WorkerFacts]) -> list[ObjectRef]:
+    """The refs whose workers have finished or failed, those included whose process has ended a moment ago.
+
+    When a worker dies, those that talk to it fail too, and may be heard of before Ray knows of the death.
+    """
+    if not refs:
+        return []
+    done: list[ObjectRef]
+    done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+    if pending and isinstance(first, ray.exceptions.RayTaskError):
+        waiting = {ref: known[actor] for ref in pending if (actor := actor_id_of_ref(ref)) in known}
+        dying = [ref for ref, ended in zip(waiting, gone(list(waiting.values())), strict=True) if ended]
+        if dying:
+            more, _ = ray.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            done += more
+    return done
 
 
 def not_here_yet(error: BaseException) -> bool:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random faults on a group over several hosts: every call ends, in the right answer or in the right error."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Shard, WorkerFailureError, WorkerGroupError
+from fairlead_workergroup.testing import hang, kill, slow
+
+SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "60"))
+SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
+
+FAULTS = ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil", "hang stop"]
+
+
+class Squarer:
+    """What is called meanwhile."""
+
+    def square(self, value):
+        return value * value
+
+
+class Faults:
+    """A thread that does something bad to some rank every second or so."""
+
+    def __init__(self, group, rng, counts):
+        self.hurt = set()
+        self._group, self._rng, self._counts = group, rng, counts
+        self._hangs = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join(60)
+        for one in self._hangs:
+            one.close()
+
+    def explain(self, ranks, error):
+        """Refuse an error about ranks to which nothing was done, or about none."""
+        if not ranks or not ranks <= self.hurt:
+            raise AssertionError(f"nothing was done to {sorted(ranks - self.hurt)}") from error
+
+    def end(self, rank):
+        """Kill what is stuck."""
+        self.hurt.add(rank)
+        with contextlib.suppress(WorkerGroupError):  # it may have died of another fault, and its node be busy with it
+            kill(self._group, rank)
+
+    def _go_on(self):
+        while not self._end.wait(self._rng.uniform(0.3, 2.0)):
+            rank = self._rng.randrange(self._group.world_size)
+            fault = self._rng.choice(
+                ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil", "hang stop"]
+            )
+            self.hurt.add(rank)
+            try:
+                if fault == "kill":
+                    kill(self._group, rank)
+                elif fault == "slow":
+                    slow(self._group, rank, self._rng.choice([0, 0.2, 1.0]), timeout_s=2)
+                else:
+                    self._hangs.append(hang(self._group, rank, fault.split()[1], timeout_s=2))
+                self._counts[fault] += 1
+            except (TimeoutError, WorkerGroupError):
+                self._counts["fault that found its worker busy or dead"] += 1
+
+
+@pytest.mark.timeout(SECONDS + 240)
+def test_soak(hosts):
+    """Kills, hangs and slow calls on eight workers: right answers, right errors, and nothing left behind."""
+
+    def driver(seconds, seed):
+        rng, counts = random.Random(seed), Counter()
+        options = {"restart_on_failure": True, "max_restarts": 100_000, "start_timeout_s": 60}
+        options["sharding_annotations"] = NamedSharding.from_shape(dp=4, tp=2)
+        with (
+            RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Squarer, **options) as group,
+        ):
+            end = time.monotonic() + seconds
+            with Faults(group, random.Random(seed + 1), counts) as faults:
+                while time.monotonic() < end:
+                    values = [rng.randrange(10**6) for _ in range(4)]
+                    try:
+                        call = group.call(
+                            "square", Shard(values, "dp"), collect="dp", timeout=5, retries=rng.choice([0, 0, 3])
+                        )
+                        assert call.result() == [value * value for value in values]
+                        counts["right answer"] += 1
+                    except CallTimeoutError as error:
+                        faults.explain({late.rank for late in error.late}, error)
+                        counts["CallTimeoutError"] += 1
+                        for stuck in group.detect_stuck_workers(2.0, dump_stacks=False):
+                            faults.end(stuck.rank)
+                            counts["stuck worker ended"] += 1
+                        call.cancel()
+                    except WorkerFailureError as error:
+                        faults.explain({failure.rank for failure in error.failures}, error)
+                        if {failure.kind for failure in error.failures} > {"killed", "start-failed"}:
+                            raise
+                        counts["WorkerFailureError"] += 1
+            restarts = sum(status.restarts for status in group.get_worker_status())
+            for _ in range(50):  # what the last faults have left
+                with contextlib.suppress(WorkerFailureError, CallTimeoutError):
+                    assert group.call("square", 3, timeout=20).result() == [9] * 8
+                    break
+                for stuck in group.detect_stuck_workers(2.0, dump_stacks=False):
+                    faults.end(stuck.rank)
+            else:
+                raise AssertionError("the group does not recover")
+            assert group.shutdown()
+        return {**dict(sorted(counts.items())), "restarts": restarts}
+
+    with hosts.driver(driver, SECONDS, SEED) as driving:
+        counts = driving.step(timeout_s=SECONDS + 180)
+        print(f"\nin {SECONDS:g} s:", *(f"{number:6} {what}" for what, number in counts.items()), sep="\n  ")  # noqa: T201
+        assert counts["right answer"] > 0
+        assert counts["restarts"] > 0
