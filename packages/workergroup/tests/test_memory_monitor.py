@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Ray's own memory monitor ends is told as out of memory, too."""
+
+import psutil
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement.testing import assert_no_leaks
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup.testing import fill_memory
+
+GB = 10**9
+# Enough that what else runs on the machine does not pass the threshold meanwhile.
+MARGIN, TAKEN = 2 * GB, 4 * GB
+
+
+class Worker:
+    def rank(self):
+        return ray.get_runtime_context().get_actor_name()
+
+    def take(self, size):
+        self.block = bytearray(size)
+        self.block[::4096] = b"x" * len(self.block[::4096])
+
+
+def test_ended_by_rays_monitor(monkeypatch):
+    """Kind "out-of-memory", by the type of Ray's error; the group starts the worker again like any other."""
+    memory = psutil.virtual_memory()
+    if memory.available < 2 * TAKEN:
+        pytest.skip(f"needs {2 * TAKEN / GB:g} GB of free memory, there are {memory.available / GB:.1f}")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    used = memory.total - memory.available
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        _system_config={"memory_usage_threshold": (used + MARGIN) / memory.total, "memory_monitor_refresh_ms": 100},
+    )
+    try:
+        with (
+            assert_no_leaks(),
+            RayVirtualCluster([2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Worker, restart_on_failure=True) as group,
+        ):
+            with pytest.raises(WorkerFailureError) as caught:
+                group.at(worker=1).call("take", TAKEN).result(timeout=60)
+            assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "out-of-memory")]
+            assert len(group.call("rank").result()) == 2
+            assert fill_memory(group, 0, 10**6)
+    finally:
+        ray.shutdown()
