@@ -4,7 +4,6 @@
 import dataclasses
 import math
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,45 +11,40 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import ray
-from ray import ObjectRef
 
 from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
-from ._call import Call
 from ._classic import ClassicCalls
 from ._compression import check_compression
 from ._deadline import check_timeout
+from ._dispatching import Dispatching
 from ._environment import check_env_vars
 from ._failures import WorkerFacts
 from ._held import Held, forgotten
-from ._inspect import cancelled, late_workers
 from ._map import Strategy, check_strategy
-from ._memory import guard, judge, parse_memory
+from ._memory import guard, parse_memory
 from ._places import lay_out
-from ._planning import Column, Mesh
+from ._planning import Mesh
 from ._python import chosen_python, ready_python
-from ._ray_private import actor_id_of, actor_id_of_ref, dead_actors, object_sizes
+from ._ray_private import actor_id_of, dead_actors
 from ._recipe import recipe_of
 from ._restart import check_max_restarts, check_scope, restart
 from ._shutdown import clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
-from ._submit import Request, requests, send
-from ._underway import Repeats
 from ._view import Addressed
 from ._watch import Watch
 from ._watching import Watched
 from ._worker_class import describe_class
-from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
+from .exceptions import WorkerFailure, WorkerGroupError
 
 __all__ = ["RayWorkerGroup"]
 
 
-class RayWorkerGroup(ClassicCalls, Addressed, Watched):
+class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -271,10 +265,6 @@ class RayWorkerGroup(ClassicCalls, Addressed, Watched):
         lease = self._held.lease
         return lease is not None and lease.node_id != self._places[0].slot.node_id
 
-    @property
-    def _remedy(self) -> str:
-        return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
-
     def __repr__(self) -> str:
         state = f"{self.world_size} workers" if self.workers else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {self.sharding_annotations.shape}, {state})"
@@ -303,122 +293,6 @@ class RayWorkerGroup(ClassicCalls, Addressed, Watched):
     def statistics(self) -> GroupStatistics:
         """What has been stored, sent and fetched so far."""
         return self._counts
-
-    @property
-    def _of_group(self) -> "RayWorkerGroup":
-        return self
-
-    def _dispatch(
-        self,
-        method: str,
-        called: list[int],
-        args: Sequence[Column],
-        kwargs: Mapping[str, Column],
-        *,
-        returned: list[int],
-        answers: list[bool] | None = None,
-        timeout_s: float | None = None,
-        single: bool = False,
-        discard: bool = False,
-        retries: int = 0,
-    ) -> Call:
-        began = time.monotonic()
-        if not self.workers:
-            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
-        if retries and not self._restart_on_failure:
-            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
-        found = self._class.method(method)
-        with self._submitting:  # calls of several threads do not interleave on their way to the workers
-            if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
-                if not self._restart_on_failure:
-                    raise WorkerFailureError(lost, self._remedy)
-                self.restart_failed_workers()
-            stored = Arguments()
-            asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
-            kept = list(asked) if retries else None
-            futures = [send(self.workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
-        puts, bytes_put = stored.puts, stored.bytes_put
-        self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
-        return Call(
-            futures,
-            called,
-            returned,
-            group=self,
-            method=found,
-            began=began,
-            timeout_s=self._call_timeout_s if timeout_s is None else timeout_s,
-            single=single,
-            discard=discard,
-            puts=puts,
-            bytes_put=bytes_put,
-            repeats=None if kept is None else Repeats(retries, kept),
-        )
-
-    def _is_lost(self, ref: ObjectRef) -> bool:
-        """Whether what makes an object is dead, or has been replaced."""
-        who = self._facts.get(actor_id_of_ref(ref))
-        return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
-
-    def _send_again(self, ranks: Sequence[int], asked: Sequence[Request]) -> list[Any]:
-        """Start lost workers again and repeat requests; their new futures."""
-        with self._submitting:
-            self.restart_failed_workers()
-            futures = [send(self.workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
-        self._count(requests=len(futures))
-        return futures
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            counts = {name: getattr(self._counts, name) + amount for name, amount in more.items()}
-            self._counts = dataclasses.replace(self._counts, **counts)
-
-    def _count_fetched(self, refs: Sequence[ObjectRef]) -> int:
-        size = sum(object_sizes(refs))
-        self._count(fetched=len(refs), bytes_fetched=size)
-        return size
-
-    def _late_workers(self, ranks: Sequence[int]) -> tuple[LateWorker, ...]:
-        return late_workers([self._workers_now[rank] for rank in ranks])
-
-    def _cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop what has not started of a call, given by rank; the ranks that are running it."""
-        running = cancelled([(self._workers_now[rank], future) for rank, future in futures.items()])
-        if force and running:
-            for rank in running:
-                ray.kill(self.workers[rank])
-            self._note_lost(
-                [
-                    self._workers_now[rank].failure("cancelled", f"its call of {method!r} was cancelled with force")
-                    for rank in running
-                ]
-            )
-        return running
-
-    def _note_lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-        """Note who is dead, unless it has been replaced; the failures as they are to be told."""
-        judged = tuple(failures)
-        if self._memory_limit is not None:
-            judged = judge(self._id, judged, self._workers_now, self._memory_limit)
-        with self._lock:
-            for failure in judged:
-                now = self._workers_now[failure.rank]
-                if (failure.node_id, failure.pid) == (now.node_id, now.pid):
-                    self._lost.setdefault(failure.rank, failure)
-        self._show_states()
-        return tuple(self._lost.get(failure.rank, failure) for failure in judged)
-
-    def _show_states(self) -> None:
-        """What the cluster's grid shows of each worker."""
-        with self._lock:
-            for worker in self.worker_metadata:  # nothing after a shutdown
-                rank, state = worker["global_rank"], worker["state"]
-                if rank in self._restarting or rank in self._lost:
-                    worker["state"] = "restarting" if rank in self._restarting else "dead"
-                elif state in ("restarting", "dead"):
-                    worker["state"] = "alive"
-
-    def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
-        return self._facts
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers, the last rank first, and give back everything the group held.

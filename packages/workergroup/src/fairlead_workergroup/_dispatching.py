@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a group sends calls, counts what they cost, and notes which workers they have shown to be lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import ObjectRef
+
+from ._arguments import Arguments
+from ._call import Call
+from ._failures import WorkerFacts
+from ._inspect import cancelled, late_workers
+from ._memory import judge
+from ._planning import Column
+from ._ray_private import actor_id_of_ref, object_sizes
+from ._statistics import GroupStatistics
+from ._submit import Request, requests, send
+from ._underway import Repeats
+from ._worker_class import WorkerClass
+from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
+
+if TYPE_CHECKING:
+    from ._group import RayWorkerGroup
+
+__all__ = ["Dispatching"]
+
+
+class Dispatching:
+    """The part of `RayWorkerGroup` between what is asked of it and its workers."""
+
+    workers: list[Any]
+    worker_metadata: list[dict[str, Any]]
+    _class: WorkerClass
+    _id: str
+    _lock: threading.Lock
+    _submitting: threading.RLock
+    _counts: GroupStatistics
+    _facts: dict[str, WorkerFacts]
+    _workers_now: list[WorkerFacts]
+    _lost: dict[int, WorkerFailure]
+    _restarting: set[int]
+    _restart_on_failure: bool
+    _memory_limit: int | None
+    _call_timeout_s: float | None
+
+    def restart_failed_workers(self) -> list[int]:
+        """See `RayWorkerGroup`."""
+        raise NotImplementedError
+
+    @property
+    def _remedy(self) -> str:
+        return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
+
+    @property
+    def _of_group(self) -> RayWorkerGroup:
+        return self  # type: ignore[return-value]
+
+    def _dispatch(
+        self,
+        method: str,
+        called: list[int],
+        args: Sequence[Column],
+        kwargs: Mapping[str, Column],
+        *,
+        returned: list[int],
+        answers: list[bool] | None = None,
+        timeout_s: float | None = None,
+        single: bool = False,
+        discard: bool = False,
+        retries: int = 0,
+    ) -> Call:
+        began = time.monotonic()
+        if not self.workers:
+            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+        if retries and not self._restart_on_failure:
+            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
+        found = self._class.method(method)
+        with self._submitting:  # calls of several threads do not interleave on their way to the workers
+            if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
+                if not self._restart_on_failure:
+                    raise WorkerFailureError(lost, self._remedy)
+                self.restart_failed_workers()
+            stored = Arguments()
+            asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
+            kept = list(asked) if retries else None
+            futures = [send(self.workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
+        puts, bytes_put = stored.puts, stored.bytes_put
+        self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
+        return Call(
+            futures,
+            called,
+            returned,
+            group=self._of_group,
+            method=found,
+            began=began,
+            timeout_s=self._call_timeout_s if timeout_s is None else timeout_s,
+            single=single,
+            discard=discard,
+            puts=puts,
+            bytes_put=bytes_put,
+            repeats=None if kept is None else Repeats(retries, kept),
+        )
+
+    def _is_lost(self, ref: ObjectRef) -> bool:
+        """Whether what makes an object is dead, or has been replaced."""
+        who = self._facts.get(actor_id_of_ref(ref))
+        return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
+
+    def _send_again(self, ranks: Sequence[int], asked: Sequence[Request]) -> list[Any]:
+        """Start lost workers again and repeat requests; their new futures."""
+        with self._submitting:
+            self.restart_failed_workers()
+            futures = [send(self.workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
+        self._count(requests=len(futures))
+        return futures
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = {name: getattr(self._counts, name) + amount for name, amount in more.items()}
+            self._counts = dataclasses.replace(self._counts, **counts)
+
+    def _count_fetched(self, refs: Sequence[ObjectRef]) -> int:
+        size = sum(object_sizes(refs))
+        self._count(fetched=len(refs), bytes_fetched=size)
+        return size
+
+    def _late_workers(self, ranks: Sequence[int]) -> tuple[LateWorker, ...]:
+        return late_workers([self._workers_now[rank] for rank in ranks])
+
+    def _cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
+        """Drop what has not started of a call, given by rank; the ranks that are running it."""
+        running = cancelled([(self._workers_now[rank], future) for rank, future in futures.items()])
+        if force and running:
+            for rank in running:
+                ray.kill(self.workers[rank])
+            self._note_lost(
+                [
+                    self._workers_now[rank].failure("cancelled", f"its call of {method!r} was cancelled with force")
+                    for rank in running
+                ]
+            )
+        return running
+
+    def _note_lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+        """Note who is dead, unless it has been replaced; the failures as they are to be told."""
+        judged = tuple(failures)
+        if self._memory_limit is not None:
+            judged = judge(self._id, judged, self._workers_now, self._memory_limit)
+        with self._lock:
+            for failure in judged:
+                now = self._workers_now[failure.rank]
+                if (failure.node_id, failure.pid) == (now.node_id, now.pid):
+                    self._lost.setdefault(failure.rank, failure)
+        self._show_states()
+        return tuple(self._lost.get(failure.rank, failure) for failure in judged)
+
+    def _show_states(self) -> None:
+        """What the cluster's grid shows of each worker."""
+        with self._lock:
+            for worker in self.worker_metadata:  # nothing after a shutdown
+                rank, state = worker["global_rank"], worker["state"]
+                if rank in self._restarting or rank in self._lost:
+                    worker["state"] = "restarting" if rank in self._restarting else "dead"
+                elif state in ("restarting", "dead"):
+                    worker["state"] = "alive"
+
+    def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
+        return self._facts
