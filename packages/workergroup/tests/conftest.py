@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reserved cluster for the tests that need workers."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +22,16 @@ def cluster(local_ray: None) -> Iterator[object]:
 
     with RayVirtualCluster([8], use_gpus=False) as reserved:
         yield reserved
+
+
+@pytest.fixture
+def eventually() -> Callable[..., bool]:
+    """Waits until something holds, at most some seconds; says whether it came to hold."""
+
+    def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not (held := holds()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return bool(held)
+
+    return wait

@@ -19,14 +19,20 @@ from ._stacks import process_state
 
 __all__ = ["continue_", "end_hang", "fill_memory", "hang", "hangs", "kill", "slow", "stop"]
 
-NAME = "fairlead-hang"
+NAME = "fairlead-hang-"
 Process = tuple[int, int]
 
 
-def hang(host: Any, how: str) -> None:
-    """Return only when an agent ends it: it waits for a byte in a pipe, whose end for writing it tells in a file."""
+def hang(host: Any, how: str, token: str) -> None:
+    """Return only when an agent ends it: it waits for a byte in a pipe, whose end for writing it tells in a file.
+
+    Args:
+        host: of the worker.
+        how: as of `testing.hang`.
+        token: by which the agent finds the file.
+    """
     read, write = os.pipe()
-    file = os.memfd_create(NAME)
+    file = os.memfd_create(NAME + token)
     os.write(file, str(write).encode())
     try:
         if how == "sleep":
@@ -63,16 +69,16 @@ def fill_memory(host: Any, size: int) -> None:
     host._fairlead_filled = b"\x01" * size
 
 
-def hangs(processes: Sequence[Process]) -> list[bool]:
-    """Which workers are in `hang`."""
-    return [any(True for _ in _pipes(process)) for process in processes]
+def hangs(processes: Sequence[Process], token: str) -> list[bool]:
+    """Which workers are in this `hang`."""
+    return [any(True for _ in _pipes(process, token)) for process in processes]
 
 
-def end_hang(processes: Sequence[Process]) -> list[bool]:
-    """Let workers out of `hang`; which were in it."""
+def end_hang(processes: Sequence[Process], token: str) -> list[bool]:
+    """Let workers out of this `hang`; which were in it."""
     ended = []
     for process in processes:
-        pipes = list(_pipes(process))
+        pipes = list(_pipes(process, token))
         for pipe in pipes:
             with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as file:  # it may have ended meanwhile
                 file.write(b"x")
@@ -80,12 +86,12 @@ def end_hang(processes: Sequence[Process]) -> list[bool]:
     return ended
 
 
-def _pipes(process: Process) -> Iterator[str]:
+def _pipes(process: Process, token: str) -> Iterator[str]:
     pid, started = process
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):  # it ended while it was looked at
         for name in os.listdir(folder) if start_tick(pid) == started else []:
-            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME} "):
+            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME}{token} "):
                 with open(f"{folder}/{name}") as file:
                     yield f"{folder}/{file.read()}"
 

@@ -17,6 +17,7 @@ They are real: a killed process, a thread in a native call that does not return,
 
 import math
 import time
+import uuid
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +28,7 @@ from fairlead_placement.testing import assert_no_leaks
 
 from . import _faults
 from ._failures import WorkerFacts, as_failure
-from ._inspect import ANSWER_S, looked_at
+from ._inspect import ANSWER_S, cancelled, looked_at
 from .exceptions import WorkerFailureError, WorkerGroupError
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 class Hang:
     """A worker that hangs until this is closed; made by `hang`. A context manager."""
 
-    def __init__(self, worker: WorkerFacts, how: str, ref: ray.ObjectRef | None) -> None:
+    def __init__(self, worker: WorkerFacts, how: str, token: str = "", ref: ray.ObjectRef | None = None) -> None:
         self.how = how
         self.rank = worker.rank
         self._worker: WorkerFacts | None = worker
+        self._token = token
         self._ref = ref
 
     def __repr__(self) -> str:
@@ -70,8 +72,10 @@ class Hang:
         worker, self._worker = self._worker, None
         if worker is None or not ray.is_initialized():
             return
-        looked_at([worker], _faults.continue_ if self._ref is None else _faults.end_hang, _process)
-        if self._ref is not None:
+        if self._ref is None:
+            looked_at([worker], _faults.continue_, _process)
+        else:
+            looked_at([worker], _faults.end_hang, _process, self._token)
             ray.wait([self._ref], timeout=ANSWER_S)
 
     def __enter__(self) -> "Hang":
@@ -104,7 +108,7 @@ def hang(
 
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or no such way.
-        TimeoutError: the worker was busy for too long; it may hang later.
+        TimeoutError: the worker was busy for too long; it will not hang later.
         WorkerGroupError: the group has been shut down, or the worker's node does not do it.
         WorkerFailureError: the worker is dead.
     """
@@ -114,15 +118,17 @@ def hang(
     if how == "stop":
         if not _on_node(worker, _faults.stop, WITHIN_S):
             raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
-        return Hang(worker, how, None)
-    ref = group.workers[rank]._fairlead_run.remote("hang", _faults.hang, how)
+        return Hang(worker, how)
+    token = uuid.uuid4().hex[:8]
+    ref = group.workers[rank]._fairlead_run.remote("hang", _faults.hang, how, token)
     deadline = time.monotonic() + timeout_s
-    while not _on_node(worker, _faults.hangs):
+    while not _on_node(worker, _faults.hangs, token):
         if ray.wait([ref], timeout=0.02)[0]:
             _answer(worker, ref, timeout_s=0)
-        if time.monotonic() >= deadline:
+        # What runs already cannot be taken back, and is there at the next look.
+        if time.monotonic() >= deadline and not cancelled([(worker, ref)]):
             raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s: it is busy with something else")
-    return Hang(worker, how, ref)
+    return Hang(worker, how, token, ref)
 
 
 def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
@@ -130,7 +136,7 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
 
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
-        TimeoutError: the worker was busy for too long; it will be slow later.
+        TimeoutError: the worker was busy for too long; it will not be slow later.
         WorkerGroupError: the group has been shut down.
         WorkerFailureError: the worker is dead.
     """
@@ -148,7 +154,7 @@ def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_
 
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or `size_bytes` is negative or no whole number.
-        TimeoutError: the worker was busy for too long; it will hold it later.
+        TimeoutError: the worker was busy for too long.
         MemoryError: the worker could not get so much.
         WorkerGroupError: the group has been shut down.
     """
@@ -186,6 +192,7 @@ def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> Any:
     try:
         return ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
+        cancelled([(worker, ref)])
         raise TimeoutError(
             f"{worker} has not done it within {timeout_s:g} s: it is busy with something else"
         ) from error

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers are doing and using, asked of their nodes while the workers are busy, hang or are gone."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from fairlead_placement import NodeAgent, RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, WorkerGroupError, _inspect, report_progress
+from fairlead_workergroup.testing import fill_memory, hang, kill
+
+
+class Worker:
+    def work(self, seconds):
+        report_progress(step=7, message="half of it")
+        time.sleep(seconds)
+
+    def rank(self):
+        return int(os.environ["RANK"])
+
+
+@pytest.fixture(scope="module")
+def raylets():
+    """Four nodes with two slots for two groups each; one of them goes."""
+    quick = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_failure_threshold": 2,
+        "health_check_timeout_ms": 500,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 4, "include_dashboard": False, "_system_config": quick},
+    )
+    try:
+        for _ in range(3):  # one after the other: several at once time out on a small machine
+            cluster.add_node(num_cpus=4)
+            cluster.wait_for_nodes()
+        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(raylets):
+    with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, max_colocated_worker_groups=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    """Eight workers on the four nodes."""
+    with RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)) as made:
+        assert [status.state for status in made.get_worker_status()] == ["idle"] * 8  # every node's agent is there
+        yield made
+
+
+def requests(group):
+    """What has reached the agent of each node so far."""
+    nodes = dict.fromkeys(worker["node_id"] for worker in group.worker_metadata)
+    return {node_id: NodeAgent(node_id).requests() for node_id in nodes}
+
+
+def states(group, **options):
+    return [status.state for status in group.get_worker_status(**options)]
+
+
+def test_one_request_a_node(group, eventually):
+    """Eight workers on four nodes are four requests, while all are busy and one of them is stopped."""
+    assert states(group) == ["idle"] * 8
+    call = group.call("work", 3)
+    assert eventually(lambda: states(group) == ["busy"] * 8)
+    with hang(group, 5, "stop"):
+        for ask, method in (
+            (group.get_worker_status, "run"),
+            (group.detect_stuck_workers, "run"),
+            (group.get_resource_usage, "usage"),
+        ):
+            before = requests(group)
+            ask()
+            after = requests(group)
+            assert len(after) == 4
+            for node_id, counts in after.items():
+                more = {name: count - before[node_id].get(name, 0) for name, count in counts.items()}
+                assert {name: count for name, count in more.items() if count} == {method: 1}
+    call.result()
+
+
+def test_what_is_told(group, eventually):
+    """Who it is, what it runs since when, its last step and message, which stay when it is idle again."""
+    call = group.at(dp=2, tp=1).call("work", 1)
+    assert eventually(lambda: states(group)[5] == "busy")
+    status = group.get_worker_status()[5]
+    assert (status.rank, status.name, status.coords) == (5, "Worker-2-1", {"dp": 2, "tp": 1})
+    assert (status.method, status.step, status.message) == ("work", 7, "half of it")
+    assert 0 <= status.since_progress_s <= status.running_s < 60
+    assert (status.node_id, status.incarnation, status.restarts) == (group.worker_metadata[5]["node_id"], 0, 0)
+    assert status.pid == group._workers_now[5].pid
+    call.result()
+    again = group.get_worker_status()[5]
+    assert (again.state, again.method, again.running_s, again.step) == ("idle", None, 0.0, 7)
+    assert again.calls == status.calls
+
+
+def test_states(group):
+    """Without progress for long it is stuck; one that is being restarted is told of as that (seam: the restart)."""
+    with hang(group, 0, "native-gil"), hang(group, 3):
+        time.sleep(0.2)
+        assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
+        assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
+        assert states(group)[0] == "busy"
+        group._restarting.add(2)
+        group._incarnations[2] = 1
+        status = group.get_worker_status()[2]
+        assert (status.state, status.incarnation, status.method) == ("restarting", 1, None)
+    group._restarting.clear()
+    group._incarnations[2] = 0
+
+
+def test_usage(group):
+    """CPU, memory and threads by rank; memory that a worker takes shows."""
+    before = group.get_resource_usage()
+    assert [usage.rank for usage in before] == list(range(8))
+    assert fill_memory(group, 3, 64 << 20) is True
+    after = group.get_resource_usage()
+    assert 64 << 20 <= after[3].rss_bytes - before[3].rss_bytes < 80 << 20
+    assert all(usage.num_threads > 1 and usage.cpu_percent >= 0 for usage in after)
+    fill_memory(group, 3, 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), True, "1", None])
+def test_bad_arguments(group, seconds):
+    """What is no positive number of seconds is refused."""
+    with pytest.raises(ValueError, match=r"stuck_after_s must be a positive number of seconds, got"):
+        group.get_worker_status(stuck_after_s=seconds)
+    with pytest.raises(ValueError, match=r"timeout_s must be a positive number of seconds, got"):
+        group.detect_stuck_workers(seconds)
+
+
+def test_a_node_that_does_not_answer(group, monkeypatch, caplog):
+    """Its workers are unknown, and a warning says why; those of other nodes are told of."""
+    agent = NodeAgent(group.worker_metadata[4]["node_id"])
+    pid = agent.run(os.getpid)
+    monkeypatch.setattr(_inspect, "ANSWER_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f"cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
+    monkeypatch.undo()
+    assert states(group) == ["idle"] * 8
+
+
+def test_a_dead_worker(cluster):
+    """It is dead as soon as its process is gone, and is left out of the usage; a group that has ended tells nothing."""
+    with RayWorkerGroup(cluster, Worker, workers_per_node=1) as group:
+        kill(group, 3)
+        assert states(group) == [*["idle"] * 3, "dead"]
+        assert group.worker_metadata[3]["state"] == "dead"
+        assert [usage.rank for usage in group.get_resource_usage()] == [0, 1, 2]
+    for ask in (group.get_worker_status, group.get_resource_usage, group.detect_stuck_workers, group.watch):
+        with pytest.raises(WorkerGroupError, match="has been shut down; make a new group"):
+            ask()
+
+
+def test_a_node_that_is_gone(raylets, group, eventually):
+    """Its workers are dead as soon as Ray has noticed, and nobody waits for it."""
+    raylet = raylets.list_all_nodes()[-1]
+    lost = [rank for rank, worker in enumerate(group.worker_metadata) if worker["node_id"] == raylet.node_id]
+    raylets.remove_node(raylet, allow_graceful=False)
+    assert eventually(lambda: not any(row["Alive"] for row in ray.nodes() if row["NodeID"] == raylet.node_id), 30)
+    assert len(lost) == 2
+    assert [rank for rank, state in enumerate(states(group)) if state == "dead"] == lost
+    assert [usage.rank for usage in group.get_resource_usage()] == [rank for rank in range(8) if rank not in lost]
+    ray.shutdown()  # what the node held cannot be as it was before this test

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that do not get on: who, where in their code, and which rank is not where the others are."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import ray
+from rich.console import Console
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, _stacks, report_progress
+from fairlead_workergroup._odd_rank import frames_of_method, with_odd_ranks
+from fairlead_workergroup.testing import hang
+
+SIGNAL = signal.SIGRTMIN + 5
+
+
+class Worker:
+    def rank(self):
+        return int(os.environ["RANK"])
+
+    def read(self, fifo):
+        """Waits in the system call until somebody writes."""
+        with open(fifo) as file:
+            return file.read()
+
+    def sleep_natively(self, seconds):
+        """What is left of the sleep when it returns: more than 0 only if a signal has cut it short."""
+        return ctypes.CDLL(None).sleep(seconds)
+
+    def steps(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            report_progress(step=1)
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def group(local_ray):
+    with RayVirtualCluster([4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as made:
+        yield made
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+def written(fifo, readers):
+    """Let the readers go: each sees the end of what is written."""
+    fd = os.open(fifo, os.O_WRONLY)
+    os.write(fd, b"done")
+    os.close(fd)
+    return ray.get(readers, timeout=30)
+
+
+@pytest.mark.parametrize("how", ["sleep", "native", "native-gil"])
+def test_hung_in_its_own_call(group, how):
+    """It is found with the stacks of all its threads, the frame that made the call, and is still in that call."""
+    with hang(group, 2, how) as hung:
+        time.sleep(0.3)
+        (found,) = group.detect_stuck_workers(0.2)
+        assert (found.rank, found.coords, found.method) == (2, {"worker": 2}, "hang")
+        assert (found.pid, found.node_id) == (group._workers_now[2].pid, group.worker_metadata[2]["node_id"])
+        assert 0.2 <= found.since_progress_s == pytest.approx(found.running_s, abs=0.1)
+        assert found.where.endswith(" in hang")
+        assert "in _fairlead_run" in found.stacks
+        assert "Thread 0x" in found.stacks
+        assert ray.wait([hung._ref], timeout=0)[1] == [hung._ref]
+        (again,) = group.detect_stuck_workers(0.2)  # with nothing left over from before
+        assert again.stacks.count("in hang\n") == 1
+        (plain,) = group.detect_stuck_workers(0.2, dump_stacks=False)
+        assert (plain.stacks, plain.where) == ("", "")
+    assert group.detect_stuck_workers(0.2) == []
+    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+
+
+def test_stopped(group):
+    """A process that has been stopped is found also when it was idle; it cannot write, and is not asked to."""
+    with hang(group, 1, "stop"):
+        time.sleep(0.3)
+        found = {one.rank: one for one in group.detect_stuck_workers(0.2)}
+        assert list(found) == [1]
+        assert (found[1].method, found[1].stacks) == (None, "")
+        assert found[1].note.startswith("the process has been stopped (SIGSTOP)")
+        with open(f"/proc/{found[1].pid}/status") as file:
+            assert int(next(line for line in file if line.startswith("ShdPnd")).split()[1], 16) & 1 << SIGNAL - 1 == 0
+    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+
+
+def test_nobody_else_is_signalled(group):
+    """A worker that has started something just now sleeps on, while the stacks of another one are written."""
+    with hang(group, 2):
+        time.sleep(1.2)
+        sleeper = group.workers[1].sleep_natively.remote(2)
+        time.sleep(0.3)
+        assert [one.rank for one in group.detect_stuck_workers(1)] == [2]
+        assert ray.get(sleeper, timeout=30) == 0
+
+
+def test_progress(group):
+    """A method that runs for long and reports progress is not stuck."""
+    call = group.call("steps", 1)
+    time.sleep(0.7)
+    assert group.detect_stuck_workers(0.5) == []
+    call.result()
+
+
+def test_odd_rank(group, fifo):
+    """When the others wait in one call, notes on both sides name the rank that is not in it; the grid shows it."""
+    readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
+    with hang(group, 2, "native"):
+        time.sleep(0.4)
+        found = group.detect_stuck_workers(0.3)
+        assert [one.rank for one in found] == [0, 1, 2, 3]
+        assert "3 others wait at " in found[2].note
+        assert found[2].note.endswith(f"{found[0].where}, this rank does not")
+        assert found[0].where.endswith(" in read")
+        assert "test_stuck.py:" in found[0].where
+        assert found[0].note == f"2 others wait at the same place; not there: rank 2 at {found[2].where}"
+        console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(group.cluster.grid([group]))
+        assert console.export_text().count("stuck") == 4
+    written(fifo, readers)
+    readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
+    time.sleep(0.4)
+    assert {one.note for one in group.detect_stuck_workers(0.3)} == {
+        "2 others wait at the same place; not there: rank 2 idle"
+    }
+    written(fifo, readers)
+
+
+def one(rank, method="step", function="all_reduce", line=3):
+    stacks = f'Current thread 0x1 (most recent call first):\n  File "/lib/dist.py", line {line} in {function}\n'
+    stacks = stacks + '  File "/x/fairlead_workergroup/_host.py", line 9 in delegate\n' if function else ""
+    where = f"/lib/dist.py:{line} in {function}" if function else ""
+    return StuckWorker(rank, {}, "node", rank, method, 9.0, 9.0, stacks=stacks, where=where)
+
+
+def odd(stuck, **states):
+    ranks = {f"r{worker.rank}": "stuck" for worker in stuck} | states
+    statuses = {
+        int(rank[1:]): WorkerStatus(int(rank[1:]), "", {}, state, "node", 1, "step" if state == "stuck" else None)
+        for rank, state in ranks.items()
+    }
+    return [worker.note for worker in with_odd_ranks(stuck, statuses)]
+
+
+def test_who_is_odd():
+    """A dead rank, another line, another method; without stacks the method tells; no majority: nobody is odd."""
+    assert odd([one(0), one(1)], r2="dead") == ["1 others wait at the same place; not there: rank 2 dead"] * 2
+    assert odd([one(0), one(1), one(2, line=4)]) == [
+        *["1 others wait at the same place; not there: rank 2 at /lib/dist.py:4 in all_reduce"] * 2,
+        "2 others wait at /lib/dist.py:3 in all_reduce, this rank does not",
+    ]
+    bare = [one(0, function=""), one(1, function=""), one(2, "load", "")]
+    assert odd(bare)[2] == "2 others wait at 'step', this rank does not"
+    for nobody in ([], [one(0)], [one(0), one(1)], [one(0), one(1), one(2, line=4), one(3, line=5)]):
+        assert set(odd(nobody)) <= {""}
+    assert odd([one(0), one(1)], r2="idle", r3="idle") == ["", ""]
+
+
+def test_frames_of_other_threads():
+    """Without a thread that is seen to run a method it is the one that was started first; text without frames: none."""
+    two = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\nThread 0x2 (most recent call first):\n'
+    assert frames_of_method(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
+    assert frames_of_method("") == ()
+
+
+@pytest.fixture
+def start():
+    processes = []
+
+    def started(source):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        processes.append(process)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def dumped(process):
+    file = os.pidfd_open(process.pid)
+    try:
+        return _stacks.dump_stacks({file: (process.pid, SIGNAL)})[file]
+    finally:
+        os.close(file)
+
+
+def test_no_handler(start):
+    """A process without the handler, which the signal would end, does not get it."""
+    process = start("print('ready', flush=True); input()")
+    assert dumped(process) == ("", "no handler writes the stacks of this process")
+    unregistered = start("""
+        import faulthandler
+        from fairlead_workergroup._stacks import write_stacks_on_signal
+        faulthandler.unregister(write_stacks_on_signal())
+        print('ready', flush=True)
+        input()
+    """)
+    assert dumped(unregistered) == ("", "no handler writes the stacks of this process")
+    assert (process.poll(), unregistered.poll()) == (None, None)
+
+
+def test_a_process_that_takes_no_signal(start, monkeypatch):
+    """It is waited for until a deadline; a signal it has not taken is not sent a second time."""
+    process = start("""
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 5])  # threads that imports start hold it back too
+        from fairlead_workergroup._stacks import write_stacks_on_signal
+        write_stacks_on_signal()
+        print('ready', flush=True)
+        input()
+        taken = 0
+        while signal.sigtimedwait([signal.SIGRTMIN + 5], 0):
+            taken += 1
+        print(taken)
+    """)
+    monkeypatch.setattr(_stacks, "WRITE_S", 0.3)
+    for _ in range(2):
+        assert dumped(process) == ("", "the process (state S) did not write its stacks within 0.3 s")
+    assert process.communicate(b"\n")[0] == b"1\n"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The test kit: faults that are real, that happen when they are asked for, and that end."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError
+from fairlead_workergroup._host import start_tick
+from fairlead_workergroup.testing import assert_no_leaks, fill_memory, hang, kill, slow
+
+
+class Slotted:
+    """Has no room for anything else in its instances."""
+
+    __slots__ = ()
+
+    def rank(self):
+        return int(os.environ["RANK"])
+
+    def items(self):
+        yield self.rank()
+
+    async def later(self):
+        await asyncio.sleep(0)
+        return self.rank()
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    with RayWorkerGroup(cluster, Slotted) as made:
+        yield made
+
+
+@pytest.mark.parametrize("how", ["sleep", "native", "native-gil", "stop"])
+def test_hang(group, how):
+    """The worker hangs when `hang` returns, and goes on when the handle is closed, however often; others go on."""
+    hung = hang(group, 1, how)
+    status = group.get_worker_status()[1]
+    assert (status.state, status.method) == (("idle", None) if how == "stop" else ("busy", "hang"))
+    call = group.call("rank")
+    assert group.at(worker=slice(2, None)).call("rank", timeout=30).result() == [2, 3]
+    assert call.wait(0.3) is False
+    hung.close()
+    hung.close()
+    assert call.result(timeout=30) == [0, 1, 2, 3]
+    assert repr(hung) == f"Hang(1, {how!r}, closed)"
+
+
+def test_a_call_in_between_is_stopped(group):
+    """A worker is stopped in the middle of what it is doing."""
+    call = group.at(worker=0).call("sleep", 0.5)
+    with hang(group, 0, "stop"):
+        time.sleep(0.7)
+        assert not call.done()
+    call.result(timeout=30)
+
+
+def test_busy(group):
+    """A worker that is busy hangs when its turn comes; who does not want to wait is told, and then it does not."""
+    call = group.at(worker=0).call("sleep", 1)
+    with pytest.raises(TimeoutError, match=r"rank 0 .* has not begun to hang within 0.2 s"):
+        hang(group, 0, timeout_s=0.2)
+    with pytest.raises(TimeoutError, match=r"rank 0 .* has not done it within 0.1 s"):
+        slow(group, 0, 0, timeout_s=0.1)
+    call.result()
+    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+    with hang(group, 0, timeout_s=30), pytest.raises(TimeoutError):
+        hang(group, 0, timeout_s=0.1)
+    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_slow(cluster, concurrent):
+    """Calls of all kinds take so much longer; a new number replaces the one before; 0 ends it."""
+    with RayWorkerGroup(cluster, Slotted, workers_per_node=2, async_communication=concurrent) as group:
+        slow(group, 1, 60)
+        slow(group, 1, 0.3)
+        for method, result in (("rank", 1), ("later", 1), ("items", [1])):
+            began = time.monotonic()
+            assert group.at(worker=1).call(method, collect=(), timeout=30).result() == result
+            assert time.monotonic() - began >= 0.3
+        slow(group, 1, 60)
+        assert group.at(worker=0).call("rank", collect=(), timeout=30).result() == 0
+        slow(group, 1, 0)
+        assert group.call("rank", timeout=30).result() == [0, 1]
+        with hang(group, 0):
+            assert group.get_worker_status()[0].method == "hang"
+
+
+def test_memory(group):
+    """The memory is in use, and given back; more than there is raises what the worker raised."""
+    before = group.get_resource_usage()[2].rss_bytes
+    assert fill_memory(group, 2, 128 << 20) is True
+    assert group.get_resource_usage()[2].rss_bytes >= before + (128 << 20)
+    assert fill_memory(group, 2, 0) is True
+    assert group.get_resource_usage()[2].rss_bytes < before + (32 << 20)
+    with pytest.raises(MemoryError):
+        fill_memory(group, 2, 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (lambda group: kill(group, 4), IndexError, "rank 4 is out of range: the group has ranks 0 to 3"),
+        (lambda group: hang(group, -1), IndexError, "rank -1 is out of range"),
+        (lambda group: slow(group, "0", 1), TypeError, "rank must be an int, got '0'"),
+        (lambda group: fill_memory(group, True, 1), TypeError, "rank must be an int, got True"),
+        (lambda group: hang(group, 0, "never"), ValueError, "how must be one of 'sleep', .* got 'never'"),
+        (lambda group: slow(group, 0, -1), ValueError, "seconds must be a number of at least 0, got -1"),
+        (lambda group: fill_memory(group, 0, "1GB"), ValueError, "size_bytes must be a whole number of at least 0"),
+    ],
+)
+def test_bad_arguments(group, fault, error, message):
+    """What cannot be meant is refused, and nothing happens."""
+    with pytest.raises(error, match=message):
+        fault(group)
+    assert {status.state for status in group.get_worker_status()} == {"idle"}
+
+
+def test_kill(cluster):
+    """The process is gone when `kill` returns; it can be repeated; a dead worker can do nothing else."""
+    with assert_no_leaks():
+        group = RayWorkerGroup(cluster, "collections.Counter", workers_per_node=2)
+        pids = [status.pid for status in group.get_worker_status()]
+        kill(group, 1)
+        assert start_tick(pids[1]) == -1 < start_tick(pids[0])
+        kill(group, 1)
+        for fault in (lambda: hang(group, 1), lambda: slow(group, 1, 1)):
+            with pytest.raises(WorkerFailureError, match="rank 1"):
+                fault()
+        assert fill_memory(group, 1, 1) is False
+        assert hang(group, 0).close() is None
+        group.shutdown()
+        with pytest.raises(WorkerGroupError, match="shut down"):
+            kill(group, 0)
+
+
+def test_killed_while_it_hangs(cluster):
+    """A worker that is stopped, or holds the GIL, is killed all the same, and its handle can still be closed."""
+    with RayWorkerGroup(cluster, Slotted, workers_per_node=2) as group:
+        for rank, how in enumerate(("stop", "native-gil")):
+            with hang(group, rank, how):
+                kill(group, rank)
+        assert [status.state for status in group.get_worker_status()] == ["dead", "dead"]

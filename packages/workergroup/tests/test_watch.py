@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching a group in the background: what is told, how often, where to, and when it ends."""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
+from fairlead_workergroup._occurrences import Occurrences
+from fairlead_workergroup.testing import hang, kill
+
+
+class Worker:
+    def nothing(self):
+        return None
+
+    def stop_twice(self, seconds):
+        time.sleep(seconds)
+        report_progress(step=1)
+        time.sleep(seconds)
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    with RayWorkerGroup(cluster, Worker, name_prefix="watched") as made:
+        yield made
+
+
+def told(events):
+    return [(event.kind, event.rank) for event in events]
+
+
+STARTED = [("worker-started", rank) for rank in range(3)]
+
+
+def watch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fairlead-watch-")]
+
+
+def test_each_once(group, eventually, caplog):
+    """What happens is told of once, however many looks there are: to `on_event`, and to the log, with the stacks."""
+    caplog.set_level(logging.INFO, logger="fairlead_workergroup")
+    events = []
+    with group.watch(0.05, 0.6, events.append, slow_after_s=0.3) as watch:
+        assert repr(watch) == "Watch('watched', every 0.05 s)"
+        for _ in range(2):
+            with hang(group, 1, "native"):
+                before = len(events)
+                assert eventually(lambda: any(event.kind == "worker-stuck" for event in events[before:]))  # noqa: B023
+                time.sleep(0.4)
+        hung = [("call-slow", 1), ("worker-stuck", 1)]
+        assert told(events) == [*STARTED, *hung, *hung]
+        # It gets on in between: stuck twice, in one call, which is slow once.
+        group.at(worker=2).call("stop_twice", 1.5).result()
+        assert told(events[7:]) == [("call-slow", 2), ("worker-stuck", 2), ("worker-stuck", 2)]
+    stuck = events[4]
+    assert (stuck.method, stuck.coords, stuck.incarnation) == ("hang", {"worker": 1}, 0)
+    assert stuck.stuck.where.endswith(" in hang")
+    logged = [record for record in caplog.records if record.name == "fairlead_workergroup"]
+    assert [record.worker_event for record in logged] == events
+    assert f"watched: {stuck.message}\n{stuck.stuck.stacks}" == logged[4].getMessage()
+    assert stuck.message.startswith(f"worker-stuck: rank 1 (worker=1) on node {stuck.node_id[:8]}, pid {stuck.pid}: ")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stuck.rank = 7
+
+
+def test_on_event_that_fails(group, eventually, caplog):
+    """What it raises is logged, and the watch goes on."""
+    seen = []
+
+    def fail(event):
+        seen.append(event)
+        raise KeyError(event.rank)
+
+    with group.watch(0.05, on_event=fail):
+        assert eventually(lambda: len(seen) == 3)
+    assert told(seen) == STARTED
+    assert caplog.text.count("on_event failed at: worker-started") == 3
+
+
+def test_a_dead_worker(cluster, eventually):
+    """It is told of once, with what it died of; the next call knows; the end of the group is no death and no noise."""
+    events = []
+    with RayWorkerGroup(cluster, Worker) as group:
+        group.watch(0.05, on_event=events.append)
+        assert eventually(lambda: told(events) == STARTED)
+        kill(group, 2)
+        assert eventually(lambda: len(events) > 3)
+        time.sleep(0.3)
+        assert told(events) == [*STARTED, ("worker-dead", 2)]
+        assert ": killed: " in events[3].message
+        assert group.worker_metadata[2]["state"] == "dead"
+        with pytest.raises(WorkerFailureError, match="rank 2"):
+            group.call("nothing")
+    assert watch_threads() == []
+    assert len(events) == 4
+
+
+def test_close(group, eventually):
+    """It can be closed twice, also from `on_event`; nothing is told afterwards; others watch on."""
+    events, others = [], []
+    other = group.watch(0.05, on_event=others.append)
+    watch = group.watch(0.05, on_event=lambda event: (events.append(event), watch.close()))
+    assert eventually(lambda: not any(thread is watch._thread for thread in threading.enumerate()))
+    watch.close()
+    assert told(events) == STARTED[:1]
+    assert repr(watch) == "Watch('watched', closed)"
+    assert eventually(lambda: told(others) == STARTED)
+    other.close()
+    other.close()
+    assert watch_threads() == []
+
+
+def test_shutdown_from_on_event(cluster, eventually):
+    """`on_event` may end the group."""
+    group = RayWorkerGroup(cluster, Worker)
+    ended = []
+    group.watch(0.05, on_event=lambda event: ended.append(group.shutdown()))
+    assert eventually(lambda: ended)
+    assert ended == [True]
+    assert eventually(lambda: watch_threads() == [])
+
+
+def test_a_group_that_is_forgotten(cluster, eventually):
+    """A watch does not keep a group alive that nobody holds any more."""
+    group = RayWorkerGroup(cluster, Worker)
+    group.watch(0.05)
+    gone = weakref.ref(group)
+    del group
+    assert eventually(lambda: gc.collect() is not None and gone() is None)
+    assert eventually(lambda: watch_threads() == [])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("interval_s", {"interval_s": 0}),
+        ("stuck_after_s", {"stuck_after_s": -1}),
+        ("slow_after_s", {"slow_after_s": ""}),
+    ],
+)
+def test_bad_arguments(group, name, options):
+    """What is no positive number of seconds is refused, and nothing is started."""
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
+        group.watch(**options)
+    assert watch_threads() == []
+
+
+def status(state, incarnation=0, calls=1, since=0.0):
+    method = "step" if state in ("busy", "stuck") else None
+    return WorkerStatus(0, "", {}, state, "n", 1, method, since_progress_s=since, calls=calls, incarnation=incarnation)
+
+
+def test_occurrences():
+    """Looks one after the other, and what is told after each: nothing twice, nothing left out."""
+    occurrences = Occurrences(slow_after_s=10.0)
+    for now, expected in [
+        (status("starting"), []),
+        (status("idle"), ["worker-started"]),
+        (status("busy", since=11), ["call-slow"]),
+        (status("stuck", since=20), ["worker-stuck"]),
+        (status("stuck", since=30), []),
+        (status("unknown"), []),
+        (status("stuck", since=40), []),
+        (status("stuck", calls=2, since=20), ["call-slow", "worker-stuck"]),
+        (status("busy", calls=2, since=1), []),
+        (status("stuck", calls=2, since=20), ["worker-stuck"]),
+        (status("dead"), ["worker-dead"]),
+        (status("dead"), []),
+        (status("restarting"), []),
+        (status("starting", incarnation=1), []),
+        (status("idle", incarnation=1), ["worker-restarted"]),
+        (status("stuck", incarnation=1, since=20), ["call-slow", "worker-stuck"]),
+        (status("dead", incarnation=1), ["worker-dead"]),
+        (status("idle", incarnation=2), ["worker-restarted"]),
+        (status("idle", incarnation=3), ["worker-restarted"]),  # with the whole group, or between two looks
+    ]:
+        assert [kind for kind, _ in occurrences.new([now])] == expected, now
+    late = Occurrences(10.0)
+    assert [kind for kind, _ in late.new([status("dead")])] == ["worker-dead"]
+    assert [kind for kind, _ in late.new([status("idle", incarnation=1)])] == ["worker-restarted"]
+
+
+def run(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", **env},  # Ray's own warning about tokens is not ours
+    )
+
+
+def test_interpreter_exit():
+    """A driver that ends while it watches prints nothing and does not hang; after `ray.shutdown` a watch is over."""
+    done = run("""
+        import time, threading, ray
+        from fairlead_placement import RayVirtualCluster
+        from fairlead_workergroup import RayWorkerGroup
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+        cluster = RayVirtualCluster([2], use_gpus=False)
+        group = RayWorkerGroup(cluster, "collections.Counter")
+        watches = [group.watch(0.01), group.watch(0.5)]
+        time.sleep(0.5)
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_metrics():
+    """With ray[default] the events are counted as Ray's metric, by group and kind."""
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    done = run(f"""
+        import time, urllib.request
+        import ray
+        from fairlead_placement import RayVirtualCluster
+        from fairlead_workergroup import RayWorkerGroup
+        from fairlead_workergroup.testing import kill
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
+            _system_config={{"metrics_report_interval_ms": 1000}}, log_to_driver=False,
+        )
+        with (
+            RayVirtualCluster([2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, "collections.Counter", name_prefix="train") as group,
+            group.watch(0.1),
+        ):
+            kill(group, 1)
+            lines, deadline = [], time.monotonic() + 60
+            while len(lines) < 2 and time.monotonic() < deadline:
+                time.sleep(0.5)
+                try:
+                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+                except OSError:
+                    continue  # not up yet
+                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_worker_events")]
+            print(*lines, sep="\\n")
+    """)
+    assert done.returncode == 0, done.stderr
+    counts = {
+        kind: line for line in done.stdout.splitlines() for kind in ("dead", "started") if f"worker-{kind}" in line
+    }
+    assert set(counts) == {"dead", "started"}
+    assert all('group="train"' in line for line in counts.values())
+    assert float(counts["dead"].split()[-1]) == 1
