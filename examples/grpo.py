@@ -278,9 +278,9 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
                 console.print(f"step {step:4}  reward {np.mean(rewards[-max(steps // 10, 1) :]):.3f}")
         console.print(f"accuracy {before:.1%} -> {accuracy(policy, generation, dp=dp):.1%}")
     for group in policy, generation:
-        console.print(f"{group.name_prefix}: {group.statistics()}", highlight=False)
+        print(f"{group.name_prefix}: {group.statistics()}")
     moved = 4 * size * dp * (steps + 2) / 1e6
-    console.print(f"besides, {moved:,.0f} MB of weights went to generation, and the driver saw none of them")
+    print(f"besides, {moved:,.0f} MB of weights went to generation, and the driver saw none of them")
     return rewards
 
 
