@@ -107,6 +107,13 @@ def survive(session: nox.Session) -> None:
 
 
 @nox.session
+def grpo(session: nox.Session) -> None:
+    """Reinforcement learning on two groups that share their slots; the reward has to rise."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "batching"]), "torch", "matplotlib")
+    session.run("python", "examples/grpo.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting, lint, and which package may import which."""
     install(session, "ruff", "import-linter")
@@ -153,10 +160,11 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, several hosts, the built distributions, the demo, short soak."""
+    """Everything a change has to pass: the defaults, several hosts, the built distributions, the examples, a soak."""
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
+    session.notify("grpo", posargs=["--steps", "5"])
     session.notify("survive", posargs=["--steps", "120"])
     session.notify("soak", posargs=["60"])
 

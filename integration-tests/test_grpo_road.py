@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The road of a batch: planned for all dp ranks, sent to them, worked on in microbatches, and back in order."""
+
+import numpy as np
+import pytest
+
+from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
+
+KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
+DYNAMIC = DynamicBatchingArgs(max_tokens_per_microbatch=32, sequence_length_round=4, **KEYS)
+PACKED = SequencePackingArgs(
+    max_tokens_per_microbatch=32, sequence_length_pad_multiple=4, algorithm="first_fit_decreasing", **KEYS
+)
+AXES = NamedSharding.from_shape(dp=2, tp=2)
+
+
+class Scorer:
+    """Adds its weight to tokens, microbatch by microbatch."""
+
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+
+    def weights(self) -> np.ndarray:
+        return np.full(50_000, self.weight)
+
+    def load(self, weights: np.ndarray) -> None:
+        self.weight = int(weights[0])
+
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        packed = shard.elem_counts_per_gb is not None
+        scored = []
+        for number in range(len(shard.micro_batch_indices)):
+            group = shard.get_batch(number)
+            batches = (
+                group.make_microbatch_iterator_for_packable_sequences()
+                if packed
+                else group.make_microbatch_iterator_with_dynamic_shapes()
+            )
+            scored.append([self._scored(batch, number) for batch in batches])
+        answer = BatchedDataDict.from_batches([batch for group in scored for batch in group], {"scores": -1})
+        answer["microbatches"] = [tuple(map(len, scored))] * shard.size
+        return answer
+
+    def _scored(self, batch: BatchedDataDict, group: int) -> dict:
+        dp = [current_worker().coords["dp"]] * batch.size
+        return {"scores": batch["tokens"] + self.weight, "name": batch["name"], "group": [group] * batch.size, "dp": dp}
+
+
+@pytest.fixture(scope="module")
+def groups(local_ray):
+    with (
+        RayVirtualCluster([4], use_gpus=False, enable_colocation=True, name="road") as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Scorer, 7), [1], name_prefix="policy") as policy,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Scorer, 0), sharding_annotations=AXES) as generation,
+    ):
+        yield policy, generation
+
+
+@pytest.mark.parametrize(
+    "how", [{"dynamic_batching_args": DYNAMIC}, {"sequence_packing_args": PACKED}], ids=["dynamic", "packed"]
+)
+def test_out_and_back(groups, how):
+    """Weights by reference, 11 prompts 3 times, dummy rows; every sample is scored once and comes back in its place.
+
+    All ranks run the same number of microbatches in each group, each shard is stored once though two workers get it,
+    and the driver fetches one answer per dp coordinate.
+    """
+    policy, generation = groups
+    loaded = generation.call("load", policy.call("weights", collect=()))
+    rng = np.random.default_rng(0)
+    length = rng.integers(1, 17, 11)
+    prompts = BatchedDataDict(
+        tokens=np.where(np.arange(16) < length[:, None], rng.integers(10, 99, (11, 16)), 0),
+        length=length,
+        name=[f"prompt {number}" for number in range(11)],
+    )
+    batch = prompts.repeat_interleave(3).pad_to_multiple(4)
+    shards, order = batch.shard_by_batch_size(2, batch.size // 2, **how)
+    call = generation.call("score", Shard(shards, "dp"), collect="dp", timeout=60)
+    scored = order.restore(call.result(), {"scores": -1}).drop_padding(like=batch)
+
+    assert loaded.statistics().puts == 0
+    assert (call.statistics().puts, call.statistics().requests, call.statistics().fetched) == (2, 4, 2)
+    assert scored.size == 33
+    assert scored["name"] == [f"prompt {number // 3}" for number in range(33)]
+    assert scored["group"] == [0] * 18 + [1] * 15  # 36 with the dummy rows
+    assert set(scored["dp"]) == {0, 1}
+    assert len(set(scored["microbatches"])) == 1
+    assert all(count > 1 for count in scored["microbatches"][0])
+    for row, tokens, real in zip(scored["scores"], np.repeat(prompts["tokens"], 3, 0), length.repeat(3), strict=True):
+        assert row[:real].tolist() == (tokens[:real] + 7).tolist()
+
+
+def test_one_dp_rank_alone(groups):
+    """A batch sharded for one dp rank goes to the view of it, and nobody else is called."""
+    _, generation = groups
+    batch = BatchedDataDict(tokens=np.arange(12).reshape(3, 4), length=np.array([4, 1, 2]), name=list("abc"))
+    shards, order = batch.shard_by_batch_size(1, dynamic_batching_args=DYNAMIC)
+    call = generation.at(dp=1).call("score", shards[0], collect=(), timeout=60)
+    scored = order.restore([call.result()])
+    assert (scored["name"], scored["dp"]) == (["a", "b", "c"], [1, 1, 1])
+    assert call.statistics().requests == 2
