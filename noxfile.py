@@ -20,7 +20,7 @@ SIBLINGS = {
     "placement": [],
     "venvs": [],
     "workergroup": ["sharding", "placement"],
-    "tpu-executor": [],
+    "tpu-executor": ["placement"],
 }
 MULTIHOST = "integration-tests/multihost"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}

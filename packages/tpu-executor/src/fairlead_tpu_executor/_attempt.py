@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt: a task on every host, watched until it is known what became of it."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import NodeAgent, PlacementError
+
+from . import _host, _ray_private
+from ._nodes import gone_nodes, silent_nodes
+from ._slices import SliceInfo
+from ._verdicts import HostError, NodeSilentError, judge_one
+
+__all__ = ["HostCall", "Place", "cancel", "submit", "watch"]
+
+_POLL_S = 0.5
+# A process that is killed is gone within seconds; one that is stuck in the kernel may never be.
+_CANCEL_S = 10.0
+# fairlead-tpu-executor need not be installed on the hosts.
+ray.cloudpickle.register_pickle_by_value(_host)
+ray.cloudpickle.register_pickle_by_value(_ray_private)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host to run on.
+
+    Attributes:
+        slice: its slice.
+        at: number of the slice.
+        worker: its TPU worker id.
+        group: the placement group of the slice, whose bundle `worker` it is.
+        facts: what the process is told of it, plain data.
+        options: what the task asks Ray for.
+    """
+
+    slice: SliceInfo
+    at: int
+    worker: int
+    group: Any
+    facts: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of the host."""
+        return self.slice.node_ids[self.worker]
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Where Ray is to put what runs here."""
+        return PlacementGroupSchedulingStrategy(self.group, self.worker)
+
+
+@dataclass
+class HostCall:
+    """A task on a host, and what became of it."""
+
+    place: Place
+    ref: Any
+    value: Any = None
+    error: BaseException | None = None
+    done: bool = False
+
+    @property
+    def host_error(self) -> HostError:
+        """What went wrong."""
+        assert self.error is not None
+        return HostError(self.place.slice, self.place.worker, self.error)
+
+
+def submit(place: Place, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
+    """Start the task of a host.
+
+    Args:
+        place: where.
+        payload: reference to the function and its arguments.
+        raw: the reference is the user's: it has what the function returns, in a process of its own from the start.
+        dedicated: have a process of its own from the start.
+    """
+    options = dict(place.options)
+    if raw or dedicated:
+        # Only tasks with this very environment share processes, and each of them ends its process.
+        options["runtime_env"] = marked(options.get("runtime_env"))
+    facts = {**place.facts, "dedicated": raw or dedicated}
+    task = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
+    # In a list, so that it is unpickled on the host only after its environment is set.
+    return task.options(**options, scheduling_strategy=place.strategy).remote(facts, [payload])
+
+
+def marked(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An environment that no other process has."""
+    own = dict(runtime_env or {})
+    return {**own, "env_vars": {**(own.get("env_vars") or {}), "FAIRLEAD_OWN_PROCESS": "1"}}
+
+
+def watch(
+    calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], *, grace_s: float, accelerators: bool
+) -> list[HostError]:
+    """Wait until every call is done, or it is clear why not; the errors, in the order in which they were seen.
+
+    Calls that are not done are left as they are.
+
+    Args:
+        calls: what was submitted.
+        resubmit: makes a new reference for a call that came to a process in which something else had run.
+        grace_s: how long after a first error to wait for what explains it.
+        accelerators: as for `judge`.
+    """
+    pending = {call.ref: call for call in calls}
+    nodes = {call.place.node_id for call in calls}
+    errors: list[HostError] = []
+    first_at = checked_at = time.monotonic()
+    while pending:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
+        if len(done) == 1 < len(pending):
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for ref in done:
+            call = pending.pop(ref)
+            if not _settle(call):
+                call.ref = resubmit(call)
+                pending[call.ref] = call
+            elif call.error is not None:
+                first_at = time.monotonic() if not errors else first_at
+                errors.append(call.host_error)
+        now = time.monotonic()
+        if errors or now - checked_at >= 1.0:
+            checked_at = now
+            gone = gone_nodes(nodes)
+            # A node may be draining and go on working: what runs there is lost only once the node is dead or it fails.
+            if not errors:
+                errors += _lost(pending.values(), _dead(nodes))
+                first_at = now
+            if errors and _is_clear(errors, gone, nodes, pending, now - first_at, grace_s, accelerators):
+                break
+    return errors
+
+
+def _settle(call: HostCall) -> bool:
+    """Fetch the answer of a call that is done; False if it has to be submitted again."""
+    try:
+        ran, call.value = ray.get(call.ref)
+    except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
+        ran, call.error = True, error
+    call.done = bool(ran)
+    return call.done
+
+
+def _dead(nodes: Collection[str]) -> frozenset[str]:
+    return frozenset(nodes) - frozenset(row["NodeID"] for row in ray.nodes() if row["Alive"])
+
+
+def _lost(calls: Collection[HostCall], nodes: Collection[str]) -> list[HostError]:
+    return [
+        HostError(call.place.slice, call.place.worker, NodeSilentError("its node is dead"))
+        for call in calls
+        if call.place.node_id in nodes
+    ]
+
+
+def _is_clear(
+    errors: list[HostError],
+    gone: Collection[str],
+    nodes: Collection[str],
+    pending: Mapping[Any, HostCall],
+    waited: float,
+    grace_s: float,
+    accelerators: bool,
+) -> bool:
+    """Whether nothing that is still to come could change the verdict; adds what is seen of nodes."""
+    if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
+        return True
+    lost = _lost(pending.values(), _dead(nodes))
+    if lost:
+        errors += lost
+        return True
+    silent = silent_nodes(nodes)
+    if silent:
+        if waited < grace_s:
+            return False
+        errors += [
+            HostError(call.place.slice, call.place.worker, NodeSilentError("its raylet does not answer"))
+            for call in pending.values()
+            if call.place.node_id in silent
+        ]
+        return True
+    # What the function raised everywhere is the function's. A process that died, or a host that raised while others
+    # still run, may be the first sign of a host that is being taken away.
+    only_raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
+    return waited >= grace_s or (not pending and only_raised)
+
+
+def cancel(calls: Sequence[HostCall]) -> None:
+    """End what still runs, and wait until it is gone; at most `_CANCEL_S`, and not for hosts that are gone."""
+    running = [call for call in calls if not call.done]
+    for call in running:
+        ray.cancel(call.ref, force=True)
+    if not running:
+        return
+    deadline = time.monotonic() + _CANCEL_S
+    gone = gone_nodes({call.place.node_id for call in running})
+    there = [call for call in running if call.place.node_id not in gone]
+    if there:
+        ray.wait([call.ref for call in there], num_returns=len(there), timeout=_CANCEL_S, fetch_local=False)
+        with ThreadPoolExecutor(min(32, len(there))) as pool:
+            list(pool.map(lambda call: _gone(call.place, deadline), there))
+
+
+def _gone(place: Place, deadline: float) -> bool:
+    left = max(0.1, deadline - time.monotonic())
+    try:
+        over: bool = NodeAgent(place.node_id).run(_host.is_over, place.facts["name"], left, timeout_s=left + 1.0)
+    except PlacementError:
+        return False  # the node is going, and the process with it; or its successor on the host waits for it
+    return over
