@@ -13,13 +13,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement import NodeAgent, PlacementError
 
 from . import _host, _ray_private
-from ._nodes import gone_nodes, silent_nodes
+from ._nodes import dead_nodes, gone_nodes, silent_nodes
 from ._slices import SliceInfo
 from ._verdicts import HostError, NodeSilentError, judge_one
 
 __all__ = ["HostCall", "Place", "cancel", "submit", "watch"]
 
 _POLL_S = 0.5
+_GRACE_POLL_S = 0.1
+_CHECK_S = 1.0
 # A process that is killed is gone within seconds; one that is stuck in the kernel may never be.
 _CANCEL_S = 10.0
 # fairlead-tpu-executor need not be installed on the hosts.
@@ -105,7 +107,8 @@ def watch(
 ) -> list[HostError]:
     """Wait until every call is done, or it is clear why not; the errors, in the order in which they were seen.
 
-    Calls that are not done are left as they are.
+    Calls that are not done are left as they are. How long a function runs is its own affair; what is waited for besides
+    has an end.
 
     Args:
         calls: what was submitted.
@@ -114,32 +117,36 @@ def watch(
         accelerators: as for `judge`.
     """
     pending = {call.ref: call for call in calls}
-    nodes = {call.place.node_id for call in calls}
     errors: list[HostError] = []
     first_at = checked_at = time.monotonic()
-    while pending:
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
-        if len(done) == 1 < len(pending):
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-        for ref in done:
+    while pending or errors:
+        for ref in _done(pending, grace=bool(errors)):
             call = pending.pop(ref)
             if not _settle(call):
                 call.ref = resubmit(call)
                 pending[call.ref] = call
             elif call.error is not None:
-                first_at = time.monotonic() if not errors else first_at
+                first_at = first_at if errors else time.monotonic()
                 errors.append(call.host_error)
         now = time.monotonic()
-        if errors or now - checked_at >= 1.0:
-            checked_at = now
-            gone = gone_nodes(nodes)
-            # A node may be draining and go on working: what runs there is lost only once the node is dead or it fails.
-            if not errors:
-                errors += _lost(pending.values(), _dead(nodes))
-                first_at = now
-            if errors and _is_clear(errors, gone, nodes, pending, now - first_at, grace_s, accelerators):
-                break
+        if not errors and now - checked_at >= _CHECK_S:
+            # Ray fails the tasks of a node that died; this is for those that it does not know to be there.
+            checked_at = first_at = now
+            errors += _on(dead_nodes({call.place.node_id for call in calls}), calls, "its node is dead")
+        if errors and _is_clear(errors, calls, now - first_at, grace_s, accelerators):
+            break
     return errors
+
+
+def _done(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
+    """References that are done, waiting a moment for one."""
+    if not pending:
+        time.sleep(_GRACE_POLL_S)
+        return []
+    done, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_POLL_S if grace else _POLL_S)
+    if done and len(pending) > 1:
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+    return list(done)
 
 
 def _settle(call: HostCall) -> bool:
@@ -152,48 +159,35 @@ def _settle(call: HostCall) -> bool:
     return call.done
 
 
-def _dead(nodes: Collection[str]) -> frozenset[str]:
-    return frozenset(nodes) - frozenset(row["NodeID"] for row in ray.nodes() if row["Alive"])
-
-
-def _lost(calls: Collection[HostCall], nodes: Collection[str]) -> list[HostError]:
+def _on(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
+    """An error for each call on some nodes that has not succeeded."""
     return [
-        HostError(call.place.slice, call.place.worker, NodeSilentError("its node is dead"))
+        HostError(call.place.slice, call.place.worker, NodeSilentError(why))
         for call in calls
-        if call.place.node_id in nodes
+        if call.place.node_id in nodes and not (call.done and call.error is None)
     ]
 
 
 def _is_clear(
-    errors: list[HostError],
-    gone: Collection[str],
-    nodes: Collection[str],
-    pending: Mapping[Any, HostCall],
-    waited: float,
-    grace_s: float,
-    accelerators: bool,
+    errors: list[HostError], calls: Sequence[HostCall], waited: float, grace_s: float, accelerators: bool
 ) -> bool:
     """Whether nothing that is still to come could change the verdict; adds what is seen of nodes."""
+    nodes = {call.place.node_id for call in calls}
+    gone = gone_nodes(nodes)
     if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
         return True
-    lost = _lost(pending.values(), _dead(nodes))
-    if lost:
+    if lost := _on(dead_nodes(nodes), calls, "its node is dead"):
         errors += lost
         return True
-    silent = silent_nodes(nodes)
-    if silent:
-        if waited < grace_s:
-            return False
-        errors += [
-            HostError(call.place.slice, call.place.worker, NodeSilentError("its raylet does not answer"))
-            for call in pending.values()
-            if call.place.node_id in silent
-        ]
-        return True
+    if silent := silent_nodes(nodes):
+        if waited >= grace_s:
+            errors += _on(silent, calls, "its raylet does not answer")
+        return waited >= grace_s
     # What the function raised everywhere is the function's. A process that died, or a host that raised while others
     # still run, may be the first sign of a host that is being taken away.
-    only_raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
-    return waited >= grace_s or (not pending and only_raised)
+    everywhere = all(call.done for call in calls)
+    raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
+    return waited >= grace_s or (everywhere and raised)
 
 
 def cancel(calls: Sequence[HostCall]) -> None:

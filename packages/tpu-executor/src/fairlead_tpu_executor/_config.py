@@ -50,7 +50,7 @@ _Class = TypeVar("_Class", bound=type)
 def _names_the_right_one(cls: _Class) -> _Class:
     """An unknown keyword is a TypeError that says which one was meant."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = [one.name for one in dataclasses.fields(cls)]
+    known = [one.name for one in sorted(dataclasses.fields(cls), key=lambda one: bool(one.kw_only))]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,9 +13,14 @@ from fairlead_placement import alive_nodes
 from ._lease import Lease
 from ._ray_private import draining_nodes
 
-__all__ = ["gone_nodes", "is_healthy", "silent_nodes"]
+__all__ = ["dead_nodes", "gone_nodes", "is_healthy", "silent_nodes"]
 
 _ANSWER_S = 1.0
+
+
+def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:
+    """Those that Ray takes to be dead."""
+    return frozenset(node_ids) - alive_nodes()
 
 
 def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:

@@ -50,7 +50,7 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
             continue
         bad = [worker for worker, node_id in enumerate(one.node_ids) if node_id in quarantined]
         if bad:
-            said = f"the accelerators of worker {', '.join(map(str, bad))} did not start a short while ago"
+            said = f"worker {', '.join(map(str, bad))} did not answer, or its accelerators did not start, a while ago"
         else:
             said = fits(config, one, nodes)
         if said:

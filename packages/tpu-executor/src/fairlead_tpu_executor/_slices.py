@@ -117,6 +117,8 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 def assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | SliceLack:
     """The slice, if these hosts are all of it and fit the type; else what it lacks."""
+    if wanted.hosts > 1 and not all(node.labels.get(SLICE_NAME) for node in hosts):
+        return SliceLack(name, "nothing says which of them are one slice")
     types = sorted({canonical_name(node.labels.get(TYPE, "")) for node in hosts})
     topologies = sorted({node.labels.get(TOPOLOGY, "") for node in hosts})
     if len(types) > 1 or len(topologies) > 1:

@@ -102,7 +102,7 @@ class Verdict:
     Attributes:
         kind: whose.
         errors: those that decided it; the first is the one to show.
-        quarantine: ids of nodes whose accelerators did not start.
+        quarantine: ids of nodes not to use for a while: they do not answer, or their accelerators did not start.
     """
 
     kind: Kind
@@ -135,7 +135,10 @@ def judge(errors: Sequence[HostError], gone: Collection[str], *, accelerators: b
     kind = next(one for one in order if one in kinds)
     decided = tuple(error for error, its in zip(errors, kinds, strict=True) if its == kind)
     quarantine = frozenset(
-        one.node_id for one in decided if one.node_id not in gone and accelerators and _did_not_start(one.error)
+        one.node_id
+        for one in decided
+        if one.node_id not in gone
+        and (isinstance(one.error, NodeSilentError) or (accelerators and _did_not_start(one.error)))
     )
     return Verdict(kind, decided, quarantine)
 
