@@ -64,9 +64,10 @@ class Slices:
         }
         with _environment(detected):
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
-        self._cluster.wait_for_nodes()
         self._hosts[name, worker] = node
         node_id: str = node.node_id
+        # Not `Cluster.wait_for_nodes`, which waits for those that were killed.
+        wait_until(lambda: any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()))
         return node_id
 
     def add_slice(self, name: str = "", *, workers: tuple[int, ...] = (1, 0), **options: Any) -> str:
@@ -86,6 +87,8 @@ class Slices:
         """Kill the raylet of a host, and with it all that runs there. Ray notices after a second or two."""
         node = self._hosts.pop((name, worker))
         os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        self._cluster.worker_nodes.remove(node)
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def remove(self, name: str) -> None:
         """Take a slice away, and wait until Ray has noticed."""

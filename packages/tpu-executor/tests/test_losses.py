@@ -41,7 +41,7 @@ class Run(threading.Thread):
         function, args, kwargs = self.call
         try:
             self.value = function(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised by `answer`
             self.error = error
 
     def answer(self, timeout_s=90):
@@ -81,18 +81,21 @@ def test_a_host_dies(slices, spare, record):
         assert (pool.statistics().preemptions, pool.statistics().attempts) == (1, 2)
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
         assert all(gone(line.split()[0]) for worker in (0, 1) for line in record.of(f"{lost}.{worker}"))
-        slices.remove(lost)
-        # The second time there is no budget, and no other slice.
+
+
+def test_no_budget_for_losses(slices, spare, record):
+    """With none the first loss is the last, and the error says so."""
+    lost = spare()
+    with SlicePool(KIND, max_retries_preemption=0) as pool:
+        run = Run(pool.run, lambda: until_killed(record, lost))
+        wait_until(lambda: len(record.counts()) == 2)
+        slices.kill(lost, 0)
         with pytest.raises(PreemptedTooOftenError) as caught:
-            lost = new
-            object.__setattr__(pool.config, "max_retries_preemption", 0)
-            run = Run(pool.run, work)
-            wait_until(lambda: record.counts()[f"{new}.0"] == 2)
-            slices.kill(new, 0)
             run.answer()
         assert (caught.value.preemptions, caught.value.limit) == (1, 0)
         assert isinstance(caught.value.__cause__, SliceLostError)
-        assert caught.value.__cause__.slices == (new,)
+        assert caught.value.__cause__.slices == (lost,)
+        assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1}
 
 
 def test_collateral_errors(slices, spare, record):
@@ -209,8 +212,8 @@ def test_interrupted(slices, record):
         ray.init(address={slices.address!r}, logging_level="error", log_to_driver=False)
 
         def forever():
-            folder = Path({str(record.folder)!r})
-            (folder / f"{{os.environ['TPU_SLICE_NAME']}}.{{os.environ['TPU_HOST_ID']}}-0-0").write_text(str(os.getpid()))
+            name = "{{TPU_SLICE_NAME}}.{{TPU_HOST_ID}}-0-0".format(**os.environ)
+            Path({str(record.folder)!r}, name).write_text(str(os.getpid()))
             time.sleep(600)
 
         with assert_no_leaks():
@@ -242,11 +245,12 @@ def test_somebody_else_s_lock(slices, tmp_path, how):
     try:
         assert stranger.stdout.readline() == b"held\n"
         with SlicePool("v4-16", lock_files=[str(path)]) as pool:
-            assert pool.run(path.exists) == [True, True]
+            # One host only: here they share their files, and would find each other looking.
+            assert pool.run_on_first_hosts(path.exists) == [True]
             assert stranger.poll() is None
             stranger.kill()
             stranger.wait()
-            assert pool.run(path.exists) == [False, False]
+            assert pool.run_on_first_hosts(path.exists) == [False]
     finally:
         stranger.kill()
         stranger.wait()

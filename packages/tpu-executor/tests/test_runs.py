@@ -102,7 +102,8 @@ def test_environment_of_one_slice(slices):
 def test_environment_comes_first(slices, tmp_path, monkeypatch):
     """The variables are there before anything of the user's is imported, to unpickle function or arguments too."""
     (tmp_path / "reads_early.py").write_text(
-        "import os\nSEEN = os.environ.get('EXECUTOR_CALL_INDEX')\nclass Argument: pass\ndef seen(argument): return SEEN\n"
+        "import os\nSEEN = os.environ.get('EXECUTOR_CALL_INDEX')\n"
+        "class Argument: pass\ndef seen(argument): return SEEN\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     import reads_early
@@ -153,7 +154,7 @@ def test_always_failing(slices, record, retries):
 
 
 def test_a_process_that_dies(slices, record):
-    """A crash on a host that lives is the function's: its siblings are cancelled, and the budget of failures ends it."""
+    """A crash on a host that lives is the function's: siblings are cancelled, and the budget of failures ends it."""
 
     def crashes():
         record.write()
