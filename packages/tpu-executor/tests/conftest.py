@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from .slices import Slices
+from fairlead_tpu_executor.testing import PretendSlices
 
 # No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
 settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
@@ -20,19 +20,16 @@ STALE = {"MEGASCALE_SLICE_ID": "77", "MEGASCALE_COORDINATOR_ADDRESS": "stale", "
 
 
 @pytest.fixture(scope="session")
-def slices() -> Iterator[Slices]:
+def slices() -> Iterator[PretendSlices]:
     """slice-1 and slice-2, v4-16, whose worker 1 has started before worker 0. Tests leave these as they are."""
-    made = Slices()
-    try:
+    with PretendSlices() as made:
         made.add_slice()
         made.add_slice(env=STALE)
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
-def spare(slices: Slices, no_leaks: None) -> Iterator[Callable[..., str]]:
+def spare(slices: PretendSlices, no_leaks: None) -> Iterator[Callable[..., str]]:
     """Adds slices of another type, v5p-16, for a test to break; they are gone after it."""
     before = set(slices.names())
 

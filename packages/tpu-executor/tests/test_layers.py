@@ -137,13 +137,11 @@ class Scaler:
 
 def test_class_methods(slices):
     """A method runs on an instance of its own each time, made on the host."""
-    with TpuRemoteManager("v4-16") as manager:
+    with TpuRemoteManager("v4-16", max_retries_failure=0) as manager:
         call = ((2,), {"offset": 1}, "scale")
         assert manager.run_class_method(Scaler, *call, 10) == [(21, 1, False)] * 2
         assert manager.run_class_method(Scaler, *call, x=20, flatten=True) == [(41, 1, True)] * 2
         with pytest.raises(LookupError, match="mine") as caught:
-            SlicePool(manager.pool.config, max_retries_failure=0)  # made, and not used: it holds nothing
-            object.__setattr__(manager.pool.config, "max_retries_failure", 0)
             manager.run_class_method(Scaler, (1,), {}, "fails")
         assert caught.value.__notes__[-1].startswith("Scaler.fails was attempted 1 time(s)")
 
@@ -237,7 +235,7 @@ def test_device_class_that_cannot_be_made(slices):
 
 def test_a_port_that_is_taken(slices):
     """The coordinator's port is held while it is needed; if somebody has it, the error says who."""
-    code = "import socket, time; s = socket.socket(); s.bind(('', 8123)); s.listen(); print('x', flush=True); time.sleep(99)"
+    code = "import socket as s, time; x = s.create_server(('', 8123)); print('x', flush=True); time.sleep(99)"
     stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert stranger.stdout.readline() == b"x\n"

@@ -23,7 +23,7 @@ from fairlead_tpu_executor import (
     _lease,
 )
 
-from .slices import wait_until
+from .waiting import wait_until
 
 KIND = "v5p-16"
 

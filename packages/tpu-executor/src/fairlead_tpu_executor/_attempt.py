@@ -8,56 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, PlacementError
 
-from . import _host, _ray_private
+from . import _host
 from ._nodes import dead_nodes, gone_nodes, silent_nodes
-from ._slices import SliceInfo
+from ._places import Place
 from ._verdicts import HostError, NodeSilentError, judge_one
 
-__all__ = ["HostCall", "Place", "cancel", "submit", "watch"]
+__all__ = ["HostCall", "cancel", "watch"]
 
 _POLL_S = 0.5
 _GRACE_POLL_S = 0.1
 _CHECK_S = 1.0
 # A process that is killed is gone within seconds; one that is stuck in the kernel may never be.
 _CANCEL_S = 10.0
-# fairlead-tpu-executor need not be installed on the hosts.
-ray.cloudpickle.register_pickle_by_value(_host)
-ray.cloudpickle.register_pickle_by_value(_ray_private)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A host to run on.
-
-    Attributes:
-        slice: its slice.
-        at: number of the slice.
-        worker: its TPU worker id.
-        group: the placement group of the slice, whose bundle `worker` it is.
-        facts: what the process is told of it, plain data.
-        options: what the task asks Ray for.
-    """
-
-    slice: SliceInfo
-    at: int
-    worker: int
-    group: Any
-    facts: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-    @property
-    def node_id(self) -> str:
-        """Ray's id of the host."""
-        return self.slice.node_ids[self.worker]
-
-    @property
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Where Ray is to put what runs here."""
-        return PlacementGroupSchedulingStrategy(self.group, self.worker)
 
 
 @dataclass
@@ -75,31 +40,6 @@ class HostCall:
         """What went wrong."""
         assert self.error is not None
         return HostError(self.place.slice, self.place.worker, self.error)
-
-
-def submit(place: Place, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
-    """Start the task of a host.
-
-    Args:
-        place: where.
-        payload: reference to the function and its arguments.
-        raw: the reference is the user's: it has what the function returns, in a process of its own from the start.
-        dedicated: have a process of its own from the start.
-    """
-    options = dict(place.options)
-    if raw or dedicated:
-        # Only tasks with this very environment share processes, and each of them ends its process.
-        options["runtime_env"] = marked(options.get("runtime_env"))
-    facts = {**place.facts, "dedicated": raw or dedicated}
-    task = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
-    # In a list, so that it is unpickled on the host only after its environment is set.
-    return task.options(**options, scheduling_strategy=place.strategy).remote(facts, [payload])
-
-
-def marked(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An environment that no other process has."""
-    own = dict(runtime_env or {})
-    return {**own, "env_vars": {**(own.get("env_vars") or {}), "FAIRLEAD_OWN_PROCESS": "1"}}
 
 
 def watch(

@@ -8,10 +8,6 @@ from typing import Any
 import ray
 from ray.actor import ActorClass
 
-from fairlead_placement import claim_slots
-
-from . import _host
-from ._attempt import marked
 from ._config import AcceleratorConfigType
 from ._pool import SlicePool, arranged
 from ._work import work_of
@@ -56,23 +52,7 @@ class DeviceClass(_OnDevices):
         Raises:
             ResourceInsufficientError: there are instances already.
         """
-        self.pool.checked(self.target, of_class=True)
-        payload = self.work.put(args, kwargs)
-        places = self.pool.places(self.work)
-        claim = claim_slots(self.pool.slots(), f"instances of {self.work.name}")
-        actors = [
-            [
-                ray.remote(_host.HostActor)
-                .options(
-                    **{**place.options, "runtime_env": marked(place.options.get("runtime_env"))},
-                    scheduling_strategy=place.strategy,
-                    max_restarts=0,
-                )
-                .remote(dict(place.facts), [payload])
-                for place in of_slice
-            ]
-            for of_slice in places
-        ]
+        actors, claim = self.pool.start(self.target, args, kwargs)
         return DeviceInstances(self.work.function, actors, claim, self.pool.config.flatten)
 
 

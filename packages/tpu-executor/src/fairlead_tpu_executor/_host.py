@@ -6,6 +6,7 @@ Shipped by value, so that hosts need nothing but Ray: this module imports the st
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -102,8 +103,10 @@ def _try_to_hold(name: str) -> socket.socket | None:
     held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         held.bind(_address(name))
-    except OSError:
+    except OSError as error:
         held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
         return None
     return held
 

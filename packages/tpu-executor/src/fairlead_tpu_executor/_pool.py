@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fairlead_placement import Slot, claim_slots
+from fairlead_placement import Slot, SlotClaim, claim_slots
 
-from ._attempt import HostCall, Place, cancel, submit, watch
+from ._attempt import HostCall, cancel, watch
 from ._budget import Backoff, Budget
 from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from ._holding import Holding, forgotten
 from ._nodes import gone_nodes
+from ._places import Place, places_of, start, submit
 from ._retry import retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
@@ -160,12 +161,20 @@ class SlicePool:
         """
         work = self.checked(function)
         payload = work.put(args, kwargs)
-        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self.places(work)]
-
-    def places(self, work: Work) -> list[list[Place]]:
-        """Where the parts of some work go, a list per slice. Raises as `reserve`."""
         self.reserve()
-        return self._places(work)
+        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self._places(work)]
+
+    def start(self, cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
+        """Have an actor for a class on every host, a list per slice, and the claim that says so.
+
+        Raises:
+            ResourceInsufficientError: somebody is there already.
+        """
+        work = self.checked(cls, of_class=True)
+        payload = work.put(args, kwargs)
+        self.reserve()
+        claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
+        return [[start(place, payload) for place in of_slice] for of_slice in self._places(work)], claim
 
     def checked(self, function: Any, *, of_class: bool = False) -> Work:
         """What can be said of a function or a class before anything is reserved.
@@ -253,26 +262,7 @@ class SlicePool:
         return verdict.status(replace(info, state=_STATES[verdict.kind]))
 
     def _places(self, work: Work) -> list[list[Place]]:
-        return [
-            [self._place(work, at, worker) for worker in range(lease.slice.num_hosts)]
-            for at, lease in enumerate(self._holding.leases)
-        ]
-
-    def _place(self, work: Work, at: int, worker: int) -> Place:
-        config, lease = self.config, self._holding.leases[at]
-        accelerators = isinstance(config, TpuAcceleratorConfig)
-        node_id = lease.slice.node_ids[worker]
-        facts = {
-            # A host has one process of ours at a time, whoever's pool it is in; without chips, each bundle has.
-            "name": node_id if accelerators else f"{node_id}-{lease.group.id.hex()}-{worker}",
-            "env": {**work.env_vars, **self._holding.variables(at, worker)},
-            "zone": lease.slice.zone if accelerators else "",
-            "lock_files": config.lock_files if isinstance(config, TpuAcceleratorConfig) else (),
-        }
-        options = work.remote_options(config, lease.slice)
-        runtime_env = work.runtime_env(config)
-        options |= {"runtime_env": runtime_env} if runtime_env else {}
-        return Place(lease.slice, at, worker, lease.group, facts, options)
+        return places_of(work, self.config, self._holding.leases, self._holding.variables)
 
     def _arranged(self, calls: Sequence[HostCall]) -> list[Any]:
         nested: list[list[Any]] = [[] for _ in self.slices]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster of pretend TPU slices on one address: Ray detects them from the environment of each raylet."""
+"""For tests of code that runs on TPU slices: slices without TPUs, detected by Ray as real ones are."""
 
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-__all__ = ["Slices"]
+__all__ = ["PretendSlices"]
 
 _QUICK_DEATHS = {
     "health_check_initial_delay_ms": 0,
@@ -21,8 +21,18 @@ _QUICK_DEATHS = {
 }
 
 
-class Slices:
-    """A head without TPUs, to which hosts of slices are added and from which they are killed, one by one."""
+class PretendSlices:
+    """A cluster on this machine: a head without TPUs, to which hosts of slices are added, and killed, one by one.
+
+    Each host is a raylet with the variables that a TPU VM has, so Ray gives it the labels and resources of one. All
+    share one address. This process is attached to the cluster, until `close()`.
+
+    >>> with PretendSlices() as slices:
+    ...     name = slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
+    ...     with SlicePool("v4-8") as pool:
+    ...         pool.run(lambda x: x + 1, 41)
+    [42]
+    """
 
     def __init__(self) -> None:
         self._cluster = Cluster(
@@ -67,10 +77,10 @@ class Slices:
         self._hosts[name, worker] = node
         node_id: str = node.node_id
         # Not `Cluster.wait_for_nodes`, which waits for those that were killed.
-        wait_until(lambda: any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()))
+        _wait_until(lambda: any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()))
         return node_id
 
-    def add_slice(self, name: str = "", *, workers: tuple[int, ...] = (1, 0), **options: Any) -> str:
+    def add_slice(self, name: str = "", *, workers: Sequence[int] = (1, 0), **options: Any) -> str:
         """Start the hosts of a slice, in the order given; its name, which is new unless it is given."""
         self._named += not name
         name = name or f"slice-{self._named}"
@@ -95,22 +105,30 @@ class Slices:
         gone = {self.node_id(*key) for key in self._hosts if key[0] == name}
         for key in [key for key in self._hosts if key[0] == name]:
             self.kill(*key)
-        wait_until(lambda: not gone & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
+        _wait_until(lambda: not gone & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
 
     def names(self) -> list[str]:
         """The slices of which there is a host."""
         return sorted({name for name, _ in self._hosts})
 
     def close(self) -> None:
+        """Detach, and end the cluster."""
         ray.shutdown()
         self._cluster.shutdown()
 
+    def __enter__(self) -> "PretendSlices":
+        return self
 
-def wait_until(holds: Any, timeout_s: float = 60.0) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{holds} did not come to hold within {timeout_s:g} s")
         time.sleep(0.05)
 
 
