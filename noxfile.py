@@ -83,6 +83,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def tpu_psum(session: nox.Session) -> None:
+    """JAX over the hosts of pretend TPU slices, one of which is lost in the middle."""
+    install(session, *map(package, [*SIBLINGS["tpu-executor"], "tpu-executor"]), "jax")
+    session.run("python", "examples/tpu_psum.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting, lint, and which package may import which."""
     install(session, "ruff", "import-linter")
@@ -116,7 +123,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "tpu-executor"]))
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import bench_placement
 import bench_sharding
+import bench_tpu_executor
 import bench_workergroup
 import ray
 from _measure import table
 
-MODULES = {"sharding": bench_sharding, "placement": bench_placement, "workergroup": bench_workergroup}
+MODULES = {
+    "sharding": bench_sharding,
+    "placement": bench_placement,
+    "workergroup": bench_workergroup,
+    "tpu-executor": bench_tpu_executor,
+}
 
 
 def machine() -> str:
