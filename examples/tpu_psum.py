@@ -6,10 +6,9 @@ function `train` is all there is to it: on `SlicePool("v4-16", 2)` it runs as it
 """
 
 import os
-import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fairlead_tpu_executor import SlicePool
@@ -44,12 +43,16 @@ def main() -> None:
     with PretendSlices() as slices, tempfile.TemporaryDirectory() as folder:
         print("starting", slices.add_slice(), "and", slices.add_slice(), flush=True)
         # No failure of the function is allowed: what its hosts raise when another one is gone is a preemption.
-        options = {"execution_env": CPU, "max_retries_failure": 0, "max_retries_preemption": 1}
-        with SlicePool("v4-16", 2, cpu_count=1, grace_s=20.0, **options) as pool:
-            killer = threading.Thread(target=lose_a_host, args=(slices, Path(folder)))
-            killer.start()
-            results = pool.run(train, folder, 6)
-            killer.join()
+        options = {
+            "execution_env": CPU,
+            "max_retries_failure": 0,
+            "max_retries_preemption": 1,
+            "scale_timeout_s": 120.0,
+        }
+        with SlicePool("v4-16", 2, cpu_count=1, grace_s=20.0, **options) as pool, ThreadPoolExecutor() as threads:
+            running = threads.submit(pool.run, train, folder, 6)
+            lose_a_host(slices, Path(folder))
+            results = running.result()
             for name, processes, sums in results:
                 print(f"{name}: {processes} processes, sums {sums}")
             told = pool.statistics()
@@ -64,7 +67,7 @@ def lose_a_host(slices: PretendSlices, folder: Path) -> None:
     deadline = time.monotonic() + 120
     while not list(folder.glob("slice-2-1-2")):
         if time.monotonic() > deadline:
-            sys.exit("slice-2 did not come to its third step")
+            raise TimeoutError("slice-2 did not come to its third step")
         time.sleep(0.05)
     slices.kill("slice-2", 1)
     print("killed a host of slice-2, starting", slices.add_slice(), flush=True)

@@ -104,16 +104,20 @@ def test_a_loss_explains_the_rest(kinds, gone):
     user = any(kind == "user" for kind, _ in kinds)
     assert verdict.kind == ("infrastructure" if lost else "user" if user else "system")
     assert set(verdict.errors) <= set(errors)
-    assert not verdict.quarantine
+    blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "infrastructure"}
+    assert verdict.quarantine == blamed - gone
 
 
 def test_quarantine():
-    """A host whose accelerators did not start, or that is silent, is not used for a while; one that is gone is gone."""
+    """A host whose accelerators did not start, that is silent, or of which a task says that it died before Ray does of
+    the node, is not used for a while; one that is gone is gone, and one that only lost its group is well."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
     assert judge([other, stuck], set()).quarantine == {"n1"}
     assert judge([other, stuck], {"n1"}).quarantine == set()
-    assert judge([HostError(SLICE, 0, NodeSilentError("x"))], set()).quarantine == {"n0"}
+    for error in (NodeSilentError("x"), NodeDiedError("x")):
+        assert judge([HostError(SLICE, 0, error)], set()).quarantine == {"n0"}
+    assert judge([HostError(SLICE, 0, TaskPlacementGroupRemoved())], set()).quarantine == set()
 
 
 def test_statuses():

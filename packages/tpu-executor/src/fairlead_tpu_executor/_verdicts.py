@@ -53,13 +53,8 @@ STARTUP_FAILURES = (
     "The TPU is already in use",
     "libtpu.so already in use",
 )
-_NODE_GONE = (
-    ActorPlacementGroupRemoved,
-    ActorUnschedulableError,
-    NodeDiedError,
-    TaskPlacementGroupRemoved,
-    TaskUnschedulableError,
-)
+_GROUP_GONE = (ActorPlacementGroupRemoved, TaskPlacementGroupRemoved)
+_NODE_GONE = (*_GROUP_GONE, ActorUnschedulableError, NodeDiedError, TaskUnschedulableError)
 # The process is gone, the node is not: what the function did to itself.
 _CRASHED = (ActorDiedError, OutOfMemoryError, RuntimeEnvSetupError, WorkerCrashedError)
 
@@ -102,7 +97,7 @@ class Verdict:
     Attributes:
         kind: whose.
         errors: those that decided it; the first is the one to show.
-        quarantine: ids of nodes not to use for a while: they do not answer, or their accelerators did not start.
+        quarantine: ids of nodes not to use for a while: lost although Ray takes them to be alive, or of no use.
     """
 
     kind: Kind
@@ -134,12 +129,9 @@ def judge(errors: Sequence[HostError], gone: Collection[str], *, accelerators: b
     order: tuple[Kind, ...] = ("infrastructure", "user", "system")
     kind = next(one for one in order if one in kinds)
     decided = tuple(error for error, its in zip(errors, kinds, strict=True) if its == kind)
-    quarantine = frozenset(
-        one.node_id
-        for one in decided
-        if one.node_id not in gone
-        and (isinstance(one.error, NodeSilentError) or (accelerators and _did_not_start(one.error)))
-    )
+    # Ray may say of a task that its node died seconds before it says so of the node.
+    blamed = {one.node_id for one in decided if kind == "infrastructure" and not isinstance(one.error, _GROUP_GONE)}
+    quarantine = frozenset(blamed - set(gone))
     return Verdict(kind, decided, quarantine)
 
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -94,9 +93,16 @@ class PretendSlices:
         return node_id
 
     def kill(self, name: str, worker: int) -> None:
-        """Kill the raylet of a host, and with it all that runs there. Ray notices after a second or two."""
+        """Kill all that runs on a host, as if its VM were gone. Ray notices after a second or two."""
+        import psutil  # Ray brings it
+
         node = self._hosts.pop((name, worker))
-        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        # Stopped first: it is not to see its children die, nor to say so.
+        raylet.suspend()
+        for process in (*raylet.children(recursive=True), raylet):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._cluster.worker_nodes.remove(node)
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
