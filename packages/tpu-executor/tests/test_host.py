@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a host does before it runs anything, without Ray."""
 
-import multiprocessing
 import os
-import time
+import subprocess
+import sys
 import uuid
 
 from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, is_over
@@ -34,28 +34,28 @@ def test_a_dead_one_s_lock_file(tmp_path):
     assert not path.exists()
 
 
-def hold(name, ready):
-    assert _wait_for_predecessor(name) is not None
-    ready.set()
+HOLD = """if True:
+    import sys, time
+    from fairlead_tpu_executor._host import _wait_for_predecessor
+    held = _wait_for_predecessor(sys.argv[1])
+    print("held", flush=True)
     time.sleep(600)
+"""
 
 
 def test_one_process_at_a_time():
     """A host is held from a process's first line until the kernel has ended it, however it ends."""
     name = uuid.uuid4().hex
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
     assert is_over(name, 0.1)
-    process = context.Process(target=hold, args=(name, ready))
-    process.start()
+    process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)
     try:
-        assert ready.wait(30)
+        assert process.stdout.readline() == b"held\n"
         assert not is_over(name, 0.1)
         process.kill()
         assert is_over(name, 30.0)
     finally:
         process.kill()
-        process.join()
+        process.wait()
     held = _wait_for_predecessor(name)
     assert held is not None
     held.close()

@@ -32,10 +32,10 @@ def draining_nodes() -> frozenset[str]:
 def process_is_fresh() -> bool:
     """In a task: whether no other task ran in this process.
 
-    Ray counts tasks for `max_calls`, and says it nowhere. Without the counter no process is taken to be fresh, and
-    runs pay for processes of their own.
+    Ray keeps a counter for each function that was loaded to be run, and says nowhere how many there are. Without these
+    no process is taken to be fresh, and runs pay for processes of their own.
     """
     manager = getattr(ray._private.worker.global_worker, "function_actor_manager", None)
-    counts = getattr(manager, "_num_task_executions", None)
-    # The task that asks is counted when it has ended.
-    return counts is not None and not any(counts.values())
+    counters = getattr(manager, "_num_task_executions", None)
+    # The one is that of the task that asks. It has max_calls=1, so it cannot have run here before.
+    return counters is not None and len(counters) == 1

@@ -26,11 +26,10 @@ class PretendSlices:
     Each host is a raylet with the variables that a TPU VM has, so Ray gives it the labels and resources of one. All
     share one address. This process is attached to the cluster, until `close()`.
 
-    >>> with PretendSlices() as slices:
-    ...     name = slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
-    ...     with SlicePool("v4-8") as pool:
-    ...         pool.run(lambda x: x + 1, 41)
-    [42]
+        with PretendSlices() as slices:
+            name = slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
+            with SlicePool("v4-8") as pool:
+                assert pool.run(lambda x: x + 1, 41) == [42]
     """
 
     def __init__(self) -> None:
