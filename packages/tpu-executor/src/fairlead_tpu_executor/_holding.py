@@ -17,7 +17,7 @@ from ._environment import Variables, host_environment, megascale_port
 from ._lease import Lease, give_back
 from ._nodes import is_healthy
 from ._ports import Ports
-from ._scaling import scale
+from ._scaling import patience, scale
 
 __all__ = ["QUARANTINE_S", "Holding", "forgotten"]
 
@@ -58,7 +58,7 @@ class Holding:
                     self.config,
                     self.sizes,
                     self.leases,
-                    timeout_s=self.config.scale_timeout_s,
+                    timeout_s=patience(self.sizes, len(self.leases), len(lost), self.config.scale_timeout_s),
                     quarantined=self.quarantined,
                     keep=self._keep,
                 )

@@ -12,7 +12,7 @@ from ._lease import Demand, Lease, fits, give_back, take
 from ._slices import SliceInfo, SliceLack
 from .exceptions import InsufficientSlicesError
 
-__all__ = ["Choice", "Survey", "choose_size", "scale", "survey"]
+__all__ = ["Choice", "Survey", "choose_size", "patience", "scale", "survey"]
 
 _POLL_S = (0.05, 1.0)
 # How long after the timeout somebody else may be faster with what is there.
@@ -83,6 +83,24 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
     if possible and (possible[-1] == sizes[-1] or waited_out):
         return Choice(possible[-1])
     return Choice(None)
+
+
+def patience(sizes: Sequence[int], held: int, lost: int, timeout_s: float) -> float:
+    """How long to wait for the largest number of slices. Pure.
+
+    A pool that has waited before, and does with fewer, does not wait again as long as these are well: it only takes
+    more if they are there.
+
+    Args:
+        sizes: what is allowed.
+        held: how many healthy slices are held.
+        lost: how many have just been lost.
+        timeout_s: the scale timeout.
+
+    >>> patience([1, 2], held=1, lost=0, timeout_s=600), patience([1, 2], held=1, lost=1, timeout_s=600)
+    (0.0, 600)
+    """
+    return 0.0 if held in sizes and not lost else timeout_s
 
 
 def scale(
