@@ -20,7 +20,7 @@ SIBLINGS = {
     "placement": [],
     "venvs": [],
     "workergroup": ["sharding", "placement", "venvs"],
-    "tpu-executor": [],
+    "tpu-executor": ["placement"],
 }
 MULTIHOST = "integration-tests/multihost"
 SOAK = f"{MULTIHOST}/test_soak.py"
@@ -114,6 +114,13 @@ def grpo(session: nox.Session) -> None:
 
 
 @nox.session
+def tpu_psum(session: nox.Session) -> None:
+    """JAX over the hosts of pretend TPU slices, one of which is lost in the middle."""
+    install(session, *map(package, [*SIBLINGS["tpu-executor"], "tpu-executor"]), "jax")
+    session.run("python", "examples/tpu_psum.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting, lint, and which package may import which."""
     install(session, "ruff", "import-linter")
@@ -147,7 +154,8 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "batching"]), "torch")
+    siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor"]
+    install(session, *map(package, siblings), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 

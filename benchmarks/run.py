@@ -10,6 +10,7 @@ from pathlib import Path
 import bench_batching
 import bench_placement
 import bench_sharding
+import bench_tpu_executor
 import bench_venvs
 import bench_workergroup
 import ray
@@ -21,6 +22,7 @@ MODULES = {
     "placement": bench_placement,
     "venvs": bench_venvs,
     "workergroup": bench_workergroup,
+    "tpu-executor": bench_tpu_executor,
 }
 
 

@@ -12,13 +12,18 @@
 
 from ._agent import NodeAgent, run_on_nodes, usage_on_nodes
 from ._cluster import ClusterConfig, RayVirtualCluster
+from ._groups import remove as remove_placement_groups
 from ._init import init_ray
+from ._inventory import alive_nodes, read_holders, read_nodes
 from ._occupancy import SlotClaim, claim_slots
+from ._planner import Node
 from ._ports import PortLease, lease_ports
-from ._report import Report
+from ._ray_private import autoscaler_is_there
+from ._report import Holder, Report
 from ._slot import Slot
 from ._topology import select_segment_nodes, sort_bundle_indices_by_topology
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
+from ._waiting import Waiting
 from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
 
 __version__ = "0.1.0"
@@ -26,6 +31,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ClusterConfig",
     "GpuMemory",
+    "Holder",
+    "Node",
     "NodeAgent",
     "NodeUsage",
     "PlacementError",
@@ -38,9 +45,15 @@ __all__ = [
     "ResourceInsufficientError",
     "Slot",
     "SlotClaim",
+    "Waiting",
+    "alive_nodes",
+    "autoscaler_is_there",
     "claim_slots",
     "init_ray",
     "lease_ports",
+    "read_holders",
+    "read_nodes",
+    "remove_placement_groups",
     "run_on_nodes",
     "select_segment_nodes",
     "sort_bundle_indices_by_topology",

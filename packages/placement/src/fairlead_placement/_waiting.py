@@ -22,6 +22,7 @@ class Waiting:
         self._shown = False
 
     def show(self, what: str, limit_s: float) -> None:
+        """Say what is waited for now, and how long at most."""
         waited = time.monotonic() - self._began
         if waited < QUIET_S or not self._console.is_terminal:
             return

@@ -1,9 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes on TPU slices, from a pool that survives preemption.
 
-Nothing is exported yet: this release holds the name and the version, the work follows in 0.1.x.
+The same works on hosts with CPUs or GPUs:
+
+>>> import ray
+>>> from fairlead_tpu_executor import CpuAcceleratorConfig, SlicePool
+>>> _ = ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
+>>> with SlicePool(CpuAcceleratorConfig(core_count=1, worker_count=2)) as pool:
+...     pool.run(lambda x: x + 1, 41)
+[42, 42]
+>>> ray.shutdown()
 """
+
+from ._config import (
+    MEGASCALE_DEFAULT_PORT,
+    AcceleratorConfigType,
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    TpuAcceleratorConfig,
+)
+from ._decorators import autoscale_execute, autoscale_execute_resumable, execute, execute_resumable
+from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
+from ._environment import ENV_CALL_INDEX, ENV_CALL_SLICE
+from ._executor import RayExecutor, resolve_maybe_refs
+from ._manager import SlicePoolManager, TpuRemoteManager
+from ._pool import PoolStatistics, SlicePool
+from ._slices import SliceInfo, SliceLack
+from ._status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
+from ._verdicts import handle_ray_error
+from .exceptions import (
+    InsufficientSlicesError,
+    PoolBusyError,
+    PreemptedTooOftenError,
+    SliceLostError,
+    TpuExecutorError,
+)
 
 __version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = [
+    "AcceleratorConfigType",
+    "CpuAcceleratorConfig",
+    "DeviceClass",
+    "DeviceFunction",
+    "DeviceInstances",
+    "ENV_CALL_INDEX",
+    "ENV_CALL_SLICE",
+    "GpuAcceleratorConfig",
+    "InsufficientSlicesError",
+    "JobError",
+    "JobFailed",
+    "JobInfo",
+    "JobPreempted",
+    "JobStatus",
+    "JobSucceeded",
+    "MEGASCALE_DEFAULT_PORT",
+    "PoolBusyError",
+    "PoolStatistics",
+    "PreemptedTooOftenError",
+    "RayExecutor",
+    "SliceInfo",
+    "SliceLack",
+    "SliceLostError",
+    "SlicePool",
+    "SlicePoolManager",
+    "TpuAcceleratorConfig",
+    "TpuExecutorError",
+    "TpuRemoteManager",
+    "autoscale_execute",
+    "autoscale_execute_resumable",
+    "device_remote",
+    "execute",
+    "execute_resumable",
+    "handle_ray_error",
+    "resolve_maybe_refs",
+]

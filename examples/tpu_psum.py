@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sum over the hosts of each TPU slice, by JAX, on two slices at once, one of which is lost in the middle.
+
+It runs on pretend slices of this machine, with JAX on CPUs, and needs no TPU: `nox -s tpu_psum`. On real slices the
+function `train` is all there is to it: on `SlicePool("v4-16", 2)` it runs as it stands, without JAX_PLATFORMS.
+"""
+
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fairlead_tpu_executor import SlicePool
+from fairlead_tpu_executor.testing import PretendSlices
+
+CPU = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}}
+
+
+def train(folder: str, steps: int) -> tuple[str, int, list[float]]:
+    """What runs on every host: joins the hosts of its slice, and sums something over them in each step."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    host, hosts = int(os.environ["EXECUTOR_CALL_INDEX"]), int(os.environ["EXECUTOR_NUM_HOSTS"])
+    jax.distributed.initialize(os.environ["EXECUTOR_COORDINATOR_ADDRESS"], hosts, host, initialization_timeout=60)
+    slice_number = int(os.environ["EXECUTOR_CALL_SLICE"])
+    devices = jax.local_device_count()
+    psum = jax.pmap(lambda x: jax.lax.psum(x, "hosts"), axis_name="hosts")
+    sums = []
+    for step in range(steps):
+        mine = jnp.full((devices,), 10.0 * slice_number + host + step)
+        sums.append(float(psum(mine)[0]))
+        Path(folder, f"{os.environ['TPU_SLICE_NAME']}-{host}-{step}").touch()
+        time.sleep(0.5)
+    multihost_utils.sync_global_devices("done")
+    jax.distributed.shutdown()
+    return os.environ["TPU_SLICE_NAME"], jax.process_count(), sums
+
+
+def main() -> None:
+    with PretendSlices() as slices, tempfile.TemporaryDirectory() as folder:
+        print("starting", slices.add_slice(), "and", slices.add_slice(), flush=True)
+        # No failure of the function is allowed: what its hosts raise when another one is gone is a preemption.
+        options = {
+            "execution_env": CPU,
+            "max_retries_failure": 0,
+            "max_retries_preemption": 1,
+            "scale_timeout_s": 120.0,
+        }
+        with SlicePool("v4-16", 2, cpu_count=1, grace_s=20.0, **options) as pool, ThreadPoolExecutor() as threads:
+            running = threads.submit(pool.run, train, folder, 6)
+            lose_a_host(slices, Path(folder))
+            results = running.result()
+            for name, processes, sums in results:
+                print(f"{name}: {processes} processes, sums {sums}")
+            told = pool.statistics()
+        print(f"{told.attempts} attempts, {told.preemptions} preemption, {told.reservations} slices reserved")
+    expected = [("slice-1", [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]), ("slice-3", [21.0, 23.0, 25.0, 27.0, 29.0, 31.0])]
+    assert results == [(name, 2, sums) for name, sums in expected for _ in range(2)], results
+    assert (told.attempts, told.preemptions, told.failures, told.reservations) == (2, 1, 0, 3), told
+
+
+def lose_a_host(slices: PretendSlices, folder: Path) -> None:
+    """Kill a host of the second slice once its third step is done, and bring a new slice."""
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("slice-2-1-2")):
+        if time.monotonic() > deadline:
+            raise TimeoutError("slice-2 did not come to its third step")
+        time.sleep(0.05)
+    slices.kill("slice-2", 1)
+    print("killed a host of slice-2, starting", slices.add_slice(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

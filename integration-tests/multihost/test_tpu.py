@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretend TPU slices whose hosts have addresses of their own: Ray detects them as it does real ones."""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fairlead_tpu_executor import SlicePool
+
+from .hosts import Host, Hosts
+
+
+def add_host(hosts: Hosts, name: str, worker: int, *, kind: str = "v4-16") -> Host:
+    env = {
+        "TPU_NAME": name,
+        "TPU_WORKER_ID": str(worker),
+        "TPU_ACCELERATOR_TYPE": kind,
+        "TPU_TOPOLOGY": "2x2x2",
+        "MEGASCALE_SLICE_ID": "stale",
+    }
+    return hosts.start_host(resources={"TPU": 4}, env=env)
+
+
+@pytest.fixture(scope="module")
+def tpu_hosts(namespaces: None) -> Iterator[tuple[Hosts, dict[str, list[Host]]]]:
+    """A head, and slices `first` and `second` of two hosts each, of which worker 1 has started first."""
+    with Hosts() as made:
+        made.start_host(num_cpus=0)
+        slices = {}
+        for name in ("first", "second"):
+            slices[name] = [add_host(made, name, worker) for worker in (1, 0)][::-1]
+        yield made, slices
+
+
+def own_address(towards):
+    """The address this process really speaks from, whatever Ray calls it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def greeted():
+    """Worker 0 listens at the coordinator's address, as `jax.distributed` does; the others are told a word there."""
+    host, _, port = os.environ["EXECUTOR_COORDINATOR_ADDRESS"].partition(":")
+    me = own_address(host)
+    if os.environ["EXECUTOR_CALL_INDEX"] == "0":
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((host, int(port)))
+            server.listen()
+            server.settimeout(30)
+            for _ in range(int(os.environ["EXECUTOR_NUM_HOSTS"]) - 1):
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(os.environ["TPU_NAME"].encode())
+        return me, "listened"
+    for _ in range(300):
+        try:
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                return me, connection.recv(100).decode()
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    raise TimeoutError(f"nobody listens at {host}:{port}")
+
+
+def test_slices_of_hosts(tpu_hosts):
+    """Results come from the hosts in the order of the worker ids; the hosts of each slice meet at its worker 0."""
+    hosts, slices = tpu_hosts
+
+    def driver():
+        def megascale():
+            names = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
+            return tuple(os.environ.get(name) for name in names)
+
+        with SlicePool("v4-16", 2) as pool:
+            return pool.run(greeted), pool.run(megascale), [one.ip_address for one in pool.slices]
+
+    greetings, megascale, firsts = hosts.drive(driver, timeout_s=120)
+    assert greetings == [
+        (host.address, "listened" if worker == 0 else name)
+        for name in ("first", "second")
+        for worker, host in enumerate(slices[name])
+    ]
+    assert firsts == [slices[name][0].address for name in ("first", "second")]
+    assert megascale == [(f"{firsts[0]}:8081", slice_id) for slice_id in "0011"]
+
+
+def test_a_host_is_killed(tpu_hosts):
+    """A preemption in the middle of a run: the sibling is cancelled, and the run succeeds on the slice that comes."""
+    hosts, _ = tpu_hosts
+
+    def driver():
+        def work(folder):
+            Path(folder, f"{os.environ['TPU_NAME']}.{os.environ['TPU_HOST_ID']}").write_text(str(os.getpid()))
+            while os.environ["TPU_NAME"] == "lost":
+                time.sleep(0.1)
+            return os.environ["TPU_NAME"]
+
+        yield
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            SlicePool("v5p-16", max_retries_failure=0, max_retries_preemption=1) as pool,
+            ThreadPoolExecutor() as threads,
+        ):
+            running = threads.submit(pool.run, work, folder)
+            while len(os.listdir(folder)) < 2:
+                time.sleep(0.1)
+            yield
+            results = running.result(100)
+            pids = [Path(folder, f"lost.{worker}").read_text() for worker in (0, 1)]
+            yield results, pool.statistics().preemptions, [os.path.exists(f"/proc/{pid}") for pid in pids]
+        yield
+
+    # The driver compares the cluster at its end with that at its start: what comes in between is gone by then.
+    with hosts.driver(driver) as driving:
+        driving.step()
+        lost = [add_host(hosts, "lost", worker, kind="v5p-16") for worker in (1, 0)]
+        driving.step()
+        hosts.kill(lost[0])
+        new = [add_host(hosts, "new", worker, kind="v5p-16") for worker in (1, 0)]
+        assert driving.step(timeout_s=120) == (["new", "new"], 1, [False, False])
+        driving.step()
+        for host in (lost[1], *new):
+            hosts.kill(host)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt: a task on every host, watched until it is known what became of it."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from fairlead_placement import NodeAgent, PlacementError
+
+from . import _host
+from ._nodes import dead_nodes, gone_nodes, silent_nodes
+from ._places import Place
+from ._verdicts import HostError, NodeSilentError, judge_one
+
+__all__ = ["HostCall", "cancel", "watch"]
+
+_POLL_S = 0.5
+_GRACE_POLL_S = 0.1
+_CHECK_S = 1.0
+# A process that is killed is gone within seconds; one that is stuck in the kernel may never be.
+_CANCEL_S = 10.0
+
+
+@dataclass
+class HostCall:
+    """A task on a host, and what became of it."""
+
+    place: Place
+    ref: Any
+    value: Any = None
+    error: BaseException | None = None
+    done: bool = False
+
+    @property
+    def host_error(self) -> HostError:
+        """What went wrong."""
+        assert self.error is not None
+        return HostError(self.place.slice, self.place.worker, self.error)
+
+
+def watch(
+    calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], *, grace_s: float, accelerators: bool
+) -> list[HostError]:
+    """Wait until every call is done, or it is clear why not; the errors, in the order in which they were seen.
+
+    Calls that are not done are left as they are. How long a function runs is its own affair; what is waited for besides
+    has an end.
+
+    Args:
+        calls: what was submitted.
+        resubmit: makes a new reference for a call that came to a process in which something else had run.
+        grace_s: how long after a first error to wait for what explains it.
+        accelerators: as for `judge`.
+    """
+    pending = {call.ref: call for call in calls}
+    errors: list[HostError] = []
+    first_at = checked_at = time.monotonic()
+    while pending or errors:
+        for ref in _done(pending, grace=bool(errors)):
+            call = pending.pop(ref)
+            if not _settle(call):
+                call.ref = resubmit(call)
+                pending[call.ref] = call
+            elif call.error is not None:
+                first_at = first_at if errors else time.monotonic()
+                errors.append(call.host_error)
+        now = time.monotonic()
+        if not errors and now - checked_at >= _CHECK_S:
+            # Ray fails the tasks of a node that died; this is for those that it does not know to be there.
+            checked_at = first_at = now
+            errors += _on(dead_nodes({call.place.node_id for call in calls}), calls, "its node is dead")
+        if errors and _is_clear(errors, calls, now - first_at, grace_s, accelerators):
+            break
+    return errors
+
+
+def _done(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
+    """References that are done, waiting a moment for one."""
+    if not pending:
+        time.sleep(_GRACE_POLL_S)
+        return []
+    done, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_POLL_S if grace else _POLL_S)
+    if done and len(pending) > 1:
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+    return list(done)
+
+
+def _settle(call: HostCall) -> bool:
+    """Fetch the answer of a call that is done; False if it has to be submitted again."""
+    try:
+        ran, call.value = ray.get(call.ref)
+    except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
+        ran, call.error = True, error
+    call.done = bool(ran)
+    return call.done
+
+
+def _on(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
+    """An error for each call on some nodes that has not succeeded."""
+    return [
+        HostError(call.place.slice, call.place.worker, NodeSilentError(why))
+        for call in calls
+        if call.place.node_id in nodes and not (call.done and call.error is None)
+    ]
+
+
+def _is_clear(
+    errors: list[HostError], calls: Sequence[HostCall], waited: float, grace_s: float, accelerators: bool
+) -> bool:
+    """Whether nothing that is still to come could change the verdict; adds what is seen of nodes."""
+    nodes = {call.place.node_id for call in calls}
+    gone = gone_nodes(nodes)
+    if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
+        return True
+    if lost := _on(dead_nodes(nodes), calls, "its node is dead"):
+        errors += lost
+        return True
+    if silent := silent_nodes(nodes):
+        if waited >= grace_s:
+            errors += _on(silent, calls, "its raylet does not answer")
+        return waited >= grace_s
+    # What the function raised everywhere is the function's. A process that died, or a host that raised while others
+    # still run, may be the first sign of a host that is being taken away.
+    everywhere = all(call.done for call in calls)
+    raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
+    return waited >= grace_s or (everywhere and raised)
+
+
+def cancel(calls: Sequence[HostCall]) -> None:
+    """End what still runs, and wait until it is gone; at most `_CANCEL_S`, and not for hosts that are gone."""
+    running = [call for call in calls if not call.done]
+    for call in running:
+        ray.cancel(call.ref, force=True)
+    if not running:
+        return
+    deadline = time.monotonic() + _CANCEL_S
+    gone = gone_nodes({call.place.node_id for call in running})
+    there = [call for call in running if call.place.node_id not in gone]
+    if there:
+        ray.wait([call.ref for call in there], num_returns=len(there), timeout=_CANCEL_S, fetch_local=False)
+        with ThreadPoolExecutor(min(32, len(there))) as pool:
+            list(pool.map(lambda call: _gone(call.place, deadline), there))
+
+
+def _gone(place: Place, deadline: float) -> bool:
+    left = max(0.1, deadline - time.monotonic())
+    try:
+        over: bool = NodeAgent(place.node_id).run(_host.is_over, place.facts["name"], left, timeout_s=left + 1.0)
+    except PlacementError:
+        return False  # the node is going, and the process with it; or its successor on the host waits for it
+    return over

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that run on slices whenever they are called. All arguments of a call are the function's."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ._config import AcceleratorConfigType
+from ._executor import check_one_slice
+from ._pool import SlicePool
+
+__all__ = ["autoscale_execute", "autoscale_execute_resumable", "execute", "execute_resumable"]
+
+_Decorator = Callable[[Any], Callable[..., Any]]
+
+
+def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> _Decorator:
+    config = replace(config, **options)
+
+    def decorate(function: Any) -> Callable[..., Any]:
+        @functools.wraps(getattr(function, "_function", function))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.closing(SlicePool(config)) as pool:
+                return (pool.run if again else pool.attempt)(function, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+    """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`."""
+    check_one_slice(accelerator_config)
+    return _decorator(accelerator_config, options, again=False)
+
+
+def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+    """As `RayExecutor.autoscale_execute`. Options are those of the configuration."""
+    return _decorator(accelerator_config, options, again=False)
+
+
+def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+    """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`."""
+    check_one_slice(accelerator_config)
+    return _decorator(accelerator_config, options, again=True)
+
+
+def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+    """As `RayExecutor.autoscale_execute_resumable`. Options are those of the configuration."""
+    return _decorator(accelerator_config, options, again=True)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slices of a pool and all that was taken on them, held together and given back together."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import ray
+
+from fairlead_placement import PlacementError, Slot
+
+from ._config import AcceleratorConfigType, TpuAcceleratorConfig
+from ._environment import Variables, host_environment, megascale_port
+from ._lease import Lease, give_back
+from ._nodes import is_healthy
+from ._ports import Ports
+from ._scaling import patience, scale
+
+__all__ = ["QUARANTINE_S", "Holding", "forgotten"]
+
+# A chip that is stuck may come back: its VM is repaired, or whoever held it ends.
+QUARANTINE_S = 300.0
+
+
+class Holding:
+    """What a pool holds. Apart from the pool, so that its finalizer does not keep it alive."""
+
+    def __init__(self, config: AcceleratorConfigType) -> None:
+        self.config = config
+        self.sizes: Sequence[int] = config.sizes
+        self.leases: list[Lease] = []
+        self.reservations = 0
+        self.closed = 0
+        self._ports = Ports()
+        self._bad: dict[str, float] = {}
+        # Reentrant: the finalizer may run in the middle of anything.
+        self._lock = threading.RLock()
+
+    def ready(self) -> list[Lease]:
+        """Healthy slices, as many as allowed: those that are held, and new ones in the place of lost ones.
+
+        Raises:
+            InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
+            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+        """
+        with self._lock:
+            quarantined = self.quarantined()
+            lost = [lease for lease in self.leases if not is_healthy(lease, quarantined)]
+            before = list(self.leases)
+            if lost:
+                self._keep([lease for lease in self.leases if lease not in lost])
+                give_back(lost)
+            try:
+                scale(
+                    self.config,
+                    self.sizes,
+                    self.leases,
+                    timeout_s=patience(self.sizes, len(self.leases), len(lost), self.config.scale_timeout_s),
+                    quarantined=self.quarantined,
+                    keep=self._keep,
+                )
+                port = None
+                if isinstance(self.config, TpuAcceleratorConfig) and len(self.leases) > 1:
+                    port = megascale_port(self.config, os.environ)
+                self._ports.update(self.leases, port)
+            except BaseException:
+                self.give_back()
+                raise
+            self.reservations += sum(lease not in before for lease in self.leases)
+            return list(self.leases)
+
+    def _keep(self, leases: Sequence[Lease]) -> None:
+        self.leases = list(leases)
+
+    def quarantine(self, node_ids: Sequence[str] | frozenset[str]) -> None:
+        """Use nodes no more for a while."""
+        self._bad |= dict.fromkeys(node_ids, time.monotonic() + QUARANTINE_S)
+
+    def quarantined(self) -> frozenset[str]:
+        """The nodes not to use now."""
+        self._bad = {node_id: until for node_id, until in self._bad.items() if until > time.monotonic()}
+        return frozenset(self._bad)
+
+    def variables(self, at: int, worker: int) -> Variables:
+        """The environment of a host."""
+        return host_environment(
+            self.config,
+            [lease.slice for lease in self.leases],
+            at,
+            worker,
+            coordinators=[self._ports.coordinator(lease) for lease in self.leases],
+            megascale=self._ports.megascale,
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Every host as a slot, slice by slice, in the order of the TPU worker ids."""
+        rows = [(at, worker, lease) for at, lease in enumerate(self.leases) for worker in range(lease.slice.num_hosts)]
+        labels = {row["NodeID"]: row.get("Labels") or {} for row in ray.nodes()}
+        rank = {
+            node: number
+            for number, node in enumerate(dict.fromkeys(lease.slice.node_ids[worker] for _, worker, lease in rows))
+        }
+        seen = dict.fromkeys(rank, 0)
+        slots = []
+        for at, worker, lease in rows:
+            node_id = lease.slice.node_ids[worker]
+            slots.append(
+                Slot(
+                    placement_group=lease.group,
+                    bundle_index=worker,
+                    node_idx=at,
+                    node_id=node_id,
+                    node_ip=lease.slice.node_ips[worker],
+                    node_rank=rank[node_id],
+                    local_rank=seen[node_id],
+                    labels=labels.get(node_id, {}),
+                    worker_resources=self.config.request(lease.slice),
+                    env={name: value for name, value in self.variables(at, worker).items() if value is not None},
+                )
+            )
+            seen[node_id] += 1
+        return tuple(slots)
+
+    def give_back(self) -> bool:
+        """Slices and ports; whether Ray had the resources back in time. Can be repeated."""
+        with self._lock:
+            leases, self.leases = self.leases, []
+            if not ray.is_initialized():
+                return True  # Ray ended, and with it everything that was held
+            try:
+                self._ports.release()
+            finally:
+                returned = give_back(leases)
+            return returned
+
+
+def forgotten(holding: Holding) -> None:
+    """The safety net under a pool nobody closed; at interpreter exit Ray has ended or ends anyway."""
+    if not sys.is_finalizing():
+        with contextlib.suppress(PlacementError, ray.exceptions.RayError):
+            holding.give_back()

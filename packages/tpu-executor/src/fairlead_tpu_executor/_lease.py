@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole slices taken from Ray, and given back."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from fairlead_placement import Node, autoscaler_is_there, remove_placement_groups
+
+from ._config import AcceleratorConfigType, TpuAcceleratorConfig
+from ._slices import TYPE, WORKER_ID, SliceInfo
+
+__all__ = ["Demand", "Lease", "fits", "give_back", "take"]
+
+# A group that is pinned to nodes with room is placed within milliseconds. One that is not has lost a race.
+_PLACING_S = 1.0
+_RETURNED_S = 15.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A slice that is held.
+
+    One placement group holds all hosts and, on worker 0, the head resource, which is the slice's lock: whoever goes by
+    Ray's own helpers asks for it first. Bundle i is worker i, because each bundle is pinned to its host.
+
+    Attributes:
+        slice: the slice.
+        group: the placement group.
+        bundles: what it holds on each host.
+    """
+
+    slice: SliceInfo
+    group: PlacementGroup
+    bundles: tuple[Mapping[str, float], ...] = field(hash=False)
+
+
+def fits(config: AcceleratorConfigType, one: SliceInfo, free: Mapping[str, Node]) -> str:
+    """Who is in the way of taking a slice: nothing if it can be taken now."""
+    busy = [
+        worker
+        for worker, node_id in enumerate(one.node_ids)
+        if any(free[node_id].free.get(name, 0.0) < amount for name, amount in config.bundle(one, worker).items())
+    ]
+    return f"somebody else uses worker {', '.join(map(str, busy))}" if busy else ""
+
+
+def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
+    """Take slices, or none: None if somebody was faster."""
+    taken: list[Lease] = []
+    try:
+        for one in chosen:
+            bundles = tuple(config.bundle(one, worker) for worker in range(one.num_hosts))
+            group = placement_group(
+                [dict(bundle) for bundle in bundles],
+                strategy="PACK",
+                # Ray refuses a second group of one name.
+                name=f"fairlead-{one.slice_name}-{uuid.uuid4().hex[:8]}",
+                # Pinned to nodes rather than to labels: a lost host then leaves the group parked, and a new host that
+                # takes its name does not bring half of it back.
+                bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in one.node_ids],
+            )
+            taken.append(Lease(one, group, bundles))
+        ready = [lease.group.ready() for lease in taken]
+        if not ready or len(ray.wait(ready, num_returns=len(ready), timeout=_PLACING_S)[0]) == len(ready):
+            return taken
+    except BaseException:
+        give_back(taken)
+        raise
+    give_back(taken)
+    return None
+
+
+def give_back(leases: Sequence[Lease]) -> bool:
+    """Return slices, and wait until Ray has them; False if that took too long."""
+    if not leases or not ray.is_initialized():
+        return True
+    return remove_placement_groups([lease.group for lease in leases], timeout_s=_RETURNED_S)
+
+
+class Demand:
+    """Shows an autoscaler what is missing: a group for each slice, on hosts of its type, whatever their slice.
+
+    Nothing is to be placed in them. As soon as one is placed its hosts are there, and it is withdrawn.
+    """
+
+    def __init__(self, config: AcceleratorConfigType) -> None:
+        self._config = config
+        self._groups: list[PlacementGroup] = []
+
+    def show(self, count: int) -> None:
+        """Ask for so many slices more; again if what was asked for has come."""
+        if not autoscaler_is_there():
+            return
+        ready = [group.ready() for group in self._groups]
+        placed, _ = ray.wait(ready, num_returns=len(ready), timeout=0) if ready else ([], [])
+        come = [group for group, ref in zip(self._groups, ready, strict=True) if ref in placed]
+        self._groups = [group for group in self._groups if group not in come]
+        remove_placement_groups(come, timeout_s=_RETURNED_S)
+        for _ in range(count - len(self._groups) - len(come)):
+            self._groups.append(self._ask())
+
+    def _ask(self) -> PlacementGroup:
+        config = self._config
+        workers = range(config.hosts_per_slice)
+        bundles = [config.bundle(config.nominal(), worker) for worker in workers]
+        selectors = None
+        if isinstance(config, TpuAcceleratorConfig):
+            selectors = [{TYPE: config.kind, WORKER_ID: str(worker)} for worker in workers]
+        name = f"fairlead-wanted-{config.kind}-{uuid.uuid4().hex[:8]}"
+        return placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
+
+    def withdraw(self) -> None:
+        """Ask for nothing more. Can be repeated."""
+        groups, self._groups = self._groups, []
+        if groups and ray.is_initialized():
+            remove_placement_groups(groups, timeout_s=_RETURNED_S)
+
+    def __enter__(self) -> "Demand":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.withdraw()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices that are held from call to call, under the two names that users know for it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import _host
+from ._config import TpuAcceleratorConfig
+from ._pool import SlicePool, arranged
+from ._slices import SliceInfo
+from ._work import own_options
+
+__all__ = ["SlicePoolManager", "TpuRemoteManager"]
+
+
+class TpuRemoteManager:
+    """Calls functions and methods on every host of slices that are kept from call to call.
+
+    Each call is in a fresh process, so that no handle of an accelerator outlives it.
+
+    Args:
+        tpu_version: type of the slices.
+        pod_count: how many, or a list of allowed numbers.
+        base_env: variables of every call.
+        runtime_env: a Ray runtime_env of every call.
+        coord_port: port of the coordinator of several slices.
+        options: the further arguments of `TpuAcceleratorConfig`.
+
+    Raises:
+        TypeError, ValueError: as of the configuration.
+    """
+
+    def __init__(
+        self,
+        tpu_version: str,
+        pod_count: int | Sequence[int] = 1,
+        *,
+        base_env: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        coord_port: int | None = None,
+        **options: Any,
+    ) -> None:
+        config = TpuAcceleratorConfig(
+            tpu_version,
+            pod_count,
+            execution_env=runtime_env,
+            megascale_port=coord_port,
+            **{**options, "flatten": False},
+        )
+        self.pool = SlicePool(config.with_environment_variables(base_env))
+
+    def ensure(self) -> "TpuRemoteManager":
+        """Have healthy slices. Raises as `SlicePool.reserve`."""
+        self.pool.reserve()
+        return self
+
+    def run_function(self, fn: Any, /, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
+        """Call a function on every host. Arguments, results and errors as of `SlicePool.run`."""
+        given = own_options(fn, {"flatten": flatten}, kwargs)
+        return arranged(self.pool.run(fn, *args, **kwargs), given.get("flatten", True))
+
+    def run_class_method(
+        self,
+        cls: type,
+        init_args: Sequence[Any],
+        init_kwargs: Mapping[str, Any],
+        method: str,
+        /,
+        *args: Any,
+        flatten: bool | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Make an instance on every host and call one method of it. Results and errors as of `run_function`."""
+        function = functools.partial(_host.call_method, cls, tuple(init_args), dict(init_kwargs), method)
+        function.__name__ = f"{cls.__name__}.{method}"  # type: ignore[attr-defined]
+        given = own_options(getattr(cls, method), {"flatten": flatten}, kwargs)
+        return arranged(self.pool.run(function, *args, **kwargs), given.get("flatten", True))
+
+    def close(self) -> bool:
+        """Give everything back. Can be repeated; the next call reserves again."""
+        return self.pool.close()
+
+    def __enter__(self) -> "TpuRemoteManager":
+        return self.ensure()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SlicePoolManager:
+    """A pool of slices whose size is set after it is made.
+
+    Args:
+        tpu_type: type of the slices.
+        options: the further arguments of `TpuAcceleratorConfig`.
+    """
+
+    def __init__(self, tpu_type: str, **options: Any) -> None:
+        self.pool = SlicePool(tpu_type, **{**options, "flatten": False})
+
+    def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
+        """Have so many slices; of a list the largest number that can be had. Raises as `SlicePool.reserve`."""
+        self.pool.scale(num_slices)
+
+    def prepare_all_slices(self) -> None:
+        """Look at all hosts, and replace the slices that were lost. Raises as `SlicePool.reserve`."""
+        self.pool.reserve()
+
+    def get_all_pool_members(self) -> list[SliceInfo]:
+        """The slices that are held, in order."""
+        return list(self.pool.slices)
+
+    def execute_on_each_slice(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on worker 0 of each slice; one result per slice. Raises as `SlicePool.run`."""
+        return arranged(self.pool.run_on_first_hosts(fn, *args, **kwargs), True)
+
+    def execute_on_each_host(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[list[Any]]:
+        """Call a function on every host; one list of results per slice. Raises as `SlicePool.run`."""
+        return self.pool.run(fn, *args, **kwargs)
+
+    def execute_on_each_host_flat(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on every host; one list of results. Raises as `SlicePool.run`."""
+        return arranged(self.pool.run(fn, *args, **kwargs), True)
+
+    def drain_actor_pool(self) -> None:
+        """Give all slices back. Can be repeated; the next use reserves again."""
+        self.pool.close()
+
+    def __enter__(self) -> "SlicePoolManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drain_actor_pool()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hosts are well: as Ray says, and as they answer themselves."""
+
+import socket
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from fairlead_placement import alive_nodes
+
+from ._lease import Lease
+from ._ray_private import draining_nodes
+
+__all__ = ["dead_nodes", "gone_nodes", "is_healthy", "silent_nodes"]
+
+_ANSWER_S = 1.0
+
+
+def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:
+    """Those that Ray takes to be dead."""
+    return frozenset(node_ids) - alive_nodes()
+
+
+def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:
+    """Those that are dead or about to go."""
+    return frozenset(node_ids) - (alive_nodes() - draining_nodes())
+
+
+def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:
+    """Those that Ray takes to be alive, but whose raylet takes no connection.
+
+    Ray notices the death of a node after 15 s to a minute; what runs on the others fails at once. Whether it does not
+    answer tells sooner where to look.
+    """
+    rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] in node_ids]
+    if not rows:
+        return frozenset()
+    with ThreadPoolExecutor(min(64, len(rows))) as pool:
+        answers = pool.map(lambda row: _answers(row["NodeManagerAddress"], row["NodeManagerPort"]), rows)
+        return frozenset(row["NodeID"] for row, well in zip(rows, answers, strict=True) if not well)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_ANSWER_S):
+            return True
+    except OSError:
+        return False
+
+
+def is_healthy(lease: Lease, quarantined: Collection[str]) -> bool:
+    """Whether every host of a slice is there, and the slice is still held."""
+    nodes = set(lease.slice.node_ids)
+    return (
+        not gone_nodes(nodes)
+        and not nodes & set(quarantined)
+        and placement_group_table(lease.group).get("state") == "CREATED"
+    )

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one engine: slices that are held, and runs on them."""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fairlead_placement import Slot, SlotClaim, claim_slots
+
+from ._attempt import HostCall, cancel, watch
+from ._budget import Backoff, Budget
+from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
+from ._holding import Holding, forgotten
+from ._nodes import gone_nodes
+from ._places import Place, places_of, start, submit
+from ._retry import retry
+from ._slices import SliceInfo
+from ._status import JobInfo, JobStatus, JobSucceeded
+from ._verdicts import judge
+from ._work import Work, work_of
+from .exceptions import PoolBusyError, TpuExecutorError
+
+__all__ = ["PoolStatistics", "SlicePool", "arranged"]
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """What a pool has done so far.
+
+    Attributes:
+        attempts: how often something was started on all hosts.
+        failures: how many of these the function or the system failed.
+        preemptions: how many of these ended by the loss of a slice.
+        reservations: how many slices were taken, replacements included.
+    """
+
+    attempts: int = 0
+    failures: int = 0
+    preemptions: int = 0
+    reservations: int = 0
+
+
+class SlicePool:
+    """Whole slices that are kept from run to run; a run goes to every host of every slice.
+
+    Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. One run at a time:
+    a second one queues.
+
+    Args:
+        tpu_type: such as "v4-16"; or a whole configuration, of whatever accelerators.
+        num_slices: how many, or a list of allowed numbers.
+        options: the further arguments of `TpuAcceleratorConfig`.
+
+    Raises:
+        TypeError, ValueError: as of the configuration.
+
+        with SlicePool("v4-16", 2) as pool:
+            results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
+    """
+
+    def __init__(
+        self,
+        tpu_type: str | AcceleratorConfigType,
+        num_slices: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(tpu_type, (TpuAcceleratorConfig, GpuAcceleratorConfig, CpuAcceleratorConfig)):
+            config = replace(tpu_type, **options) if options else tpu_type
+            if num_slices is not None:
+                raise TypeError(
+                    "give the number of slices with the type, or in the configuration (pod_count), not both"
+                )
+        else:
+            config = TpuAcceleratorConfig(tpu_type, 1 if num_slices is None else num_slices, **options)
+        self.config: AcceleratorConfigType = config
+        self._holding = Holding(config)
+        self._turn = threading.Lock()
+        self._running = ""
+        self._counts = PoolStatistics()
+        self._finalizer = weakref.finalize(self, forgotten, self._holding)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        sizes = " or ".join(map(str, self._holding.sizes))
+        return f"SlicePool({sizes} x {self.config.kind}, {len(self._holding.leases)} held)"
+
+    def reserve(self) -> "SlicePool":
+        """Have healthy slices: those that are held, and new ones in the place of lost ones.
+
+        Raises:
+            InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
+            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+        """
+        with self._my_turn("reserve"):
+            self._holding.ready()
+        return self
+
+    def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
+        """Have another number of slices from now on. Raises as `reserve` does."""
+        sizes = TpuAcceleratorConfig(pod_count=num_slices).sizes
+        with self._my_turn("scale"):
+            self._holding.sizes = sizes
+            self._holding.ready()
+        return self
+
+    @property
+    def slices(self) -> tuple[SliceInfo, ...]:
+        """What is held, in order; nothing before the first use."""
+        return tuple(lease.slice for lease in self._holding.leases)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Every host as a slot of fairlead-placement, in the order of slices and TPU worker ids. Raises as `reserve`.
+
+        What runs in a slot has the variables in its `env`. While a worker group is there, runs are refused.
+        """
+        self.reserve()
+        return self._holding.slots()
+
+    def statistics(self) -> PoolStatistics:
+        """What has been done so far."""
+        return replace(self._counts, reservations=self._holding.reservations)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on every host, again and again as the budgets allow, and return what it returns.
+
+        Args:
+            function: plain or `@ray.remote`.
+            args: its arguments. References to objects are replaced by their values.
+            kwargs: its arguments by name.
+
+        Returns:
+            One result per host, in the order of slices and TPU worker ids; with `flatten=False` one list per slice.
+
+        Raises:
+            TypeError, ValueError: what cannot be run. Nothing was started.
+            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
+            PreemptedTooOftenError: slices were lost once more than allowed.
+            PoolBusyError: something else runs here, and the time to queue is over.
+            BaseException: what the function raised the last time.
+        """
+        return self._run(function, args, kwargs)
+
+    def run_on_first_hosts(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `run`, on worker 0 of each slice only."""
+        return self._run(function, args, kwargs, first_hosts=True)
+
+    def attempt(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> JobStatus:
+        """As `run`, once; what became of it as a value. What cannot be run, and a lack of slices, are raised."""
+        with self._my_turn(_name(function)) as work_on:
+            return work_on(function, args, kwargs, False)(1)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[list[Any]]:
+        """Start a function on every host and return references, a list per slice.
+
+        Nothing is watched or repeated: `ray.get` raises Ray's errors. What is submitted while something runs waits for
+        it, host by host.
+        """
+        work = self.checked(function)
+        payload = work.put(args, kwargs)
+        self.reserve()
+        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self._places(work)]
+
+    def start(self, cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
+        """Have an actor for a class on every host, a list per slice, and the claim that says so.
+
+        Raises:
+            ResourceInsufficientError: somebody is there already.
+        """
+        work = self.checked(cls, of_class=True)
+        payload = work.put(args, kwargs)
+        self.reserve()
+        claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
+        return [[start(place, payload) for place in of_slice] for of_slice in self._places(work)], claim
+
+    def checked(self, function: Any, *, of_class: bool = False) -> Work:
+        """What can be said of a function or a class before anything is reserved.
+
+        Raises:
+            TypeError, ValueError: what cannot be run here.
+        """
+        work = work_of(function, of_class=of_class)
+        work.remote_options(self.config, self.config.nominal())
+        return work
+
+    def close(self) -> bool:
+        """Give everything back; whether Ray had it in time. Can be repeated; the next use reserves again."""
+        self._holding.closed += 1
+        return self._holding.give_back()
+
+    def __enter__(self) -> "SlicePool":
+        return self.reserve()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
+    ) -> list[Any]:
+        budget = Budget(self.config.max_retries_failure, self.config.max_retries_preemption)
+        with self._my_turn(_name(function)) as work_on:
+            return list(retry(work_on(function, args, kwargs, first_hosts), budget, Backoff()).result)
+
+    @contextlib.contextmanager
+    def _my_turn(self, name: str) -> Iterator[Callable[..., Callable[[int], JobStatus]]]:
+        """One at a time; gives what turns a function and its arguments into something to attempt."""
+        limit = self.config.queue_timeout_s
+        began = time.monotonic()
+        running = self._running
+        if not self._turn.acquire(timeout=-1 if limit is None else limit):
+            raise PoolBusyError(running or "something", time.monotonic() - began)
+        self._running = name
+        try:
+            yield self._attempts
+        finally:
+            self._running = ""
+            self._turn.release()
+
+    def _attempts(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
+    ) -> Callable[[int], JobStatus]:
+        work = self.checked(function)
+        payload = work.put(args, kwargs)
+        closed = self._holding.closed
+        return lambda number: self._attempt(work, payload, number, closed, first_hosts)
+
+    def _attempt(self, work: Work, payload: Any, number: int, closed: int, first_hosts: bool) -> JobStatus:
+        if self._holding.closed != closed:
+            raise TpuExecutorError(f"the pool was closed while {work.name} ran. Run it in a pool that stays open.")
+        self._holding.ready()
+        accelerators = isinstance(self.config, TpuAcceleratorConfig)
+        info = JobInfo(work.name, "running", self.config.kind, self.slices, number)
+        claim = claim_slots(self._holding.slots(), f"run of {work.name}")
+        began = time.monotonic()
+        calls: list[HostCall] = []
+        try:
+            everywhere = [place for of_slice in self._places(work) for place in of_slice]
+            places = [place for place in everywhere if place.worker == 0 or not first_hosts]
+            self._count(attempts=1)
+            for place in places:
+                calls.append(HostCall(place, submit(place, payload)))
+            errors = watch(
+                calls,
+                lambda call: submit(call.place, payload, dedicated=True),
+                grace_s=self.config.grace_s,
+                accelerators=accelerators,
+            )
+        finally:
+            cancel(calls)
+            claim.release()
+        info = replace(info, seconds=time.monotonic() - began)
+        if not errors:
+            return JobSucceeded(replace(info, state="succeeded"), self._arranged(calls))
+        gone = gone_nodes({place.node_id for place in places})
+        verdict = judge(errors, gone, accelerators=accelerators)
+        self._holding.quarantine(verdict.quarantine)
+        lost = verdict.kind == "infrastructure"
+        self._count(**{"preemptions" if lost else "failures": 1})
+        return verdict.status(replace(info, state=_STATES[verdict.kind]))
+
+    def _places(self, work: Work) -> list[list[Place]]:
+        return places_of(work, self.config, self._holding.leases, self._holding.variables)
+
+    def _arranged(self, calls: Sequence[HostCall]) -> list[Any]:
+        nested: list[list[Any]] = [[] for _ in self.slices]
+        for call in calls:
+            nested[call.place.at].append(call.value)
+        return arranged(nested, self.config.flatten)
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+_STATES: dict[str, Any] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
+
+
+def arranged(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:
+    """One list of all hosts, or one per slice."""
+    return [value for of_slice in nested for value in of_slice] if flatten else [list(one) for one in nested]
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or getattr(function, "_function_name", None) or "a function")

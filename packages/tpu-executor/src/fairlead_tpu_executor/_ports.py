@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ports that a pool holds: one on worker 0 of each slice, and that of the coordinator of several slices."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fairlead_placement import NodeAgent, PlacementError, PortLease, PortUnavailableError, Slot, lease_ports
+
+from . import _host
+from ._lease import Lease
+
+__all__ = ["Ports"]
+
+
+class Ports:
+    """Held for as long as the slices are, so that an attempt does not pay for them."""
+
+    def __init__(self) -> None:
+        self._coordinators: dict[Lease, PortLease] = {}
+        self._megascale: tuple[Lease, int, PortLease] | None = None
+
+    def update(self, leases: Sequence[Lease], megascale_port: int | None) -> None:
+        """Hold what these slices need, and nothing else.
+
+        Args:
+            leases: the slices, in order.
+            megascale_port: the port of their coordinator; None without one.
+
+        Raises:
+            PortUnavailableError: a port is taken; for the coordinator's with a note of who has it.
+        """
+        for lease in [one for one in self._coordinators if one not in leases]:
+            self._coordinators.pop(lease).release()
+        if self._megascale is not None and (
+            megascale_port is None or self._megascale[:2] != (leases[0], megascale_port)
+        ):
+            self._megascale[2].release()
+            self._megascale = None
+        new = [lease for lease in leases if lease not in self._coordinators]
+        if new:
+            # The first port of a node waits for its agent to start: all of them at the same time.
+            with ThreadPoolExecutor(min(32, len(new))) as pool:
+                asked = [(lease, pool.submit(lease_ports, [_first(lease)])) for lease in new]
+            for lease, answer in asked:
+                if answer.exception() is None:
+                    self._coordinators[lease] = answer.result()[0][0]
+            for _, answer in asked:
+                answer.result()
+        if megascale_port is not None and self._megascale is None:
+            self._megascale = (leases[0], megascale_port, _lease_one(_first(leases[0]), megascale_port))
+
+    def coordinator(self, lease: Lease) -> str:
+        """`host:port` for the hosts of a slice."""
+        held = self._coordinators[lease]
+        return f"{held.address}:{held.port}"
+
+    @property
+    def megascale(self) -> str | None:
+        """`host:port` for all slices; None with one slice."""
+        return None if self._megascale is None else f"{self._megascale[2].address}:{self._megascale[2].port}"
+
+    def release(self) -> None:
+        """Hold nothing. Can be repeated."""
+        self.update([], None)
+
+
+def _first(lease: Lease) -> Slot:
+    one = lease.slice
+    return Slot(
+        placement_group=lease.group,
+        bundle_index=0,
+        node_idx=0,
+        node_id=one.node_ids[0],
+        node_ip=one.ip_address,
+        node_rank=0,
+        local_rank=0,
+    )
+
+
+def _lease_one(slot: Slot, port: int) -> PortLease:
+    try:
+        return lease_ports([slot], low=port, high=port)[0][0]
+    except PortUnavailableError as error:
+        try:
+            holder = NodeAgent(slot.node_id).run(_host.describe_port, port)
+        except PlacementError as unknown:
+            holder = f"nobody could say who ({unknown})"
+        error.add_note(
+            f"Port {port} is that of the coordinator of several slices; {holder} has it on {slot.node_ip}. End that, "
+            "or choose another (megascale_port, COORD_PORT)."
+        )
+        raise

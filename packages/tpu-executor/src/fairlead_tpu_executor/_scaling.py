@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many slices to have, and which: decided from what is held and what is free."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from fairlead_placement import Waiting, read_nodes
+
+from ._config import AcceleratorConfigType
+from ._lease import Demand, Lease, fits, give_back, take
+from ._slices import SliceInfo, SliceLack
+from .exceptions import InsufficientSlicesError
+
+__all__ = ["Choice", "Survey", "choose_size", "patience", "scale", "survey"]
+
+_POLL_S = (0.05, 1.0)
+# How long after the timeout somebody else may be faster with what is there.
+_RACES_S = 5.0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is to be had.
+
+    Attributes:
+        free: whole slices that can be taken now.
+        lacking: the others that are seen, and what each lacks.
+    """
+
+    free: tuple[SliceInfo, ...]
+    lacking: tuple[SliceLack, ...]
+
+
+def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
+    """Look at the nodes once.
+
+    Args:
+        config: what is wanted.
+        held: slices that are held already; they are neither free nor lacking.
+        quarantined: ids of nodes not to use.
+    """
+    nodes = {node.node_id: node for node in read_nodes()}
+    names = {one.slice_name for one in held}
+    found = config.find(list(nodes.values()))
+    free: list[SliceInfo] = []
+    lacking = [lack for lack in found.lacking if lack.slice_name not in names]
+    for one in found.intact:
+        if one in held:
+            continue
+        bad = [worker for worker, node_id in enumerate(one.node_ids) if node_id in quarantined]
+        if bad:
+            said = f"worker {', '.join(map(str, bad))} did not answer, or its accelerators did not start, a while ago"
+        else:
+            said = fits(config, one, nodes)
+        if said:
+            lacking.append(SliceLack(one.slice_name, said))
+        else:
+            free.append(one)
+    return Survey(tuple(free), tuple(lacking))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do now: have `size` slices, or wait (None)."""
+
+    size: int | None
+
+
+def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool) -> Choice:
+    """The largest allowed number of slices at once; a smaller one only when the wait is over. Pure.
+
+    Args:
+        sizes: what is allowed, ascending.
+        held: how many are held.
+        free: how many more can be had now.
+        waited_out: whether the scale timeout has ended.
+
+    >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
+    (Choice(size=None), Choice(size=1))
+    """
+    possible = [size for size in sizes if size <= held + free]
+    if possible and (possible[-1] == sizes[-1] or waited_out):
+        return Choice(possible[-1])
+    return Choice(None)
+
+
+def patience(sizes: Sequence[int], held: int, lost: int, timeout_s: float) -> float:
+    """How long to wait for the largest number of slices. Pure.
+
+    A pool that has waited before, and does with fewer, does not wait again as long as these are well: it only takes
+    more if they are there.
+
+    Args:
+        sizes: what is allowed.
+        held: how many healthy slices are held.
+        lost: how many have just been lost.
+        timeout_s: the scale timeout.
+
+    >>> patience([1, 2], held=1, lost=0, timeout_s=600), patience([1, 2], held=1, lost=1, timeout_s=600)
+    (0.0, 600)
+    """
+    return 0.0 if held in sizes and not lost else timeout_s
+
+
+def scale(
+    config: AcceleratorConfigType,
+    sizes: Sequence[int],
+    held: Sequence[Lease],
+    *,
+    timeout_s: float,
+    quarantined: Callable[[], Collection[str]],
+    keep: Callable[[Sequence[Lease]], None],
+) -> list[Lease]:
+    """Have as many slices as allowed, keeping those that are held.
+
+    While waiting nothing more is taken: two jobs that each hold a part of what both want would wait for ever.
+
+    Args:
+        config: what is wanted.
+        sizes: the allowed numbers, ascending.
+        held: healthy slices.
+        timeout_s: how long to wait for the largest number; then a smaller one will do.
+        quarantined: ids of nodes not to use now.
+        keep: told at once what is held, before anything else can go wrong.
+
+    Raises:
+        InsufficientSlicesError: not even the smallest number could be had. What was held is still held.
+    """
+    began = time.monotonic()
+    pause = _POLL_S[0]
+    leases = list(held)
+    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, Demand(config) as demand:
+        while True:
+            now = survey(config, [lease.slice for lease in leases], quarantined())
+            waited = time.monotonic() - began
+            size = choose_size(sizes, len(leases), len(now.free), waited_out=waited >= timeout_s).size
+            if size is not None:
+                demand.withdraw()
+                # Somebody may be faster; then look again.
+                taken = take(config, now.free[: max(0, size - len(leases))])
+                if taken is not None:
+                    leases, extra = [*leases[:size], *taken], leases[size:]
+                    keep([*leases, *extra])
+                    give_back(extra)
+                    keep(leases)
+                    return leases
+            if waited >= timeout_s + (0 if size is None else _RACES_S):
+                raise InsufficientSlicesError(
+                    config.kind, tuple(sizes), len(leases) + len(now.free), now.lacking, waited
+                )
+            demand.show(sizes[-1] - len(leases) - len(now.free))
+            there = f"{len(leases)} held, {len(now.free)} free"
+            waiting.show("; ".join([there, *map(str, now.lacking[:2])]), timeout_s)
+            time.sleep(max(0.01, min(pause, began + timeout_s - time.monotonic())))
+            pause = min(2 * pause, _POLL_S[1])

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests of code that runs on TPU slices: slices without TPUs, detected by Ray as real ones are."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+__all__ = ["PretendSlices"]
+
+_QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 5000,
+}
+
+
+class PretendSlices:
+    """A cluster on this machine: a head without TPUs, to which hosts of slices are added, and killed, one by one.
+
+    Each host is a raylet with the variables that a TPU VM has, so Ray gives it the labels and resources of one. All
+    share one address. This process is attached to the cluster, until `close()`.
+
+        with PretendSlices() as slices:
+            name = slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
+            with SlicePool("v4-8") as pool:
+                assert pool.run(lambda x: x + 1, 41) == [42]
+    """
+
+    def __init__(self) -> None:
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": 200_000_000,
+                "_system_config": _QUICK_DEATHS,
+            },
+        )
+        self._hosts: dict[tuple[str, int], Any] = {}
+        self._named = 0
+        ray.init(address=self._cluster.address, logging_level="error", log_to_driver=False)
+
+    @property
+    def address(self) -> str:
+        """For `ray.init` of another driver."""
+        address: str = self._cluster.address
+        return address
+
+    def add_host(
+        self,
+        name: str,
+        worker: int,
+        *,
+        kind: str = "v4-16",
+        topology: str = "2x2x2",
+        chips: int = 4,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Start a host and wait until it has joined; its node id."""
+        detected = {
+            "TPU_NAME": name,
+            "TPU_WORKER_ID": str(worker),
+            "TPU_ACCELERATOR_TYPE": kind,
+            "TPU_TOPOLOGY": topology,
+            **(env or {}),
+        }
+        with _environment(detected):
+            node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
+        self._hosts[name, worker] = node
+        node_id: str = node.node_id
+        # Not `Cluster.wait_for_nodes`, which waits for those that were killed.
+        _wait_until(lambda: any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()))
+        return node_id
+
+    def add_slice(self, name: str = "", *, workers: Sequence[int] = (1, 0), **options: Any) -> str:
+        """Start the hosts of a slice, in the order given; its name, which is new unless it is given."""
+        self._named += not name
+        name = name or f"slice-{self._named}"
+        for worker in workers:
+            self.add_host(name, worker, **options)
+        return name
+
+    def node_id(self, name: str, worker: int) -> str:
+        """Ray's id of a host."""
+        node_id: str = self._hosts[name, worker].node_id
+        return node_id
+
+    def kill(self, name: str, worker: int) -> None:
+        """Kill all that runs on a host, as if its VM were gone. Ray notices after a second or two."""
+        import psutil  # Ray brings it
+
+        node = self._hosts.pop((name, worker))
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        # Stopped first: it is not to see its children die, nor to say so.
+        raylet.suspend()
+        for process in (*raylet.children(recursive=True), raylet):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._cluster.worker_nodes.remove(node)
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+    def remove(self, name: str) -> None:
+        """Take a slice away, and wait until Ray has noticed."""
+        gone = {self.node_id(*key) for key in self._hosts if key[0] == name}
+        for key in [key for key in self._hosts if key[0] == name]:
+            self.kill(*key)
+        _wait_until(lambda: not gone & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
+
+    def names(self) -> list[str]:
+        """The slices of which there is a host."""
+        return sorted({name for name, _ in self._hosts})
+
+    def close(self) -> None:
+        """Detach, and end the cluster."""
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    def __enter__(self) -> "PretendSlices":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{holds} did not come to hold within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """For what `Cluster` starts: its `env_vars=` do not reach Ray's detection."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations are checked once, and say what was meant."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from fairlead_tpu_executor import CpuAcceleratorConfig, GpuAcceleratorConfig, SlicePool, TpuAcceleratorConfig
+from fairlead_tpu_executor._work import own_options, work_of
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (TpuAcceleratorConfig, {"num_slices": 2}, "did you mean pod_count"),
+        (TpuAcceleratorConfig, {"tpu_type": "v4-8"}, "did you mean tpu_version"),
+        (TpuAcceleratorConfig, {"chips_per_host": 4}, "did you mean chips_per_vm"),
+        (TpuAcceleratorConfig, {"env_vars": {}}, "execution_env="),
+        (TpuAcceleratorConfig, {"scale_timeout": 4}, "did you mean scale_timeout_s"),
+        (TpuAcceleratorConfig, {"zzz": 4}, "it has tpu_version"),
+        (GpuAcceleratorConfig, {"num_gpus": 4}, "did you mean device_count"),
+        (CpuAcceleratorConfig, {"core_cnt": 4}, "did you mean core_count"),
+        (CpuAcceleratorConfig, {"num_slices": 4}, "it has core_count|did you mean"),
+        (TpuAcceleratorConfig, {"pod_count": 2.0}, "pod_count"),
+        (TpuAcceleratorConfig, {"pod_count": "2"}, "pod_count"),
+        (TpuAcceleratorConfig, {"pod_count": True}, "pod_count"),
+        (TpuAcceleratorConfig, {"scale_timeout_s": "4"}, "scale_timeout_s"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A": 1}}}, "Convert it"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, "is a dict"),
+        (TpuAcceleratorConfig, {"execution_env": "A=1"}, "execution_env"),
+        (TpuAcceleratorConfig, {"max_retries_failure": 1.5}, "max_retries_failure"),
+    ],
+)
+def test_wrong_types(config, options, said):
+    """A keyword that does not exist names the one that does; a value of a wrong type is a TypeError."""
+    with pytest.raises(TypeError, match=said):
+        config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (TpuAcceleratorConfig, {"tpu_version": "v9-8"}, "no TPU type"),
+        (TpuAcceleratorConfig, {"pod_count": 0}, "at least 1"),
+        (TpuAcceleratorConfig, {"pod_count": []}, "empty"),
+        (TpuAcceleratorConfig, {"pod_count": [1, 0]}, "at least 1"),
+        (TpuAcceleratorConfig, {"cpu_count": 0}, "at least 1"),
+        (TpuAcceleratorConfig, {"megascale_port": 0}, "1 to 65535"),
+        (TpuAcceleratorConfig, {"scale_timeout_s": -1}, "negative"),
+        (TpuAcceleratorConfig, {"grace_s": float("nan")}, "negative"),
+        (TpuAcceleratorConfig, {"max_retries_preemption": -1}, "at least 0"),
+        (TpuAcceleratorConfig, {"resources": {"TPU": 1}}, "cpu_count and the type"),
+        (TpuAcceleratorConfig, {"resources": {"x": 0}}, "above 0"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A=B": "1"}}}, "environment variable"),
+        (GpuAcceleratorConfig, {"device_count": 0}, "at least 1"),
+        (CpuAcceleratorConfig, {"worker_count": 0}, "at least 1"),
+    ],
+)
+def test_wrong_values(config, options, said):
+    """What cannot be is a ValueError, before anything is asked of Ray."""
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+
+
+def test_values():
+    """Configurations are values: frozen, equal, hashable, picklable; a copy with variables leaves the first alone."""
+    one = TpuAcceleratorConfig("v4-16", [4, 2, 2], execution_env={"env_vars": {"A": "1"}, "pip": ["x"]})
+    assert one.sizes == (2, 4)
+    assert one == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(pickle.loads(pickle.dumps(one)))
+    with pytest.raises(FrozenInstanceError):
+        one.pod_count = 3
+    two = one.with_environment_variables({"B": "2"}, A="3")
+    assert (dict(two.env_vars), dict(one.env_vars)) == ({"A": "3", "B": "2"}, {"A": "1"})
+    assert one.runtime_env == two.runtime_env == {"pip": ["x"]}
+
+
+def test_bundles():
+    """All chips of a host and, on worker 0, the slice's lock."""
+    config = TpuAcceleratorConfig("v4-16", resources={"memory": 5.0})
+    assert config.bundle(config.nominal(), 0) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0, "TPU-v4-16-head": 1.0}
+    assert config.bundle(config.nominal(), 1) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0}
+    gpus = GpuAcceleratorConfig(2, "H100", cpu_count=3)
+    assert gpus.bundle(gpus.nominal(), 0) == {"CPU": 3.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert gpus.request(gpus.nominal()) == {"CPU": 3.0, "GPU": 2.0}
+
+
+def test_pool_takes_either():
+    """A pool is made from a type or from a configuration, not from both; making one asks nothing of Ray."""
+    assert SlicePool("v4-16", [1, 2], cpu_count=1).config == TpuAcceleratorConfig("v4-16", [1, 2], cpu_count=1)
+    config = CpuAcceleratorConfig(2)
+    assert SlicePool(config, grace_s=1.0).config.grace_s == 1.0
+    assert repr(SlicePool(config)) == "SlicePool(1 x cpu, 0 held)"
+    with pytest.raises(TypeError, match="pod_count"):
+        SlicePool(config, 2)
+
+
+def test_what_is_not_a_function():
+    """What cannot be run, or returns what cannot travel, is refused by its kind."""
+
+    async def coroutine():
+        pass
+
+    def generator():
+        yield
+
+    for wrong, said in ((3, "got 3"), (int, "got <class"), (coroutine, "coroutine"), (generator, "generator")):
+        with pytest.raises(TypeError, match=said):
+            work_of(wrong)
+    with pytest.raises(TypeError, match="a class is wanted"):
+        work_of(print, of_class=True)
+
+
+def test_whose_keyword():
+    """A keyword is the function's if it has a parameter of that name; what was not given is nobody's."""
+
+    def theirs(flatten, x):
+        pass
+
+    kwargs = {"x": 1}
+    assert own_options(theirs, {"flatten": False, "max_retries_failure": 2, "other": None}, kwargs) == {
+        "max_retries_failure": 2
+    }
+    assert kwargs == {"x": 1, "flatten": False}
+    kwargs = {}
+    assert own_options(lambda **rest: None, {"flatten": False}, kwargs) == {"flatten": False}
+    assert kwargs == {}

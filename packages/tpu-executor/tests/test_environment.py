@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables of each host, layer by layer."""
+
+import pytest
+
+from fairlead_tpu_executor import CpuAcceleratorConfig, SliceInfo, TpuAcceleratorConfig
+from fairlead_tpu_executor._environment import host_environment, megascale_port
+
+SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
+MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
+
+
+def environment(config, count, at=0, worker=0, megascale=None):
+    addresses = ["10.0.0.1:1400", "10.0.0.3:1500"]
+    return host_environment(config, SLICES[:count], at, worker, coordinators=addresses, megascale=megascale)
+
+
+def test_one_slice():
+    """No variable of several slices is there; stale ones are taken away."""
+    assert environment(TpuAcceleratorConfig("v4-16"), 1, worker=1) == {
+        "EXECUTOR_CALL_INDEX": "1",
+        "EXECUTOR_CALL_SLICE": "0",
+        "EXECUTOR_NUM_HOSTS": "2",
+        "EXECUTOR_COORDINATOR_ADDRESS": "10.0.0.1:1400",
+        "TPU_HOST_ID": "1",
+        "TPU_SLICE_NAME": "a",
+        "TPU_VERSION": "v4-16",
+        "TPU_POD_COUNT": "1",
+        **dict.fromkeys(MEGASCALE),
+    }
+
+
+def test_two_slices():
+    """Each host knows all slices' coordinator and its own slice's."""
+    found = environment(TpuAcceleratorConfig("v4-16", 2), 2, at=1, megascale="10.0.0.1:8081")
+    assert {name: found[name] for name in MEGASCALE} == {
+        "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1:8081",
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_PORT": "8081",
+        "MEGASCALE_SLICE_ID": "1",
+    }
+    assert (found["EXECUTOR_CALL_SLICE"], found["TPU_POD_COUNT"]) == ("1", "2")
+    assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "10.0.0.3:1500"
+
+
+def test_layers():
+    """Ours override the user's, which are there besides; TPU_NAME is not ours."""
+    config = TpuAcceleratorConfig("v4-16").with_environment_variables(
+        {"MINE": "1", "EXECUTOR_CALL_INDEX": "9", "MEGASCALE_PORT": "9"}, OTHER="2"
+    )
+    found = environment(config, 1)
+    assert (found["MINE"], found["OTHER"], found["EXECUTOR_CALL_INDEX"]) == ("1", "2", "0")
+    assert found["MEGASCALE_PORT"] is None
+    assert "TPU_NAME" not in found
+
+
+def test_other_hosts():
+    """Hosts without TPUs get nothing of TPUs."""
+    found = environment(CpuAcceleratorConfig(1), 1)
+    assert sorted(found) == [
+        "EXECUTOR_CALL_INDEX",
+        "EXECUTOR_CALL_SLICE",
+        "EXECUTOR_COORDINATOR_ADDRESS",
+        "EXECUTOR_NUM_HOSTS",
+    ]
+
+
+def test_variables_of_the_loader():
+    """What only a new process takes note of is not set in a running one."""
+    config = TpuAcceleratorConfig("v4-16", execution_env={"env_vars": {"LD_PRELOAD": "x", "PYTHONPATH": "y", "A": "z"}})
+    assert {"LD_PRELOAD", "PYTHONPATH"}.isdisjoint(environment(config, 1))
+
+
+def test_megascale_port():
+    """The configuration's, else COORD_PORT of the user's variables, else of the driver, else 8081."""
+    config = TpuAcceleratorConfig("v4-16", 2)
+    user = config.with_environment_variables(COORD_PORT="9001")
+    assert megascale_port(config, {}) == 8081
+    assert megascale_port(config, {"COORD_PORT": "9000"}) == 9000
+    assert megascale_port(user, {"COORD_PORT": "9000"}) == 9001
+    assert megascale_port(TpuAcceleratorConfig("v4-16", 2, megascale_port=9002), {"COORD_PORT": "9000"}) == 9002
+    for wrong in ("x", "0", "65536", "-1"):
+        with pytest.raises(ValueError, match="COORD_PORT"):
+            megascale_port(config, {"COORD_PORT": wrong})

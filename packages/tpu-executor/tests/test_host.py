@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host does before it runs anything, without Ray."""
+
+import os
+import subprocess
+import sys
+import uuid
+
+from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, is_over
+
+
+def test_lock_files_that_stay(tmp_path, monkeypatch):
+    """What is not there, is no plain file, or cannot be opened is left alone, with a word about it."""
+    assert clear_lock_file(str(tmp_path / "nothing")) == ""
+    assert "no plain file" in clear_lock_file(str(tmp_path))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    (tmp_path / "target").touch()
+    assert "no plain file" in clear_lock_file(str(link))
+    assert (tmp_path / "target").exists()
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    assert "belongs to somebody else" in clear_lock_file(str(tmp_path / "target"))
+
+
+def test_a_dead_one_s_lock_file(tmp_path):
+    """A file that nothing alive holds is removed."""
+    path = tmp_path / "lock"
+    path.touch()
+    assert clear_lock_file(str(path)) == ""
+    assert not path.exists()
+
+
+HOLD = """if True:
+    import sys, time
+    from fairlead_tpu_executor._host import _wait_for_predecessor
+    held = _wait_for_predecessor(sys.argv[1])
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_process_at_a_time():
+    """A host is held from a process's first line until the kernel has ended it, however it ends."""
+    name = uuid.uuid4().hex
+    assert is_over(name, 0.1)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        assert not is_over(name, 0.1)
+        process.kill()
+        assert is_over(name, 30.0)
+    finally:
+        process.kill()
+        process.wait()
+    held = _wait_for_predecessor(name)
+    assert held is not None
+    held.close()

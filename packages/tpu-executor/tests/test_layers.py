@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call: executor, decorators, managers, device_remote. Each is a thin layer over a pool."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from fairlead_placement import PortUnavailableError, ResourceInsufficientError
+from fairlead_tpu_executor import (
+    CpuAcceleratorConfig,
+    JobFailed,
+    RayExecutor,
+    SlicePool,
+    SlicePoolManager,
+    TpuAcceleratorConfig,
+    TpuRemoteManager,
+    _decorators,
+    _device,
+    _executor,
+    _manager,
+    autoscale_execute,
+    autoscale_execute_resumable,
+    device_remote,
+    execute,
+    execute_resumable,
+    resolve_maybe_refs,
+)
+
+ONE = TpuAcceleratorConfig("v4-16")
+TWO = TpuAcceleratorConfig("v4-16", 2)
+
+
+def place():
+    return f"{os.environ['EXECUTOR_CALL_SLICE']}.{os.environ['EXECUTOR_CALL_INDEX']}"
+
+
+def clashing(x, flatten, max_retries_failure="theirs"):
+    return x, flatten, max_retries_failure
+
+
+def code_lines(thing):
+    """Lines with code: no blank ones, comments or docstrings."""
+    tree = ast.parse(inspect.getsource(thing))
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue
+        if isinstance(node, (ast.stmt, ast.expr, ast.arg, ast.keyword)) and not isinstance(node, ast.Constant):
+            lines.add(node.lineno)
+    return len(lines)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [_executor, _decorators, _manager.TpuRemoteManager, _manager.SlicePoolManager, _device],
+    ids=lambda layer: layer.__name__,
+)
+def test_layers_are_thin(layer):
+    """All the work is the pool's: a layer over it has under 60 lines of code."""
+    assert code_lines(layer) < 60
+
+
+def test_executor_with_names_like_ours(slices):
+    """A keyword that the function has a parameter for is the function's; the option is given on the configuration."""
+    run = RayExecutor.autoscale_execute(clashing, ONE, flatten="theirs", x=1)
+    assert run.result == [(1, "theirs", "theirs")] * 2
+    assert RayExecutor.execute_resumable(clashing, ONE, x=1, flatten=2, max_retries_failure=3) == [(1, 2, 3)] * 2
+    assert RayExecutor.autoscale_execute(lambda **rest: rest, ONE, flatten=False).result == [[{}, {}]]
+
+
+def test_decorators(slices):
+    """All arguments of a call are the function's, by position and by name; options are given to the decorator."""
+    assert execute_resumable(ONE, max_retries_failure=0)(clashing)(1, 2, max_retries_failure=3) == [(1, 2, 3)] * 2
+    assert autoscale_execute_resumable(TWO, flatten=False)(place)() == [["0.0", "0.1"], ["1.0", "1.1"]]
+    assert autoscale_execute(ONE)(ray.remote(place))().result == ["0.0", "0.1"]
+
+    @execute(ONE)
+    def fails(x):
+        """Documented."""
+        raise KeyError(x)
+
+    assert (fails.__name__, fails.__doc__) == ("fails", "Documented.")
+    status = fails("x")
+    assert isinstance(status, JobFailed)
+    assert status.error.args == ("x",)
+
+
+def test_decorators_are_strict():
+    """A wrong number of slices or an option that does not exist is refused where the decorator stands."""
+    with pytest.raises(ValueError, match="one slice"):
+        execute(TWO)
+    with pytest.raises(TypeError, match="pod_count"):
+        autoscale_execute(ONE, num_slices=2)
+
+
+def test_remote_manager(slices):
+    """Every call is in a fresh process on the same hosts, with the manager's variables, flat or not."""
+    env = {"BASE": "base", "BOTH": "base"}
+    with TpuRemoteManager("v4-16", 2, base_env=env, runtime_env={"env_vars": {"BOTH": "env", "ENV": "env"}}) as manager:
+
+        def seen():
+            return place(), os.getpid(), os.environ["BASE"], os.environ["BOTH"], os.environ["ENV"]
+
+        first, second = manager.run_function(seen), manager.run_function(seen, flatten=False)
+        assert [one[0] for one in first] == ["0.0", "0.1", "1.0", "1.1"]
+        assert {one[2:] for one in first} == {("base", "base", "env")}
+        assert [len(of_slice) for of_slice in second] == [2, 2]
+        assert {one[1] for one in first}.isdisjoint(one[1] for of_slice in second for one in of_slice)
+        assert manager.run_function(clashing, 1, flatten=2) == [(1, 2, "theirs")] * 4
+        assert manager.pool.statistics().reservations == 2
+
+
+class Scaler:
+    """For the tests of methods."""
+
+    def __init__(self, factor, offset=0):
+        self.factor, self.offset, self.calls = factor, offset, 0
+
+    def scale(self, x, flatten=False):
+        self.calls += 1
+        return self.factor * x + self.offset, self.calls, flatten
+
+    def where(self):
+        return place(), os.getpid()
+
+    def fails(self):
+        raise LookupError("mine")
+
+
+def test_class_methods(slices):
+    """A method runs on an instance of its own each time, made on the host."""
+    with TpuRemoteManager("v4-16", max_retries_failure=0) as manager:
+        call = ((2,), {"offset": 1}, "scale")
+        assert manager.run_class_method(Scaler, *call, 10) == [(21, 1, False)] * 2
+        assert manager.run_class_method(Scaler, *call, x=20, flatten=True) == [(41, 1, True)] * 2
+        with pytest.raises(LookupError, match="mine") as caught:
+            manager.run_class_method(Scaler, (1,), {}, "fails")
+        assert caught.value.__notes__[-1].startswith("Scaler.fails was attempted 1 time(s)")
+
+
+def test_pool_manager(slices):
+    """A pool whose size changes; on each slice, on each host, nested and flat; drained it holds nothing."""
+    with SlicePoolManager("v4-16") as manager:
+        manager.scale_multislice(2)
+        manager.prepare_all_slices()
+        names = [one.slice_name for one in manager.get_all_pool_members()]
+        assert names == ["slice-1", "slice-2"]
+        assert manager.execute_on_each_slice(place) == ["0.0", "1.0"]
+        assert manager.execute_on_each_host(place) == [["0.0", "0.1"], ["1.0", "1.1"]]
+        assert manager.execute_on_each_host_flat(place) == ["0.0", "0.1", "1.0", "1.1"]
+        manager.scale_multislice([1])
+        assert [one.slice_name for one in manager.get_all_pool_members()] == names[:1]
+        assert manager.execute_on_each_host_flat(lambda: "MEGASCALE_PORT" in os.environ) == [False, False]
+        manager.drain_actor_pool()
+        assert manager.get_all_pool_members() == []
+
+
+def test_device_function(slices):
+    """`.remote(...)` gives references at once, in order; calls on one host are in turn, each in a fresh process."""
+
+    @device_remote(accelerator_config=TWO, flatten=False)
+    def seen(x, flatten=None):
+        return place(), os.getpid(), x, flatten
+
+    with seen:
+        calls = [seen.remote(1), seen.remote(x=2, flatten=3)]
+        first, second = [[ray.get(of_slice) for of_slice in call] for call in calls]
+        assert [[one[0] for one in of_slice] for of_slice in first] == [["0.0", "0.1"], ["1.0", "1.1"]]
+        assert [one[2:] for of_slice in second for one in of_slice] == [(2, 3)] * 4
+        assert len({one[1] for call in (first, second) for of_slice in call for one in of_slice}) == 8
+    assert seen.pool.slices == ()
+    seen.close()
+
+
+def test_device_function_fails(slices):
+    """Errors are Ray's, as of any task; closing ends what still runs."""
+
+    @device_remote(accelerator_config=ONE)
+    def ends(seconds):
+        time.sleep(seconds)
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError):
+        ray.get(ends.remote(0))
+    refs = ends.remote(600)
+    ends.close()
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(refs, timeout=30)
+
+
+def test_device_class(slices):
+    """One instance on each host keeps its state until it is closed; new ones start from nothing, in new processes."""
+    remote_scaler = device_remote(accelerator_config=ONE)(Scaler)
+    assert remote_scaler.__doc__ == "For the tests of methods."
+    with remote_scaler:
+        scaler = remote_scaler.remote(2, offset=1)
+        assert [ray.get(scaler.scale.remote(x)) for x in (1, 2)] == [[(3, 1, False)] * 2, [(5, 2, False)] * 2]
+        before = ray.get(scaler.where.remote())
+        assert [where for where, _ in before] == ["0.0", "0.1"]
+        with pytest.raises(LookupError, match="mine"):
+            ray.get(scaler.fails.remote())
+        with pytest.raises(AttributeError, match="no public method 'missing'"):
+            _ = scaler.missing
+        with pytest.raises(ResourceInsufficientError, match="instances of Scaler"):
+            remote_scaler.remote(3)
+        scaler.close()
+        scaler.close()
+        with remote_scaler.remote(3) as again:
+            assert ray.get(again.scale.remote(1)) == [(3, 1, False)] * 2
+            assert {pid for _, pid in before}.isdisjoint(pid for _, pid in ray.get(again.where.remote()))
+
+
+def test_device_class_that_cannot_be_made(slices):
+    """What its constructor raises reaches the caller of a method, with its type."""
+
+    class Broken:
+        def __init__(self):
+            raise LookupError("mine")
+
+        def method(self):
+            return None
+
+    broken = device_remote(accelerator_config=ONE)(Broken)
+    with broken, broken.remote() as instances, pytest.raises(LookupError, match="mine"):
+        ray.get(instances.method.remote())
+
+
+def test_a_port_that_is_taken(slices):
+    """The coordinator's port is held while it is needed; if somebody has it, the error says who."""
+    code = "import socket as s, time; x = s.create_server(('', 8123)); print('x', flush=True); time.sleep(99)"
+    stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout.readline() == b"x\n"
+        with pytest.raises(PortUnavailableError) as caught:
+            SlicePool("v4-16", 2, megascale_port=8123).reserve()
+        assert f"process {stranger.pid} (" in caught.value.__notes__[-1]
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_cpu_hosts(slices):
+    """The same on hosts with CPUs only: workers in order, together or not at all."""
+    config = CpuAcceleratorConfig(core_count=2, worker_count=3)
+    assert RayExecutor.execute(place, config).result == ["0.0", "0.1", "0.2"]
+    seen = RayExecutor.execute(lambda: sorted(name for name in os.environ if name.startswith("MEGASCALE")), config)
+    assert len(seen.result) == 3
+
+
+def test_large_arguments_are_stored_once(slices):
+    """An argument travels by the object store, once for all hosts and attempts."""
+    value = np.ones(1_000_000)
+    assert RayExecutor.autoscale_execute(lambda x: float(x.sum()), TWO, x=value).result == [1e6] * 4
+
+
+def test_references(slices):
+    """References are replaced in lists and tuples, at any depth; other values stay."""
+    assert resolve_maybe_refs([ray.put(1), (ray.put(2), 3)]) == [1, (2, 3)]
+    assert resolve_maybe_refs("text") == "text"
+
+
+def test_status(slices):
+    """`python -m fairlead_tpu_executor status` shows the slices, whether they are whole, and who uses them."""
+    env = {**os.environ, "COLUMNS": "150"}
+    command = [sys.executable, "-m", "fairlead_tpu_executor", "status", "--address"]
+    with SlicePool("v4-16"):
+        done = subprocess.run([*command, slices.address], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "slice-" in line]
+    assert [row[:5] for row in rows] == [[f"slice-{at}", "v4-16", "2x2x2", "2/2", "whole"] for at in (1, 2)]
+    assert re.fullmatch(r"placement group fairlead-slice-1-\w{8} \(job \w{8}\): 8 TPU", rows[0][5])
+    assert rows[1][5] == "nobody"
+    nowhere = subprocess.run([*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=60, env=env)
+    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert "No Ray cluster answers at 127.0.0.1:1" in nowhere.stderr

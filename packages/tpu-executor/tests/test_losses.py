@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that die under runs, slices that are never whole, and who is not to be harmed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_tpu_executor import (
+    InsufficientSlicesError,
+    JobPreempted,
+    PreemptedTooOftenError,
+    RayExecutor,
+    SliceLostError,
+    SlicePool,
+    TpuAcceleratorConfig,
+    _lease,
+)
+
+from .waiting import wait_until
+
+KIND = "v5p-16"
+
+
+class Run(threading.Thread):
+    """A call in a thread of its own."""
+
+    def __init__(self, function, *args, **kwargs):
+        super().__init__(daemon=True)
+        self.call = function, args, kwargs
+        self.value = self.error = None
+        self.start()
+
+    def run(self):
+        function, args, kwargs = self.call
+        try:
+            self.value = function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - it is raised by `answer`
+            self.error = error
+
+    def answer(self, timeout_s=90):
+        self.join(timeout_s)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def until_killed(record, name):
+    """Runs on and on in the slice that is to be lost, and ends at once in any other."""
+    record.write()
+    if os.environ["TPU_SLICE_NAME"] == name:
+        time.sleep(600)
+    return os.environ["TPU_SLICE_NAME"]
+
+
+def gone(pid):
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_host_dies(slices, spare, record):
+    """It is a preemption: the siblings are cancelled, the slice is replaced by new capacity, the run succeeds."""
+    lost = spare()
+
+    def work():
+        return until_killed(record, lost)
+
+    with SlicePool(KIND, max_retries_failure=0, max_retries_preemption=1) as pool:
+        run = Run(pool.run, work)
+        wait_until(lambda: len(record.counts()) == 2)
+        slices.kill(lost, 1)
+        new = spare()
+        assert run.answer() == [new, new]
+        assert [one.slice_name for one in pool.slices] == [new]
+        assert (pool.statistics().preemptions, pool.statistics().attempts) == (1, 2)
+        assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
+        assert all(gone(line.split()[0]) for worker in (0, 1) for line in record.of(f"{lost}.{worker}"))
+
+
+def test_no_budget_for_losses(slices, spare, record):
+    """With none the first loss is the last, and the error says so."""
+    lost = spare()
+    with SlicePool(KIND, max_retries_preemption=0) as pool:
+        run = Run(pool.run, lambda: until_killed(record, lost))
+        wait_until(lambda: len(record.counts()) == 2)
+        slices.kill(lost, 0)
+        with pytest.raises(PreemptedTooOftenError) as caught:
+            run.answer()
+        assert (caught.value.preemptions, caught.value.limit) == (1, 0)
+        assert isinstance(caught.value.__cause__, SliceLostError)
+        assert caught.value.__cause__.slices == (lost,)
+        assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1}
+
+
+def test_collateral_errors(slices, spare, record):
+    """A host that raises because another one died is no failure of the function."""
+    lost = spare()
+
+    def work():
+        record.write()
+        if os.environ["EXECUTOR_CALL_INDEX"] == "0":
+            while not gone(record.of(f"{lost}.1")[0].split()[0]):
+                time.sleep(0.01)
+            raise ConnectionError("the other host hung up")
+        time.sleep(600)
+
+    config = TpuAcceleratorConfig(KIND, grace_s=10)
+    run = Run(RayExecutor.execute, work, config)
+    wait_until(lambda: len(record.counts()) == 2)
+    slices.kill(lost, 1)
+    status = run.answer()
+    assert isinstance(status, JobPreempted)
+    assert status.error.slices == (lost,)
+
+
+def test_exactly_the_lost_slice_is_replaced(slices, spare):
+    """Two slices, one of which loses a host between two runs: the other one keeps its placement group and its place."""
+    names = [spare(), spare()]
+    with SlicePool(KIND, 2) as pool:
+        assert [one.slice_name for one in pool.slices] == names
+        kept = pool.slots()[2].placement_group.id
+        slices.remove(names[0])
+        new = spare()
+        assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [names[1]] * 2 + [new] * 2
+        assert pool.slots()[0].placement_group.id == kept
+        assert pool.statistics().reservations == 3
+
+
+def test_a_preemption_notice(slices, spare, record):
+    """What fails on a host that is being drained is a preemption, and the slice is not used again."""
+    lost = spare()
+    node_id = slices.node_id(lost, 1)
+
+    def work():
+        record.write()
+        if os.environ["TPU_SLICE_NAME"] != lost:
+            return os.environ["TPU_SLICE_NAME"]
+        while not (record.folder / "notice").exists():
+            time.sleep(0.01)
+        raise RuntimeError("stopped by a signal")
+
+    with SlicePool(KIND, max_retries_failure=0) as pool:
+        run = Run(pool.run, work)
+        wait_until(lambda: len(record.counts()) == 2)
+        client = ray._private.worker.global_worker.gcs_client
+        deadline_ms = int((time.time() + 60) * 1000)
+        assert client.drain_node(node_id, 2, "the provider said so", deadline_ms)[0]
+        (record.folder / "notice").touch()
+        new = spare()
+        assert run.answer() == [new, new]
+
+
+def test_never_on_a_part(slices, spare):
+    """A slice with a host missing, without worker 0, or of hosts of two types is never used; the error says why."""
+    spare(name="no-worker-0", workers=(1,))
+    spare(name="no-worker-1", workers=(0,))
+    spare(name="two-types", workers=(0,))
+    slices.add_host("two-types", 1, kind="v5p-32", topology="2x2x4")
+    with pytest.raises(InsufficientSlicesError) as caught:
+        RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=0.5))
+    assert {lack.slice_name: lack.what for lack in caught.value.missing} == {
+        "no-worker-0": "1 of 2 hosts, worker 0 is not there",
+        "no-worker-1": "1 of 2 hosts, worker 1 is not there",
+        "two-types": "its hosts say different things of it: v5p-16, v5p-32",
+    }
+    with pytest.raises(InsufficientSlicesError, match="two-types"):
+        RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v5p-32", scale_timeout_s=0.5))
+
+
+def test_capacity_that_comes(slices, spare):
+    """A slice that becomes whole while it is waited for is used."""
+    name = spare(workers=(1,))
+    run = Run(RayExecutor.execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND))
+    time.sleep(1)
+    slices.add_host(name, 0, kind=KIND)
+    assert run.answer().result == [name, name]
+
+
+def test_an_autoscaler_is_told(slices, monkeypatch):
+    """While slices are missing an autoscaler is shown what: whole ones, by type. Afterwards nothing is left of it."""
+    # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
+    monkeypatch.setattr(_lease, "autoscaler_is_there", lambda: True)
+    run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=2))
+
+    def wanted():
+        table = ray.util.placement_group_table().values()
+        return [row for row in table if row["name"].startswith("fairlead-wanted") and row["state"] != "REMOVED"]
+
+    wait_until(wanted)
+    (row,) = wanted()
+    assert row["bundles"][0] == {"CPU": 2.0, "TPU": 4.0, "TPU-v6e-16-head": 1.0}
+    assert [row["bundles"][at] for at in (1, 2, 3)] == [{"CPU": 2.0, "TPU": 4.0}] * 3
+    with pytest.raises(InsufficientSlicesError, match="none other was seen"):
+        run.answer()
+    assert wanted() == []
+
+
+def test_interrupted(slices, record):
+    """Ctrl-C in a run ends it everywhere, and gives everything back before it reaches the caller."""
+    script = f"""
+        import ray, sys, time, os
+        from pathlib import Path
+        from fairlead_placement.testing import assert_no_leaks
+        from fairlead_tpu_executor import SlicePool
+
+        ray.init(address={slices.address!r}, logging_level="error", log_to_driver=False)
+
+        def forever():
+            name = "{{TPU_SLICE_NAME}}.{{TPU_HOST_ID}}-0-0".format(**os.environ)
+            Path({str(record.folder)!r}, name).write_text(str(os.getpid()))
+            time.sleep(600)
+
+        with assert_no_leaks():
+            try:
+                with SlicePool("v4-16", 2) as pool:
+                    pool.run(forever)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(record.counts()) == 4 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert (out, process.returncode) == ("interrupted\n", 0), err
+    assert all(gone(line) for name in ("slice-1", "slice-2") for at in (0, 1) for line in record.of(f"{name}.{at}"))
+
+
+HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); {how}; print('held', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("how", ["fcntl.flock(f, fcntl.LOCK_EX)", "fcntl.lockf(f, fcntl.LOCK_EX)", "pass"])
+def test_somebody_else_s_lock(slices, tmp_path, how):
+    """A lock file that a living process has locked, or only open, stays, and so does the process; a dead one's goes."""
+    path = tmp_path / "lock"
+    path.touch()
+    stranger = subprocess.Popen([sys.executable, "-c", HOLD.format(how=how), str(path)], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout.readline() == b"held\n"
+        with SlicePool("v4-16", lock_files=[str(path)]) as pool:
+            # One host only: here they share their files, and would find each other looking.
+            assert pool.run_on_first_hosts(path.exists) == [True]
+            assert stranger.poll() is None
+            stranger.kill()
+            stranger.wait()
+            assert pool.run_on_first_hosts(path.exists) == [False]
+    finally:
+        stranger.kill()
+        stranger.wait()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of slices, from nodes as Ray lists them."""
+
+import io
+
+from rich.console import Console
+
+from fairlead_placement import Holder, Node
+from fairlead_tpu_executor._overview import as_table, slice_statuses
+from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
+
+
+def host(name, worker, kind, topology, tpus=4.0, used=0.0):
+    labels = {SLICE_NAME: name, WORKER_ID: str(worker), TOPOLOGY: topology, TYPE: kind}
+    resources = {"TPU": tpus}
+    return Node(f"{name}{worker}".ljust(12, "0"), "10.0.0.1", resources, {"TPU": tpus - used}, labels)
+
+
+def shown(statuses):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(as_table(statuses))
+    return console.file.getvalue()
+
+
+def test_statuses():
+    """Whole and broken slices by type and name, with who holds their chips; tasks are what nobody can be named for."""
+    nodes = [
+        host("b", 1, "v4-16", "2x2x2", used=4.0),
+        host("b", 0, "v4-16", "2x2x2", used=4.0),
+        host("a", 0, "v4-16", "2x2x2", used=1.0),
+        host("small", 0, "v6e-8", "2x4", tpus=4.0),
+        host("small", 1, "v6e-8", "2x4", tpus=4.0),
+        host("odd", 0, "v99-8", "?"),
+        Node("plain", "10.0.0.9", {"CPU": 1.0}, {}, {}),
+    ]
+    group = Holder("placement group", "train[/b]", "1" * 36, "01000000", {"b00000000000": ({"TPU": 4.0},) * 2})
+    rows = slice_statuses(nodes, [group])
+    assert [(row.slice_name, row.kind, row.present, row.expected, row.state) for row in rows] == [
+        ("b", "v4-16", 2, 2, "whole"),
+        ("a", "v4-16", 1, 2, "1 of 2 hosts, worker 1 is not there"),
+        ("small", "v6e-8", 2, 2, "whole"),
+        ("hosts of type v99-8", "v99-8", 1, 0, "its type is not known"),
+    ]
+    assert [row.users for row in rows] == [
+        ("placement group train[/b] (job 01000000): 8 TPU",),
+        ("tasks: 1 TPU",),
+        (),
+        (),
+    ]
+    text = shown(rows)
+    assert "train[/b]" in text
+    assert "1/?" in text
+    assert text.count("nobody") == 2
+
+
+def test_no_slices():
+    """A cluster without TPUs says so."""
+    assert "No host of this cluster" in shown(slice_statuses([Node("n", "i", {}, {}, {})], []))

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on whole slices that stay well: where, in which order, with which variables, and how often."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from fairlead_placement import ResourceInsufficientError, claim_slots
+from fairlead_tpu_executor import (
+    InsufficientSlicesError,
+    JobFailed,
+    JobSucceeded,
+    PoolBusyError,
+    RayExecutor,
+    SlicePool,
+    TpuAcceleratorConfig,
+    TpuExecutorError,
+    _host,
+)
+
+ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=30)
+OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
+
+
+def where():
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def variables():
+    return dict(os.environ)
+
+
+def groups(pool):
+    return [slot.placement_group.id for slot in pool.slots()]
+
+
+def test_one_slice(slices):
+    """One call on each host, in the order of the worker ids, though the hosts have started in the other order."""
+    status = RayExecutor.execute(where, ONE)
+    assert isinstance(status, JobSucceeded)
+    assert [node_id for node_id, _ in status.result] == [slices.node_id("slice-1", worker) for worker in (0, 1)]
+    assert (status.info.name, status.info.state, status.info.kind, status.info.attempt) == (
+        "where",
+        "succeeded",
+        "v4-16",
+        1,
+    )
+    assert [one.slice_name for one in status.info.slices] == ["slice-1"]
+
+
+def test_two_slices(slices):
+    """Slice by slice, flat or nested; every host knows the coordinators; stale variables of a node are overridden."""
+    config = TpuAcceleratorConfig("v4-16", 2, scale_timeout_s=30)
+    nested = RayExecutor.autoscale_execute(variables, config, flatten=False).result
+    assert [len(of_slice) for of_slice in nested] == [2, 2]
+    first = slices.names()
+    for at, of_slice in enumerate(nested):
+        for worker, found in enumerate(of_slice):
+            assert {name: value for name, value in found.items() if name.startswith("MEGASCALE_")} == {
+                "MEGASCALE_COORDINATOR_ADDRESS": nested[0][0]["MEGASCALE_COORDINATOR_ADDRESS"],
+                "MEGASCALE_NUM_SLICES": "2",
+                "MEGASCALE_PORT": "8081",
+                "MEGASCALE_SLICE_ID": str(at),
+            }
+            assert found["EXECUTOR_CALL_SLICE"] == str(at)
+            assert found["EXECUTOR_CALL_INDEX"] == found["TPU_HOST_ID"] == found["TPU_WORKER_ID"] == str(worker)
+            assert found["TPU_SLICE_NAME"] == found["TPU_NAME"] == first[at]
+            assert (found["TPU_POD_COUNT"], found["TPU_VERSION"]) == ("2", "v4-16")
+    assert nested[0][0]["MEGASCALE_COORDINATOR_ADDRESS"].endswith(":8081")
+    coordinators = [{found["EXECUTOR_COORDINATOR_ADDRESS"] for found in of_slice} for of_slice in nested]
+    assert len(coordinators[0]) == len(coordinators[1]) == len(coordinators[0] | coordinators[1]) - 1 == 1
+    flat = RayExecutor.autoscale_execute(where, config).result
+    assert [node_id for node_id, _ in flat] == [
+        slices.node_id(name, worker) for name in ("slice-1", "slice-2") for worker in (0, 1)
+    ]
+
+
+def test_environment_of_one_slice(slices):
+    """What the node provides < the user's < ours; no key of a runtime_env becomes a variable; TPU_NAME is the node's.
+
+    The second slice, whose nodes have stale variables of several slices: with one slice there are none.
+    """
+    env = {"MINE": "1", "TPU_TOPOLOGY": "of-the-user", "TPU_ZONE": "of-the-user", "EXECUTOR_CALL_INDEX": "9"}
+    config = {"config": {"setup_timeout_seconds": 60}, "env_vars": env}
+    with SlicePool("v4-16") as first, SlicePool("v4-16", execution_env=config) as pool:
+        assert [one.slice_name for one in (*first.slices, *pool.slices)] == ["slice-1", "slice-2"]
+        for worker, found in enumerate(pool.run(variables)):
+            assert (found["MINE"], found["TPU_TOPOLOGY"]) == ("1", "of-the-user")
+            assert (found["TPU_ZONE"], found["TPU_NAME"]) == ("zone-of-node", "slice-2")
+            assert found["EXECUTOR_CALL_INDEX"] == str(worker)
+            assert not [name for name in found if name.startswith("MEGASCALE_")]
+            assert {"config", "env_vars", "setup_timeout_seconds"}.isdisjoint(found)
+    assert not [name for name in os.environ if name.startswith(OURS)]
+
+
+def test_environment_comes_first(slices, tmp_path, monkeypatch):
+    """The variables are there before anything of the user's is imported, to unpickle function or arguments too."""
+    (tmp_path / "reads_early.py").write_text(
+        "import os\nSEEN = os.environ.get('EXECUTOR_CALL_INDEX')\n"
+        "class Argument: pass\ndef seen(argument): return SEEN\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import reads_early
+
+    config = TpuAcceleratorConfig("v4-16", execution_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
+    assert RayExecutor.execute(reads_early.seen, config, argument=reads_early.Argument()).result == ["0", "1"]
+
+
+def test_a_failure_is_repeated(slices, record):
+    """A function that fails once on one host is repeated on the same hosts; the slice is not given back between."""
+
+    def once():
+        place = ray.get_runtime_context().get_node_id(), os.environ["EXECUTOR_COORDINATOR_ADDRESS"]
+        if record.write(*place) == 0 and os.environ["EXECUTOR_CALL_INDEX"] == "1":
+            raise ValueError("once")
+        return place
+
+    with SlicePool("v4-16", grace_s=0.5) as pool:
+        before = groups(pool)
+        result = pool.run(once)
+        assert groups(pool) == before
+        assert (pool.statistics().reservations, pool.statistics().attempts, pool.statistics().failures) == (1, 2, 1)
+    for worker in (0, 1):
+        first, second = (line.split() for line in record.of(f"slice-1.{worker}"))
+        assert first[0] != second[0]  # a fresh process
+        assert first[1:] == second[1:] == list(result[worker])
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_always_failing(slices, record, retries):
+    """n retries are exactly n + 1 calls on each host, and then the function's own exception; its words mean nothing."""
+
+    class Mine(Exception):
+        def __init__(self, code, text):
+            super().__init__(code, text)
+            self.code = code
+
+    def fails():
+        record.write()
+        raise Mine(7, "the slice was preempted, no accelerator, node died")
+
+    with pytest.raises(Mine) as caught:
+        RayExecutor.execute_resumable(fails, ONE, max_retries_failure=retries)
+    assert caught.value.code == 7
+    assert f"attempted {retries + 1} time(s)" in caught.value.__notes__[-1]
+    assert isinstance(caught.value.__cause__, ray.exceptions.RayTaskError)
+    assert record.counts() == {"slice-1.0": retries + 1, "slice-1.1": retries + 1}
+
+
+def test_a_process_that_dies(slices, record):
+    """A crash on a host that lives is the function's: siblings are cancelled, and the budget of failures ends it."""
+
+    def crashes():
+        record.write()
+        if os.environ["EXECUTOR_CALL_INDEX"] == "0":
+            os._exit(1)
+        time.sleep(600)
+
+    config = TpuAcceleratorConfig("v4-16", grace_s=0.5, max_retries_failure=1, max_retries_preemption=0)
+    with pytest.raises(ray.exceptions.WorkerCrashedError) as caught:
+        RayExecutor.execute_resumable(crashes, config)
+    assert "attempted 2 time(s)" in caught.value.__notes__[-1]
+    assert record.counts() == {"slice-1.0": 2, "slice-1.1": 2}
+    for line in record.of("slice-1.1"):
+        assert not os.path.exists(f"/proc/{line.split()[0]}"), "the sibling is still there"
+
+
+def test_once(slices):
+    """`execute` tells what became of one attempt as a value."""
+
+    def fails():
+        raise KeyError("x")
+
+    status = RayExecutor.execute(fails, ONE)
+    assert isinstance(status, JobFailed)
+    assert (type(status.error), status.info.state) == (KeyError, "failed")
+
+
+def test_sizes(slices):
+    """Of the allowed numbers the largest that can be had when the wait is over; else an error that says what lacks."""
+    sizes = TpuAcceleratorConfig("v4-16", [1, 2], scale_timeout_s=1)
+    assert len(RayExecutor.autoscale_execute(where, sizes).result) == 4
+    with SlicePool("v4-16") as other:
+        assert [one.slice_name for one in other.slices] == ["slice-1"]
+        status = RayExecutor.autoscale_execute(where, sizes)
+        assert [one.slice_name for one in status.info.slices] == ["slice-2"]
+        began = time.monotonic()
+        with pytest.raises(InsufficientSlicesError) as caught:
+            RayExecutor.autoscale_execute(where, TpuAcceleratorConfig("v4-16", 3, scale_timeout_s=1))
+        assert 1 <= time.monotonic() - began < 20
+        assert (caught.value.wanted, caught.value.found, caught.value.waited_s >= 1) == ((3,), 1, True)
+        assert [str(lack) for lack in caught.value.missing] == ["slice-1: somebody else uses worker 0, 1"]
+        # Nothing of the attempt is held: the other slice can be had at once.
+        with SlicePool("v4-16", scale_timeout_s=0) as rest:
+            assert [one.slice_name for one in rest.slices] == ["slice-2"]
+
+
+def test_grows_back(slices):
+    """A pool that had to do with less takes more when it can."""
+    with SlicePool("v4-16") as other, SlicePool("v4-16", [1, 2], scale_timeout_s=0) as pool:
+        assert len(pool.slices) == 1
+        other.close()
+        assert len(pool.run(where)) == 4
+        assert pool.statistics().reservations == 2
+
+
+def test_bad_configuration(slices, record):
+    """What cannot be run is refused at once, by type, with nothing reserved and nothing called."""
+    lock = threading.Lock()
+
+    def fine():
+        record.write()
+
+    def wide():
+        record.write()
+
+    def unpicklable():
+        return lock
+
+    held = SlicePool("v4-16", 2)
+    with held, pytest.raises(TypeError, match="serialize"):
+        # All slices are taken: whoever looks at the function only later waits for them.
+        RayExecutor.execute_resumable(unpicklable, ONE)
+    with pytest.raises(ValueError, match="one slice"):
+        RayExecutor.execute(fine, TpuAcceleratorConfig("v4-16", 2))
+    with pytest.raises(ValueError, match="wide asks for 8 CPU"):
+        RayExecutor.execute(ray.remote(num_cpus=8)(wide), ONE)
+    with pytest.raises(ValueError, match="num_returns"):
+        RayExecutor.execute(ray.remote(num_returns=2)(fine), ONE)
+    assert record.counts() == {}
+    assert held.statistics().attempts == 0
+
+
+def test_two_runs_in_one_pool(slices):
+    """The slices are the same, the processes are not."""
+    with SlicePool("v4-16", 2) as pool:
+        before, first, second = groups(pool), pool.run(where), pool.run(where)
+        assert groups(pool) == before
+        assert [node_id for node_id, _ in first] == [node_id for node_id, _ in second]
+        assert {pid for _, pid in first}.isdisjoint(pid for _, pid in second)
+        assert pool.statistics().reservations == 2
+
+
+def test_never_an_old_process(slices):
+    """A process in which another task ran is not used, be it of the same job and idle on the host."""
+    task = ray.remote(num_cpus=1, label_selector={"ray.io/node-id": slices.node_id("slice-1", 0)})(lambda: os.getpid())
+    with SlicePool("v4-16", cpu_count=1) as pool:
+        for _ in range(3):
+            old = ray.get(task.remote())
+            assert ray.get(task.remote()) == old  # it is idle again, and the next task gets it
+            assert pool.run(where)[0][1] != old
+
+
+def test_large_results(slices):
+    """10 MB from every host."""
+    results = RayExecutor.execute(lambda: np.full(10_000_000 // 8, int(os.environ["TPU_HOST_ID"]), dtype=np.int64), ONE)
+    assert [(one.nbytes, one[0]) for one in results.result] == [(10_000_000, 0), (10_000_000, 1)]
+
+
+def test_given_back(slices):
+    """However a pool ends, what it held is free: the fixture compares resources, groups, actors and ports."""
+    pool = SlicePool("v4-16", 2).reserve()
+    assert pool.close()
+    assert pool.close()
+    assert pool.slices == ()
+    with pytest.raises(ZeroDivisionError), SlicePool("v4-16", 2):
+        raise ZeroDivisionError
+    SlicePool("v4-16").reserve()  # forgotten: the finalizer gives it back
+
+
+def test_a_second_run_queues(slices, record):
+    """Two runs in one pool are one after the other; one that does not want to queue is told what runs."""
+
+    def slow(name):
+        record.write(name, "begins")
+        time.sleep(0.5)
+        record.write(name, "ends")
+        return name
+
+    with SlicePool("v4-16") as pool, SlicePool("v4-16", queue_timeout_s=0) as impatient:
+        answers = {}
+        threads = [threading.Thread(target=lambda n=n: answers.update({n: pool.run(slow, n)})) for n in "ab"]
+        other = threading.Thread(target=lambda: answers.update({"c": impatient.run(slow, "c")}))
+        for thread in (*threads, other):
+            thread.start()
+        while not record.of("slice-2.0"):
+            time.sleep(0.01)
+        with pytest.raises(PoolBusyError, match="slow runs in this pool"):
+            impatient.run(slow, "d")
+        for thread in (*threads, other):
+            thread.join(60)
+        assert answers == {name: [name, name] for name in "abc"}
+    noted = [line.split()[1:] for line in record.of("slice-1.0")]
+    assert sorted(noted[:2] + noted[2:]) == sorted([[n, what] for n in "ab" for what in ("begins", "ends")])
+    assert [name for name, _ in noted] in (list("aabb"), list("bbaa"))
+    assert [line.split()[1] for line in record.of("slice-2.0")] == ["c", "c"]
+
+
+def test_a_slot_that_is_taken(slices):
+    """While somebody has the pool's slots a run is refused at once, instead of waiting for ever."""
+    with SlicePool("v4-16") as pool:
+        claim = claim_slots(pool.slots(), "a group")
+        with pytest.raises(ResourceInsufficientError, match="'a group' is there"):
+            pool.run(where)
+        claim.release()
+        assert len(pool.run(where)) == 2
+
+
+def test_closed_meanwhile(slices, record):
+    """Closing a pool ends the run in it; it does not reserve again."""
+
+    def forever():
+        record.write()
+        time.sleep(600)
+
+    pool = SlicePool("v4-16")
+    raised = []
+
+    def run():
+        try:
+            pool.run(forever)
+        except TpuExecutorError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while len(record.counts()) < 2:
+        time.sleep(0.05)
+    pool.close()
+    thread.join(60)
+    assert raised
+    assert "closed while forever ran" in raised[0]
+    assert pool.slices == ()
+
+
+def test_arguments(slices):
+    """References arrive as values, in place and by name, as with Ray; what is inside of values stays as it is."""
+
+    def shown(a, b, *, c):
+        return a, type(b[0]).__name__, c
+
+    with SlicePool("v4-16") as pool:
+        ref = ray.put("value")
+        assert pool.run(shown, ref, [ref], c=ref) == [("value", "ObjectRef", "value")] * 2
+
+
+def test_options_of_ray_remote(slices):
+    """A function's own @ray.remote is kept: its variables are below the configuration's, its CPUs are what it gets."""
+
+    def seen():
+        return os.environ["A"], os.environ["B"], ray.get_runtime_context().get_assigned_resources()["CPU"]
+
+    remote = ray.remote(num_cpus=1, runtime_env={"env_vars": {"A": "function", "B": "function"}})(seen)
+    config = TpuAcceleratorConfig("v4-16", execution_env={"env_vars": {"B": "config"}})
+    assert RayExecutor.execute(remote, config).result == [("function", "config", 1.0)] * 2
+
+
+def test_hosts_need_only_ray(slices, tmp_path):
+    """What is sent to a host unpickles where nothing of Fairlead is installed."""
+    sent = (_host.call, _host.call_raw, _host.HostActor, _host.is_over, _host.describe_port, _host.call_method)
+    (tmp_path / "sent").write_bytes(ray.cloudpickle.dumps(sent))
+    code = """if True:
+        import sys, ray
+        sys.modules.update(fairlead_tpu_executor=None, fairlead_placement=None)
+        call, call_raw, actor, is_over, describe_port, call_method = ray.cloudpickle.load(open("sent", "rb"))
+        assert is_over("nobody", 1.0)
+        assert call_method(str, (5,), {}, "zfill", 3) == "005"
+        assert describe_port(1) == "a process that cannot be seen from here"
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_quarantine(slices, record):
+    """A host whose accelerators do not start is infrastructure: the run goes on, on another slice."""
+
+    def starts():
+        record.write()
+        if os.environ["TPU_SLICE_NAME"] == "slice-1" and os.environ["EXECUTOR_CALL_INDEX"] == "1":
+            raise RuntimeError("UNKNOWN: TPU initialization failed: Couldn't open iommu group /dev/vfio/0")
+        return os.environ["TPU_SLICE_NAME"]
+
+    with SlicePool("v4-16", max_retries_failure=0, grace_s=0.5, scale_timeout_s=2) as pool:
+        assert pool.run(starts) == ["slice-2", "slice-2"]
+        assert (pool.statistics().preemptions, pool.statistics().failures) == (1, 0)
+        with pytest.raises(InsufficientSlicesError, match="slice-1: worker 1 did not answer, or its accelerators"):
+            pool.scale(2)
+        assert pool.slices == ()

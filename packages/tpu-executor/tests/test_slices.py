@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slices are whole: a model of hosts that come and go, and every way to be broken."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_placement import Node
+from fairlead_tpu_executor._gangs import gather
+from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_slices
+from fairlead_tpu_executor._types import tpu_type
+
+V4_32 = tpu_type("v4-32")
+
+
+def host(name, worker, *, kind="v4-32", topology="2x2x4", tpus=4.0, **more):
+    resources = {"CPU": 8.0, "TPU": tpus, name: 1.0, **({f"TPU-{kind}-head": 1.0} if worker == 0 else {})}
+    labels = {SLICE_NAME: name, WORKER_ID: str(worker), TOPOLOGY: topology, TYPE: kind, **more}
+    return Node(f"{name}-{worker}-{kind}".ljust(16, "0"), f"10.0.0.{worker}", resources, resources, labels)
+
+
+def without(node, *labels):
+    return replace(node, labels={name: value for name, value in node.labels.items() if name not in labels})
+
+
+def whole(name="a", hosts=4, **options):
+    return [host(name, worker, **options) for worker in range(hosts)]
+
+
+def said(nodes, wanted=V4_32):
+    """What each slice that cannot be used lacks; there is none that can."""
+    found = find_slices(nodes, wanted)
+    assert found.intact == ()
+    return {lack.slice_name: lack.what for lack in found.lacking}
+
+
+@given(st.permutations(whole("slice-2") + whole("slice-10") + whole("other", 2, kind="v4-16", topology="2x2x2")))
+def test_order(nodes):
+    """Slices are in the natural order of their names and hosts in that of their worker ids, however they joined."""
+    found = find_slices(nodes, V4_32)
+    assert [one.slice_name for one in found.intact] == ["slice-2", "slice-10"]
+    assert [node_id[:9] for node_id in found.intact[0].node_ids] == [f"slice-2-{worker}" for worker in range(4)]
+    assert found.lacking == ()
+    first = found.intact[0]
+    assert (first.num_hosts, first.ip_address, first.topology) == (4, "10.0.0.0", "2x2x4")
+    assert (first.num_accelerators_per_host, first.head_resource) == (4, "TPU-v4-32-head")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=14))
+def test_only_whole_ones(members):
+    """A slice is whole exactly if its worker ids are 0, 1, 2, 3, each once; every other is named once."""
+    nodes = [replace(host(name, worker), node_id=f"{at:08}") for at, (name, worker) in enumerate(members)]
+    found = find_slices(nodes, V4_32)
+    expected = {n for n in "abc" if sorted(worker for name, worker in members if name == n) == [0, 1, 2, 3]}
+    assert {one.slice_name for one in found.intact} == expected
+    assert {one.slice_name for one in found.lacking} == {name for name, _ in members} - expected
+
+
+def test_a_host_is_missing():
+    """The missing worker is named, be it the first or another."""
+    assert said(whole()[1:]) == {"a": "3 of 4 hosts, worker 0 is not there"}
+    assert said(whole()[:2]) == {"a": "2 of 4 hosts, worker 2, 3 is not there"}
+
+
+def test_hosts_that_disagree():
+    """Hosts of different types or topologies are no slice, and none of either."""
+    mixed = [*whole()[:3], host("a", 3, kind="v4-16")]
+    assert said(mixed) == {"a": "its hosts say different things of it: v4-16, v4-32"}
+    assert said(mixed, tpu_type("v4-16")) == {"a": "its hosts say different things of it: v4-16, v4-32"}
+    assert said([*whole()[:3], host("a", 3, topology="4x4x1")]) == {
+        "a": "its hosts say different things of it: 2x2x4, 4x4x1"
+    }
+
+
+def test_fractured():
+    """Two hosts with one id, an id too large, or no id: the slice is not used."""
+    assert "several of its hosts are worker 1" in said([*whole(), host("a", 1, tpus=4.0)])["a"]
+    assert "it has a worker 9" in said([*whole()[:3], host("a", 9)])["a"]
+    assert WORKER_ID in said([*whole()[:3], without(host("a", 3), WORKER_ID)])["a"]
+    nameless = f"hosts without the label {SLICE_NAME}"
+    assert said([without(one, SLICE_NAME) for one in whole()]) == {nameless: "nothing says which of them are one slice"}
+
+
+def test_chips():
+    """Hosts with another number of chips than the type has are another kind of machine; the message says which."""
+    assert said(whole(tpus=8.0, kind="v6e-16", topology="4x4"), tpu_type("v6e-16")) == {
+        "a": "its hosts have 8 TPU, v6e-16 has 4 on each (chips_per_vm)"
+    }
+    assert "chips_per_vm" in said([host("a", 0, kind="v6e-8", topology="2x4")], tpu_type("v6e-8"))["a"]
+    two = [host("a", worker, kind="v6e-8", topology="2x4") for worker in range(2)]
+    assert len(find_slices(two, tpu_type("v6e-8", chips_per_vm=4)).intact) == 1
+
+
+def test_two_resources_per_chip():
+    """Where Ray counts both cores of a chip, that is what is held."""
+    found = find_slices(whole(hosts=2, kind="tpu7x-16", topology="2x2x2", tpus=8.0), tpu_type("v7x-16"))
+    assert [one.num_accelerators_per_host for one in found.intact] == [8]
+
+
+def test_topology():
+    """A topology that was asked for has to be the slice's."""
+    assert "not 2x2x4" in said(whole(topology="4x4x1"), tpu_type("v4-32", topology="2x2x4"))["a"]
+    assert len(find_slices(whole(), tpu_type("v4-32", topology="2x2x4")).intact) == 1
+
+
+def test_single_hosts():
+    """Every single host is a slice, also where they share a name or have none."""
+    single = tpu_type("v4-8")
+    nodes = [replace(host("pool", 0, kind="v4-8", topology="2x2x1"), node_id=f"{at}" * 16) for at in range(2)]
+    nodes += [replace(without(host("x", 0, kind="v4-8", topology="2x2x1"), SLICE_NAME, WORKER_ID), node_id="9" * 16)]
+    nodes += [host("alone", 0, kind="v4-8", topology="2x2x1")]
+    found = find_slices(nodes, single)
+    assert [one.slice_name for one in found.intact] == ["99999999", "alone", "pool/00000000", "pool/11111111"]
+    assert found.lacking == ()
+
+
+@pytest.mark.parametrize(("count", "places"), [(1, "a"), (3, "aab"), (4, "aabb")])
+def test_gangs(count, places):
+    """Without TPUs workers fill the nodes in order, as far as these have room."""
+    nodes = [Node(name, name, {"CPU": 8.0}, {"CPU": 4.5, "GPU": 2.0}, {}) for name in "ab"]
+    found = gather(nodes, {"CPU": 2.0, "GPU": 1.0}, count, "gpu")
+    assert "".join(found.intact[0].node_ids) == places
+
+
+def test_no_room_for_a_gang():
+    """What is missing is said in numbers."""
+    nodes = [Node("a", "a", {"CPU": 8.0}, {"CPU": 4.0}, {})]
+    (lack,) = gather(nodes, {"CPU": 3.0}, 2, "cpu").lacking
+    assert str(lack) == "cpu: room for 1 of 2 workers of 3 CPU each"

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a type means in chips and hosts."""
+
+import pytest
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
+from ray.util.tpu import get_tpu_worker_resources
+
+from fairlead_tpu_executor._types import GENERATIONS, canonical_name, tpu_type
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "chips_per_host"),
+    [
+        ("v2-8", 1, 4),
+        ("v3-32", 4, 4),
+        ("v4-8", 1, 4),
+        ("v4-16", 2, 4),
+        ("v4-32", 4, 4),
+        ("v5p-128", 16, 4),
+        ("v5litepod-1", 1, 1),
+        ("v5litepod-4", 1, 4),
+        ("v5litepod-8", 1, 8),
+        ("v5litepod-16", 4, 4),
+        ("v5e-16", 4, 4),
+        ("v6e-8", 1, 8),
+        ("v6e-16", 4, 4),
+        ("v7x-16", 2, 4),
+        ("tpu7x-16", 2, 4),
+        ("TPU-V4-16", 2, 4),
+    ],
+)
+def test_hosts(name, hosts, chips_per_host):
+    """The number in a type counts cores or chips, and hosts follow from it."""
+    found = tpu_type(name)
+    assert (found.hosts, found.chips_per_host, found.chips) == (hosts, chips_per_host, hosts * chips_per_host)
+
+
+def test_as_ray_counts():
+    """For every topology in Ray's table hosts and chips are as Ray's own helper has them."""
+    assert set(VALID_TPU_TOPOLOGY) == set(GENERATIONS)
+    for generation, topologies in VALID_TPU_TOPOLOGY.items():
+        for topology in topologies:
+            chips = eval(topology.replace("x", "*"))
+            name = f"{generation}-{chips * GENERATIONS[generation].cores_per_chip}"
+            workers, each = get_tpu_worker_resources(topology, f"TPU-{generation.upper()}")
+            found = tpu_type(name, topology=topology)
+            assert (found.hosts, found.chips_per_host) == (workers, each["TPU"]), (name, topology)
+
+
+def test_two_small_machines():
+    """A slice of 8 chips may be one host or two."""
+    assert tpu_type("v6e-8", topology="2x4", chips_per_vm=4).hosts == 2
+    assert tpu_type("v6e-8", topology="2X4 ").topology == "2x4"
+
+
+def test_old_single_hosts():
+    """The smallest slices of the oldest generations, which Ray's table leaves out, have a topology too."""
+    assert tpu_type("v3-8", topology="2x2").hosts == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("v9-8", {}, "the generations are v2, v3, v4"),
+        ("v4", {}, "is no TPU type"),
+        ("a100", {}, "is no TPU type"),
+        ("v4-0", {}, "TensorCores"),
+        ("v4-17", {}, "TensorCores"),
+        ("v5litepod-0", {}, "counts chips"),
+        ("v6e-12", {"chips_per_vm": 8}, "cannot share"),
+        ("v4-16", {"chips_per_vm": 3}, "1, 2, 4 or 8"),
+        ("v4-16", {"chips_per_vm": True}, "1, 2, 4 or 8"),
+        ("v4-16", {"topology": "2x2x4"}, "has 8 chips"),
+        ("v4-16", {"topology": "2x4"}, "Ray's table of v4"),
+        ("v4-16", {"topology": "big"}, "no topology"),
+    ],
+)
+def test_refused(name, options, said):
+    """What does not exist is a ValueError that says what does."""
+    with pytest.raises(ValueError, match=said):
+        tpu_type(name, **options)
+
+
+def test_not_a_name():
+    """A type is a string."""
+    with pytest.raises(TypeError, match="'v4-16'"):
+        tpu_type(16)
+
+
+def test_other_spellings():
+    """One type has one name, whatever it is called; what is no type is left alone."""
+    assert canonical_name("TPU7x-16") == canonical_name("tpu-v7x-016") == "v7x-16"
+    assert canonical_name(" v5e-8 ") == "v5litepod-8"
+    assert canonical_name("something") == "something"

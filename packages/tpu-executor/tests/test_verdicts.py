@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose failure it was, from exception types and the state of nodes."""
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayTaskError,
+    TaskCancelledError,
+    TaskPlacementGroupRemoved,
+    WorkerCrashedError,
+)
+
+from fairlead_tpu_executor import (
+    JobError,
+    JobFailed,
+    JobInfo,
+    JobPreempted,
+    SliceInfo,
+    SliceLostError,
+    handle_ray_error,
+)
+from fairlead_tpu_executor._verdicts import STARTUP_FAILURES, HostError, NodeSilentError, judge, judge_one
+
+SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4)
+
+
+def raised(cause):
+    """As `ray.get` raises what a function raised: in a class that is both."""
+    return RayTaskError(
+        "train", f"Traceback: ... preempted ... No accelerator found\n{cause!r}", cause
+    ).as_instanceof_cause()
+
+
+class Preempted(ActorDiedError):
+    preempted = True
+
+
+class InitFailed(ActorDiedError):
+    actor_init_failed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (raised(ValueError("x")), "user"),
+        (raised(RuntimeError("the slice was preempted")), "user"),
+        (raised(MemoryError()), "user"),
+        (raised(WorkerCrashedError()), "user"),
+        (raised(ActorDiedError()), "user"),
+        (raised(NodeDiedError("somebody's actor's")), "user"),
+        (WorkerCrashedError(), "user"),
+        (OutOfMemoryError("x"), "user"),
+        (ActorDiedError(), "user"),
+        (InitFailed(), "user"),
+        (Preempted(), "infrastructure"),
+        (raised(Preempted()), "infrastructure"),
+        (NodeDiedError("x"), "infrastructure"),
+        (NodeSilentError("x"), "infrastructure"),
+        (TaskPlacementGroupRemoved(), "infrastructure"),
+        (OwnerDiedError("0" * 56, b"", ""), "system"),
+        (ObjectLostError("0" * 56, b"", ""), "system"),
+        (TaskCancelledError(), "system"),
+        *((raised(RuntimeError(f"UNKNOWN: {text} /dev/vfio/0")), "infrastructure") for text in STARTUP_FAILURES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_one_error(error, kind):
+    """On a node that lives the type decides; on one that is gone everything is the infrastructure's."""
+    assert judge_one(error, False) == kind
+    assert judge_one(error, True) == "infrastructure"
+
+
+def test_text_of_a_traceback():
+    """A start-up message counts only as the exception's own, and only where there are accelerators."""
+    quoted = raised(ValueError("bad argument"))
+    assert "No accelerator found" in str(quoted)
+    assert judge_one(quoted, False) == "user"
+    assert judge_one(raised(RuntimeError(STARTUP_FAILURES[0])), False, accelerators=False) == "user"
+
+
+ERRORS = {
+    "user": raised(ValueError("collateral")),
+    "infrastructure": NodeDiedError("x"),
+    "system": ObjectLostError("0" * 56, b"", ""),
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ERRORS)), st.integers(0, 1)), min_size=1),
+    st.sets(st.sampled_from(["n0", "n1"])),
+)
+def test_a_loss_explains_the_rest(kinds, gone):
+    """One host that was lost outweighs whatever the others raised, in any order; then the function, then the system."""
+    errors = [HostError(SLICE, worker, ERRORS[kind]) for kind, worker in kinds]
+    verdict = judge(errors, gone)
+    lost = any(kind == "infrastructure" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
+    user = any(kind == "user" for kind, _ in kinds)
+    assert verdict.kind == ("infrastructure" if lost else "user" if user else "system")
+    assert set(verdict.errors) <= set(errors)
+    blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "infrastructure"}
+    assert verdict.quarantine == blamed - gone
+
+
+def test_quarantine():
+    """A host whose accelerators did not start, that is silent, or of which a task says that it died before Ray does of
+    the node, is not used for a while; one that is gone is gone, and one that only lost its group is well."""
+    stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
+    other = HostError(SLICE, 0, raised(ValueError("no peer")))
+    assert judge([other, stuck], set()).quarantine == {"n1"}
+    assert judge([other, stuck], {"n1"}).quarantine == set()
+    for error in (NodeSilentError("x"), NodeDiedError("x")):
+        assert judge([HostError(SLICE, 0, error)], set()).quarantine == {"n0"}
+    assert judge([HostError(SLICE, 0, TaskPlacementGroupRemoved())], set()).quarantine == set()
+
+
+def test_statuses():
+    """Each verdict is an outcome with the error that a caller is shown: the function's own, with its type."""
+    info = JobInfo("train", slices=(SLICE,))
+    own = ValueError("mine")
+    failed = judge([HostError(SLICE, 0, raised(own))], set()).status(info)
+    assert isinstance(failed, JobFailed)
+    assert failed.error is own
+    assert isinstance(failed.error.__cause__, RayTaskError)
+    preempted = judge([HostError(SLICE, 1, NodeDiedError("x"))], set()).status(info)
+    assert isinstance(preempted, JobPreempted)
+    assert isinstance(preempted.error, SliceLostError)
+    assert preempted.error.slices == ("a",)
+    assert "worker 1 of a (10.0.0.2): NodeDiedError" in str(preempted.error)
+    assert isinstance(judge([HostError(SLICE, 0, ERRORS["system"])], set()).status(info), JobError)
+
+
+def test_handle_ray_error():
+    """The same without knowing the host."""
+    info = JobInfo("train")
+    own = KeyError("x")
+    assert handle_ray_error(info, raised(own)) == JobFailed(info, own)
+    assert isinstance(handle_ray_error(info, NodeDiedError("x")), JobPreempted)
+    assert isinstance(handle_ray_error(info, WorkerCrashedError()), JobFailed)
+    assert isinstance(handle_ray_error(info, WorkerCrashedError(), node_gone=True), JobPreempted)
+    assert isinstance(handle_ray_error(info, ray.exceptions.RaySystemError("x")), JobError)
