@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several nodes: which logical node goes where, in what order, and nodes that come later."""
 
+import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -11,7 +13,14 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, lease_ports
+from fairlead_placement import (
+    NodeAgent,
+    PlacementTimeoutError,
+    RayVirtualCluster,
+    ResourceInsufficientError,
+    lease_ports,
+    run_on_nodes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +144,37 @@ def test_ports_on_several_nodes(ids):
         assert len({(lease.address, lease.port) for lease in leases}) == 6
         for lease in leases:
             lease.release()
+
+
+def test_run_on_nodes(ids):
+    """A function runs on several nodes at once; what fails on one is told beside what the others say, in the deadline."""
+
+    def node_id(wanted, seconds=0.0):
+        time.sleep(seconds)
+        if wanted == "none":
+            raise KeyError(wanted)
+        return ray.get_runtime_context().get_node_id(), wanted
+
+    assert run_on_nodes(node_id, {one: (number,) for number, one in enumerate(ids)}) == {
+        one: (one, number) for number, one in enumerate(ids)
+    }
+    began = time.monotonic()
+    found = run_on_nodes(node_id, {ids[0]: ("none",), ids[1]: ("slow", 3.0), ids[2]: ("fine",)}, timeout_s=1.0)
+    assert time.monotonic() - began < 3
+    assert isinstance(found[ids[0]], KeyError)
+    assert isinstance(found[ids[1]], PlacementTimeoutError)
+    assert found[ids[2]] == (ids[2], "fine")
+    assert run_on_nodes(node_id, {}) == {}
+
+
+def test_run_where_the_agent_has_died(ids):
+    """A dead agent is replaced, as it is for a single request."""
+    first = NodeAgent(ids[0]).run(os.getpid)
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while (second := run_on_nodes(os.getpid, {ids[0]: (), ids[1]: ()})[ids[0]]) == first:
+        assert time.monotonic() < deadline
+    assert isinstance(second, int)
 
 
 def test_a_node_that_joins_later(cluster):

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -19,6 +18,8 @@ from ray.exceptions import (
     UnserializableException,
     WorkerCrashedError,
 )
+
+from fairlead_placement import alive_nodes
 
 from .exceptions import RemoteError, WorkerFailure, WorkerFailureError
 
@@ -77,7 +78,7 @@ def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | Non
 
 
 def _node_gone(node_id: str) -> bool:
-    return bool(node_id) and not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes())
+    return bool(node_id) and node_id not in alive_nodes()
 
 
 def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:

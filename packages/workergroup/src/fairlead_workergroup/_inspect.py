@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray import ObjectRefGenerator
 
-from fairlead_placement import run_on_nodes
+from fairlead_placement import alive_nodes, run_on_nodes
 
 from . import _processes, _records
 from ._failures import WorkerFacts
@@ -46,7 +46,7 @@ def looked_at(
     by_node: dict[str, list[int]] = {}
     for at, worker in enumerate(workers):
         by_node.setdefault(worker.node_id, []).append(at)
-    living = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    living = alive_nodes()
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
         for node_id, members in by_node.items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, claim_slots
+from fairlead_placement import PlacementError, RayVirtualCluster, alive_nodes, claim_slots
 
 from ._failures import as_failure
 from ._places import moved
@@ -122,7 +122,7 @@ def _end(group: RayWorkerGroup, ranks: Sequence[int]) -> None:
 
 def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
     """Move the ranks whose nodes are gone to the slots that the cluster has in their place."""
-    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    alive = alive_nodes()
     if all(place.slot.node_id in alive for place in group._places):
         return
     cluster = group.cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import NodeAgent, PlacementError
+from fairlead_placement import NodeAgent, PlacementError, alive_nodes
 
 from . import _processes
 
@@ -64,9 +64,9 @@ def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> li
         by_node.setdefault(node_id, []).append((pid, started))
     pause = 0.01
     while True:
-        alive_nodes = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        living = alive_nodes()
         for node_id in list(by_node):
-            there = set(_ask(node_id, by_node[node_id])) if node_id in alive_nodes else set()
+            there = set(_ask(node_id, by_node[node_id])) if node_id in living else set()
             by_node[node_id] = [one for one in by_node[node_id] if one[0] in there]
             if not by_node[node_id]:
                 del by_node[node_id]

@@ -5,9 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
-
-from fairlead_placement import usage_on_nodes
+from fairlead_placement import alive_nodes, usage_on_nodes
 
 from . import _records
 from ._failures import WorkerFacts
@@ -59,7 +57,7 @@ class Watched:
             WorkerGroupError: the group has been shut down.
         """
         who = self._known()
-        living = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        living = alive_nodes()
         pids: dict[str, list[int]] = {}
         for worker in who:
             if worker.node_id in living and worker.rank not in self._lost:
@@ -193,7 +191,7 @@ class Watched:
     def _on_lost_nodes(workers: Sequence[WorkerFacts]) -> set[int]:
         if not workers:
             return set()
-        living = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        living = alive_nodes()
         return {worker.rank for worker in workers if worker.node_id not in living}
 
 
