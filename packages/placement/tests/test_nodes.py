@@ -147,7 +147,7 @@ def test_ports_on_several_nodes(ids):
 
 
 def test_run_on_nodes(ids):
-    """A function runs on several nodes at once; what fails on one is told beside what the others say, in the deadline."""
+    """A function runs on several nodes at once; one that fails does not hide what the others say."""
 
     def node_id(wanted, seconds=0.0):
         time.sleep(seconds)

@@ -18,6 +18,8 @@ from .exceptions import PlacementError, PlacementTimeoutError
 __all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes", "usage_on_nodes"]
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
+# Just after an agent's death its name may still lead to the dead one.
+PAUSES_S = (0.0, 0.1, 0.3, 1.0)
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(_agent_process)
 ray.cloudpickle.register_pickle_by_value(_agent_meters)
@@ -135,12 +137,15 @@ class NodeAgent:
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
             agent = _handle(self.node_id)
-            try:
-                return _request(agent, method, *args, timeout_s=limit)
-            except ray.exceptions.ActorDiedError as error:
-                if isinstance(error, ray.exceptions.RayTaskError):
-                    raise
-                return _request(_handle(self.node_id, instead_of=agent), method, *args, timeout_s=limit)
+            for pause in PAUSES_S:
+                try:
+                    return _request(agent, method, *args, timeout_s=limit)
+                except ray.exceptions.ActorDiedError as error:
+                    if isinstance(error, ray.exceptions.RayTaskError):
+                        raise
+                time.sleep(pause)
+                agent = _handle(self.node_id, instead_of=agent)
+            return _request(agent, method, *args, timeout_s=limit)
         except ray.exceptions.RayTaskError:
             raise  # the function's own, whatever its class
         except ray.exceptions.GetTimeoutError as error:
