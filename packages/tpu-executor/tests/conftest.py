@@ -19,7 +19,7 @@ settings.load_profile("fairlead")
 STALE = {"MEGASCALE_SLICE_ID": "77", "MEGASCALE_COORDINATOR_ADDRESS": "stale", "TPU_ZONE": "zone-of-node"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slices() -> Iterator[PretendSlices]:
     """slice-1 and slice-2, v4-16, whose worker 1 has started before worker 0. Tests leave these as they are."""
     with PretendSlices() as made:
