@@ -145,7 +145,7 @@ def ci(session: nox.Session) -> None:
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
-    session.notify("grpo", posargs=["--steps", "5"])
+    session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
 
 
 if __name__ == "__main__":
