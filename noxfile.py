@@ -172,8 +172,8 @@ def ci(session: nox.Session) -> None:
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
-    session.notify("grpo", posargs=["--steps", "5"])
-    session.notify("survive", posargs=["--steps", "120"])
+    session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
+    session.notify("survive", posargs=["--steps", "120", "--address", "local"])
     session.notify("soak", posargs=["60"])
 
 

@@ -328,7 +328,8 @@ def main(argv: list[str] | None = None) -> int:
     draw(rewards, options.plot)
     fifth = max(len(rewards) // 5, 1)
     first, last = np.mean(rewards[:fifth]), np.mean(rewards[-fifth:])
-    print(f"reward {first:.3f} -> {last:.3f} (first and last fifth), {time.monotonic() - began:.0f} s, {options.plot}")
+    print(f"reward {first:.3f} -> {last:.3f} (first and last fifth; a full run has to gain {GAIN})")
+    print(f"drawn in {options.plot}, after {time.monotonic() - began:.0f} s")
     return 0 if last - first >= GAIN or options.steps < STEPS else 1
 
 
