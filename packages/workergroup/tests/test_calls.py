@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classic calling methods, on real workers."""
 
+import functools
 import os
 import re
 import time
@@ -33,6 +34,16 @@ class OddError(ValueError):
         self.number = number
 
 
+def decorator(method):
+    """As most are: `self` is among the positional arguments."""
+
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
 class Recorder:
     """Answers what it was called with, and counts."""
 
@@ -46,6 +57,10 @@ class Recorder:
     def give(self, data, scale=1):
         self.calls += 1
         return None if data is None else data * scale
+
+    @decorator
+    def decorated(self, data, *, scale=1):
+        return data * scale
 
     def count(self):
         return self.calls
@@ -349,6 +364,12 @@ class TestBeforeTheFirstLaunch:
         with pytest.raises(TypeError, match="too many positional arguments"):
             group.run_single_worker_single_data("rank", 0, 1)
         assert calls(group) == before
+
+    def test_decorated_methods(self, group):
+        """What a decorator makes of a method, such as `torch.no_grad()`, takes what the decorator's function takes."""
+        assert group.call("decorated", 3, scale=2).result() == [6] * 8
+        with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+            group.call("decorated", 3, 4).result()
 
 
 class TestPutRule:

@@ -80,4 +80,6 @@ def _parameters(function: Any, bound: bool) -> Any:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
         return None
-    return [(p.name, int(p.kind), p.default is p.empty) for p in parameters[0 if bound else 1 :]]
+    if not bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]  # self; what a decorator makes often has it among *args
+    return [(p.name, int(p.kind), p.default is p.empty) for p in parameters]
