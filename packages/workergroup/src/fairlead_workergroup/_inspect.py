@@ -18,7 +18,8 @@ from .exceptions import LateWorker
 __all__ = ["cancelled", "gone", "late_workers", "looked_at"]
 
 logger = logging.getLogger(__name__)
-ray.cloudpickle.register_pickle_by_value(_records)
+for _module in (_processes, _records):
+    ray.cloudpickle.register_pickle_by_value(_module)
 
 # Agents answer in milliseconds; an answer that takes longer is not worth a caller's time.
 ANSWER_S = 10.0

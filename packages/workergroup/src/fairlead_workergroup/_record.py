@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-__all__ = ["OverlappingRecord", "Record", "open_record", "read_record", "write_cancelled"]
+__all__ = ["OverlappingRecord", "Record", "open_memory_file", "open_record", "read_record", "write_cancelled"]
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct in a module shipped by value does not pickle.
@@ -140,11 +140,16 @@ def _task_reader() -> Callable[[], bytes]:
 
 def open_record(pid: int) -> int | None:
     """The record of a process of this machine, as an open file; None if it has none, or is gone."""
+    return open_memory_file(pid, NAME)
+
+
+def open_memory_file(pid: int, name: str) -> int | None:
+    """The anonymous file of this name that a process of this machine has open, opened here too; None if it has none."""
     folder = f"/proc/{pid}/fd"
     try:
-        for name in os.listdir(folder):
-            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME} "):
-                return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
+        for number in os.listdir(folder):
+            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
+                return os.open(f"{folder}/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None  # it ended while it was looked at
     return None

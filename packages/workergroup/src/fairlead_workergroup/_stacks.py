@@ -3,7 +3,7 @@
 
 faulthandler writes them without the interpreter: while the main thread sits in a native call, also one that holds
 the GIL. They go to an anonymous file (`memfd_create`) found among the process's open files, so that nothing is left
-behind. Shipped by value, to the workers and to the node agents: the standard library only.
+behind. Shipped by value, to the workers and to the node agents.
 """
 
 import faulthandler
@@ -12,6 +12,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+
+from ._record import open_memory_file
 
 __all__ = ["dump_stacks", "process_state", "write_stacks_on_signal"]
 
@@ -47,7 +49,7 @@ def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, st
     waiting: dict[int, tuple[int, int, int, int]] = {}
     for process, (pid, number) in asked.items():
         state = process_state(pid)
-        file = _stacks_file(pid)
+        file = open_memory_file(pid, NAME)
         if state == "T":
             found[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
         elif not number or file is None or not _signals(pid, "SigCgt") & _bit(number):
@@ -117,14 +119,3 @@ def _signals(pid: int, which: str, thread: str | None = None) -> int:
 
 def _bit(number: int) -> int:
     return 1 << (number - 1)
-
-
-def _stacks_file(pid: int) -> int | None:
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):
-            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME} "):
-                return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None  # it ended while it was looked at
-    return None
