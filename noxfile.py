@@ -86,8 +86,8 @@ def interop(session: nox.Session) -> None:
     install(session, *map(package, ["sharding", "batching"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
-    files = [f"packages/placement/tests/test_{name}.py" for name in ("ports", "usage")]
-    session.run("pytest", *files, "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
+    tests = [*(f"placement/tests/test_{name}.py" for name in ("ports", "usage")), "workergroup/tests/test_watch.py"]
+    session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     files = [f"packages/batching/tests/test_{name}.py" for name in ("torch", "ray")]
     session.run("pytest", *files, *session.posargs, env=RAY_ENV)
 

@@ -6,20 +6,27 @@ python benchmarks/bench_workergroup.py
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import ray
 from _measure import Row, interleaved, table
+from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard
+from fairlead_workergroup import RayWorkerGroup, Shard, _records
 from fairlead_workergroup._arguments import Arguments
+from fairlead_workergroup._failures import WorkerFacts
+from fairlead_workergroup._host import start_tick
+from fairlead_workergroup._inspect import looked_at
 from fairlead_workergroup._planning import Mesh, _pieces, _planned, plan_call
+from fairlead_workergroup._record import Record
 from fairlead_workergroup._submit import requests
 from fairlead_workergroup._worker_class import Method
 
@@ -61,9 +68,10 @@ def rows() -> list[Row]:
     """Every row of the table; takes two minutes."""
     init_ray(address="local", num_cpus=3 * WORKERS)
     try:
-        return [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans()]
+        found = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record()]
     finally:
         ray.shutdown()
+    return [*found, *_status()]
 
 
 @contextlib.contextmanager
@@ -198,6 +206,93 @@ def _starts() -> Iterator[Row]:
     ratio = base.median / timing.median
     yield Row(f"start of {WORKERS} workers, an initializer each", str(base), "", True)
     yield Row("  by worker group, end included", f"{ratio:.1f}x faster, {timing}", "at least 2.5x faster", ratio >= 2.5)
+
+
+def _record() -> Iterator[Row]:
+    """What a worker pays for being seen, at each call."""
+    record = Record(["__init__", "step"])
+
+    def call() -> None:
+        record.end(record.begin(1))
+
+    (timing,) = interleaved(call, repeats=100, calls=1_000)
+    yield Row("what a worker's record costs a call", str(timing), "at most 2 us", timing.median <= 2e-6)
+
+
+RECORDS = 64
+
+
+# In a process that has no threads yet, to be forked: each child writes a record, as a worker does that is in a method.
+WRITERS = f"""
+import os, signal, sys
+from fairlead_workergroup._record import Record
+pids = []
+for _ in range({RECORDS}):
+    if (pid := os.fork()) == 0:
+        record = Record(["__init__", "step"])
+        record._task = lambda: b""
+        record.begin(1)
+        signal.pause()
+    pids.append(pid)
+print(*pids, flush=True)
+sys.stdin.read()
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+@contextlib.contextmanager
+def _written_records() -> Iterator[list[int]]:
+    """The pids of processes that have each written a record."""
+    command = [sys.executable, "-c", WRITERS]
+    env = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "0"}  # a record asks who it is, which would start a Ray each
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        yield [int(pid) for pid in parent.stdout.readline().split()]
+        parent.communicate("", timeout=60)
+
+
+def _status() -> Iterator[Row]:
+    """Four raylets with two workers each; the records of other processes beside theirs."""
+    with _written_records() as pids:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        try:
+            for _ in range(3):
+                cluster.add_node(num_cpus=2)
+                cluster.wait_for_nodes()
+            ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+            with (
+                RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as reserved,
+                RayWorkerGroup(reserved, Worker) as group,
+            ):
+                nodes = list(dict.fromkeys(worker["node_id"] for worker in group.worker_metadata))
+                facts = [
+                    WorkerFacts(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
+                ]
+                facts += group._workers_now
+
+                def asked() -> int:
+                    return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)
+
+                def status() -> None:
+                    group.get_worker_status()
+
+                def read_all() -> None:
+                    read = looked_at(facts, _records.look, lambda worker: worker.process, 300.0, False)
+                    assert sum(one.get("method") == "step" for one in read) == RECORDS
+
+                for what, look in (
+                    (f"status of {WORKERS} workers on 4 nodes", status),
+                    (f"  the same with {RECORDS} records beside theirs", read_all),
+                ):
+                    look()
+                    before = asked()
+                    look()
+                    count = asked() - before
+                    (timing,) = interleaved(look, repeats=50)
+                    yield Row(f"{what}: requests", f"{count}, {timing}", "4, one a node", count == 4)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 if __name__ == "__main__":

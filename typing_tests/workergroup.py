@@ -23,12 +23,18 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
+    StuckWorker,
+    Watch,
+    WorkerEvent,
     WorkerFailure,
     WorkerFailureError,
     WorkerStartError,
+    WorkerStatus,
+    WorkerUsage,
     current_worker,
     recursive_merge_options,
     report_progress,
+    testing,
 )
 
 
@@ -94,6 +100,28 @@ def classic(group: RayWorkerGroup) -> None:
     assert_type(group.get_all_worker_results(future), list[Any])
     assert_type(MultiWorkerFuture([1]).get_results(), list[Any])
     assert_type(recursive_merge_options({"a": 1}, {}), dict[str, Any])
+
+
+def watch(group: RayWorkerGroup) -> None:
+    assert_type(group.get_worker_status(stuck_after_s=60), list[WorkerStatus])
+    assert_type(group.get_worker_status()[0].step, int | None)
+    assert_type(group.get_resource_usage(), list[WorkerUsage])
+    assert_type(group.detect_stuck_workers(60, dump_stacks=False), list[StuckWorker])
+
+    def on_event(event: WorkerEvent) -> None:
+        assert_type(event.stuck, StuckWorker | None)
+
+    with group.watch(5, 300, on_event, slow_after_s=60) as watch:
+        assert_type(watch, Watch)
+    group.watch(on_event=print).close()
+
+
+def faults(group: RayWorkerGroup) -> None:
+    testing.kill(group, 0)
+    with testing.hang(group, 0, "native-gil", timeout_s=5) as hung:
+        assert_type(hung, testing.Hang)
+    testing.slow(group, 0, 0.5)
+    assert_type(testing.fill_memory(group, 0, 1 << 30), bool)
 
 
 def errors(group: RayWorkerGroup) -> None:

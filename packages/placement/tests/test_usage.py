@@ -14,7 +14,16 @@ import types
 import pytest
 import ray
 
-from fairlead_placement import GpuMemory, NodeAgent, PlacementError, ProcessUsage, RayVirtualCluster, _agent
+from fairlead_placement import (
+    GpuMemory,
+    NodeAgent,
+    PlacementError,
+    ProcessUsage,
+    RayVirtualCluster,
+    _agent,
+    run_on_nodes,
+    usage_on_nodes,
+)
 from fairlead_placement._agent_meters import Gpus, MemoryMeter, ProcessMeter
 
 
@@ -91,6 +100,17 @@ def test_a_process_that_has_gone(agent, child):
     child.wait()
     assert agent.usage([child.pid]) == []
     assert agent.usage([]) == []
+
+
+def test_several_nodes_at_once(agent, child):
+    """One request to each node, and what failed there as a value; the agent counts them itself."""
+    before = agent.requests()
+    found = usage_on_nodes({agent.node_id: [os.getpid(), child.pid]}, timeout_s=60)
+    assert [type(one) for one in found[agent.node_id]] == [ProcessUsage, ProcessUsage]
+    assert isinstance(run_on_nodes(int, {agent.node_id: ["x"]})[agent.node_id], ValueError)
+    now = agent.requests()
+    assert {name: now[name] - before.get(name, 0) for name in now} == {"usage": 1, "run": 1}
+    assert usage_on_nodes({}) == {}
 
 
 def test_one_sample(local_ray, agent, requests):

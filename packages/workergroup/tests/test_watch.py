@@ -209,17 +209,21 @@ def run(code, **env):
     )
 
 
-def test_interpreter_exit():
-    """A driver that ends while it watches prints nothing and does not hang; after `ray.shutdown` a watch is over."""
-    done = run("""
+@pytest.mark.parametrize(
+    "end", ["", "ray.shutdown(); [one.close() for one in watches]; assert not ray.is_initialized()"]
+)
+def test_interpreter_exit(end):
+    """A driver that ends while it watches prints nothing and does not hang; a watch outlives no Ray, and makes none."""
+    done = run(f"""
         import time, threading, ray
         from fairlead_placement import RayVirtualCluster
         from fairlead_workergroup import RayWorkerGroup
         ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
         cluster = RayVirtualCluster([2], use_gpus=False)
         group = RayWorkerGroup(cluster, "collections.Counter")
-        watches = [group.watch(0.01), group.watch(0.5)]
+        watches = [group.watch(0.001), group.watch(0.5)]
         time.sleep(0.5)
+        {end}
     """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray import ObjectRef
 
-__all__ = ["actor_id_of", "actor_id_of_ref", "dead_actors", "object_sizes", "task_of_ref"]
+__all__ = ["actor_id_of", "actor_id_of_ref", "dead_actors", "never_connect", "object_sizes", "task_of_ref"]
+
+_never_connecting = threading.local()
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -50,3 +53,24 @@ def dead_actors() -> frozenset[str]:
     job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
     table = ray._private.state.state.actor_table(None, job, "DEAD")
     return frozenset(table)
+
+
+def never_connect() -> None:
+    """Have what this thread asks of Ray fail when Ray has ended.
+
+    Otherwise `ray.get` and the like connect to whatever cluster they find, or start one: after a `ray.shutdown()` on
+    another thread, a background thread would join a stranger's cluster. Ray has a switch for that only for whole
+    processes, before it is imported. Without this the thread still looks before each round whether Ray is there.
+    """
+    from ray._private import auto_init_hook
+
+    connect = getattr(auto_init_hook, "auto_init_ray", None)
+    if connect is not None and not hasattr(connect, "_fairlead"):
+
+        def connect_unless_told() -> None:
+            if not getattr(_never_connecting, "told", False):
+                connect()
+
+        connect_unless_told._fairlead = True  # type: ignore[attr-defined]
+        auto_init_hook.auto_init_ray = connect_unless_told
+    _never_connecting.told = True

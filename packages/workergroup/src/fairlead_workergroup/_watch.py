@@ -16,6 +16,7 @@ import ray
 
 from ._failures import as_failure
 from ._occurrences import Occurrences
+from ._ray_private import never_connect
 from ._status import StuckWorker, WorkerEvent, WorkerStatus
 from .exceptions import WorkerFailure, WorkerGroupError
 
@@ -86,6 +87,7 @@ class Watch:
         self.close()
 
     def _go_on(self) -> None:
+        never_connect()
         try:
             self._look_again_and_again()
         finally:
@@ -95,7 +97,7 @@ class Watch:
     def _look_again_and_again(self) -> None:
         while not self._end.is_set():
             group = self._group()
-            if group is None or not ray.is_initialized() or self._session != _session():
+            if group is None or self._is_over():
                 return
             try:
                 self._look(group)
@@ -103,10 +105,19 @@ class Watch:
                 return  # it has been shut down
             except Exception:
                 # Whatever it is, the next look may succeed; a watch that has died unseen is worse than a noisy one.
-                if not self._end.is_set():
+                if not self._is_over():
                     logger.warning("cannot look at the workers of %s", self._name, exc_info=True)
             del group
             self._end.wait(self._interval_s)
+
+    def _is_over(self) -> bool:
+        """Whether it has been closed, or the Ray that the group lived in has ended."""
+        if self._end.is_set() or not ray.is_initialized():
+            return True
+        try:
+            return bool(self._session != _session())
+        except Exception:  # noqa: BLE001  Ray is just ending
+            return True
 
     def _look(self, group: RayWorkerGroup) -> None:
         statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
