@@ -6,8 +6,11 @@ python benchmarks/bench_workergroup.py
 
 import contextlib
 import os
+import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard, _records
+from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError, _records
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._failures import WorkerFacts
 from fairlead_workergroup._host import start_tick
@@ -41,6 +44,9 @@ class Worker:
 
     def size(self, value: np.ndarray) -> int:
         return value.nbytes
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def give_back(self, value: np.ndarray) -> np.ndarray:
         return value
@@ -68,7 +74,7 @@ def rows() -> list[Row]:
     """Every row of the table; takes two minutes."""
     init_ray(address="local", num_cpus=3 * WORKERS)
     try:
-        found = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record()]
+        found = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record(), *_losses()]
     finally:
         ray.shutdown()
     return [*found, *_status()]
@@ -217,6 +223,32 @@ def _record() -> Iterator[Row]:
 
     (timing,) = interleaved(call, repeats=100, calls=1_000)
     yield Row("what a worker's record costs a call", str(timing), "at most 2 us", timing.median <= 2e-6)
+
+
+def _losses() -> Iterator[Row]:
+    """From SIGKILL of a worker that is in a method to the error, and to the next answer of a group that restarts."""
+    seen, back = [], []
+    with (
+        RayVirtualCluster([WORKERS], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, restart_on_failure=True, max_restarts=100) as group,
+    ):
+        for rank in range(WORKERS):
+            call = group.call("sleep", 1.0)
+            time.sleep(0.2)
+            began = time.perf_counter()
+            os.kill(group.get_worker_status()[rank].pid, signal.SIGKILL)
+            with contextlib.suppress(WorkerFailureError):
+                call.result()
+                raise AssertionError("the call has not met the death")
+            seen.append(time.perf_counter() - began)
+            call.wait()
+            began = time.perf_counter()
+            group.call("nothing").result()
+            back.append(time.perf_counter() - began)
+    worst = max(seen)
+    shown = f"{statistics.median(seen) * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms"
+    yield Row("from SIGKILL of a worker to WorkerFailureError", shown, "under 2 s", worst < 2)
+    yield Row("  and then to an answer of all, the rank started again", f"{statistics.median(back):.2f} s", "", True)
 
 
 RECORDS = 64

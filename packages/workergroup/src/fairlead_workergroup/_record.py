@@ -129,11 +129,11 @@ class OverlappingRecord(Record):
 
 def _task_reader() -> Callable[[], bytes]:
     """What tells the id of the task that runs: the public way costs twice as much, and every call pays for it."""
-    context = ray.get_runtime_context()
     try:
         worker: Any = ray._private.worker.global_worker
         worker.current_task_id.binary()
     except AttributeError:
+        context = ray.get_runtime_context()
         return lambda: bytes.fromhex(context.get_task_id() or "")
     return lambda: worker.current_task_id.binary()
 
