@@ -8,6 +8,7 @@ import pickle
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -490,6 +491,18 @@ class TestCancel:
         assert "cancelled" not in ran[5]
         assert group.call("rank").result() == list(range(8))
 
+    def test_while_another_thread_waits(self, group):
+        """Who waits for the result is told that it was cancelled, whatever became of its parts."""
+        view = group.at(dp=0, tp=0)
+        running, queued = view.call("sleep", 1.0), view.call("sleep", 1.0, tag="never")
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(queued.result, 30)
+            time.sleep(0.2)
+            assert queued.cancel() == []
+            with pytest.raises(CallCancelledError):
+                waiting.result(timeout=30)
+        running.result()
+
     def test_when_all_is_done(self, group):
         """There is nothing left to cancel, and the result stays."""
         call = group.call("rank")
@@ -532,6 +545,16 @@ class TestStreams:
         stream = call.stream()
         assert [next(stream).value, next(stream).value] == [500, 501]
         assert [outcome.value for outcome in call.stream()] == [502, 503]
+
+    def test_a_timeout_is_of_the_next_item(self, group):
+        """A stream may last as long as it likes, as long as its items come."""
+        view = group.at(dp=0, tp=0)
+        assert [outcome.value for outcome in view.call("items", 4, pause_s=0.6).stream(timeout=1.5)] == [
+            500,
+            501,
+            502,
+            503,
+        ]
 
     def test_errors(self, group, doomed):
         """An error in the middle comes at its place with its type; a worker's end is no quiet end of its stream."""

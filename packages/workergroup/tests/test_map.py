@@ -19,6 +19,8 @@ class Worker:
         kind, number = item
         if kind == "slow" and os.environ["RANK"] == "0":
             time.sleep(0.3)
+        if kind == "very slow":
+            time.sleep(2)
         if kind == "bad":
             raise ValueError(f"bad item {number}")
         if kind == "fatal" or (kind == "fatal to 1" and os.environ["RANK"] == "1"):
@@ -95,6 +97,21 @@ def test_items_are_taken_as_they_are_needed(group):
     assert len(taken) <= 20 + 4 * 2 + 1
     results.close()
     assert group.call("done").result() == [True] * 4
+
+
+def test_a_slow_item_holds_up_only_so_much(group):
+    """In order, what is done waits for the oldest item; how much of it there can be is bounded."""
+    taken = []
+
+    def items():
+        for i in range(1000):
+            taken.append(i)
+            yield ("very slow" if i == 0 else "easy", i)
+
+    results = group.map("work", items(), strategy="least_loaded", max_in_flight=1)
+    assert next(results)[0] == 0
+    assert len(taken) <= 8 * 4 + 4
+    results.close()
 
 
 def test_an_error(group):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     Shard,
     WorkerFailureError,
+    WorkerGroupError,
     current_worker,
 )
 
@@ -37,6 +39,9 @@ class Worker:
 
     def load(self):
         self.loaded = current_worker().incarnation
+
+    def slowly_load(self):
+        time.sleep(3)
 
     def fail_to_load(self):
         raise OSError("no checkpoint")
@@ -232,6 +237,30 @@ def test_a_start_that_fails(made):
         group.restart_failed_workers()
     with pytest.raises(WorkerFailureError, match="rank 0"):
         group.call("pid")
+
+
+def test_shut_down_while_it_restarts(made):
+    """What another thread was starting is ended too, and nothing of it is left; no call brings the group back."""
+    group = made(restart_on_failure=True, on_restart="slowly_load")
+    die(group, 1)
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(group.call, "pid")
+        while not group._restarting:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        group.shutdown()
+        with pytest.raises((WorkerGroupError, WorkerFailureError)):
+            call.result(timeout=60)
+    assert group.workers == []
+    with pytest.raises(WorkerGroupError, match="it has been shut down"):
+        group.call("pid")
+
+
+def test_on_restart_has_time(made):
+    """Reloading has the time of a start, not of a call."""
+    group = made(restart_on_failure=True, on_restart="slowly_load", call_timeout_s=1.0)
+    die(group, 1)
+    assert group.restart_failed_workers() == [1]
 
 
 def test_two_groups(made, local_ray):

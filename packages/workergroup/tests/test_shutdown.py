@@ -36,6 +36,13 @@ class Cleaner:
         if os.environ["RANK"] == "2":
             time.sleep(1000)
 
+    async def cleanup_async(self):
+        self.cleanup()
+
+    def cleanup_in_steps(self):
+        yield "first"
+        self.cleanup()
+
     def spin(self):
         while True:
             pass
@@ -92,6 +99,13 @@ def test_reverse_order(group, monkeypatch):
 def test_cleanup(group, tmp_path):
     """Every worker runs the cleanup before it is ended."""
     assert group.shutdown(cleanup_method="cleanup") is True
+    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps"])
+def test_cleanup_of_other_kinds(group, tmp_path, method):
+    """A coroutine is awaited, and a generator run to its end."""
+    assert group.shutdown(cleanup_method=method) is True
     assert cleaned(tmp_path) == ["0", "1", "2", "3"]
 
 

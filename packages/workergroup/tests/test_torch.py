@@ -34,6 +34,17 @@ class Member:
         assert axis_group(*axes) is axis_group(*axes)
         return int(value)
 
+    def gather_along(self, *axes):
+        import torch
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import axis_group
+
+        group = axis_group(*axes)
+        gathered = [torch.zeros(1) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, torch.tensor([float(current_worker().rank)]), group=group)
+        return [int(value) for value in gathered]
+
     def bad_axis(self):
         from fairlead_workergroup.torch import axis_group
 
@@ -63,6 +74,9 @@ def test_groups_along_axes(local_ray):
         assert group.call("sum_along", "tp").result() == [3, 3, 3, 3]
         assert group.call("sum_along", "dp").result() == [2, 4, 2, 4]
         assert group.call("sum_along", "tp", "dp").result() == [6] * 4
+        # Row-major over the axes in the order given, whatever the ranks.
+        assert group.call("gather_along", "tp").result() == [[3, 0], [1, 2], [1, 2], [3, 0]]
+        assert group.call("gather_along", "tp", "dp").result() == [[3, 1, 0, 2]] * 4
         with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):
             group.call("bad_axis").result()
         assert group.call("leave").result() == [False] * 4

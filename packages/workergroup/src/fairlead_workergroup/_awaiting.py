@@ -40,10 +40,11 @@ async def _collected(call: Call) -> list[Any]:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 if (error := task.exception()) is not None:
+                    call._check_cancelled()
                     # It may look at the nodes.
                     raise await asyncio.to_thread(what_failed, [*call._completions.values()], error, call._group)
             if pending and not done:
-                call._on_slow(call._deadline)
+                await asyncio.to_thread(call._on_slow, call._deadline)
     finally:
         await _dropped(pending)
     call._check_cancelled()
@@ -58,11 +59,11 @@ async def as_completed(call: Call) -> AsyncIterator[Outcome]:
             left = call._deadline.left(at_most=REPORT_EVERY_S)
             done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                call._on_slow(call._deadline)
+                await asyncio.to_thread(call._on_slow, call._deadline)
             for task in done:
                 at, error = tasks.pop(task), task.exception()
                 if error is not None:
-                    yield call._failed(at, error)
+                    yield await asyncio.to_thread(call._failed, at, error)
                 elif at in call._answering:
                     yield Outcome(call._ranks[at], call._coords(at), task.result())
     finally:

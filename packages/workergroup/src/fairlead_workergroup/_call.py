@@ -84,10 +84,10 @@ class Call(Underway, PassedOn):
             The outcomes of the workers that answer, in the order of `result()`, then those of others that failed.
         """
         self.wait(timeout)
-        pending = set(self._pending())
+        unfinished = self._unfinished()
         wanted, others = self._positions
-        of_others = [self._outcome(at, pending) for at in others]
-        return [*(self._outcome(at, pending) for at in wanted), *(one for one in of_others if one.error is not None)]
+        of_others = [self._outcome(at, unfinished) for at in others]
+        return [*(self._outcome(at, unfinished) for at in wanted), *(one for one in of_others if one.error is not None)]
 
     def done(self) -> bool:
         """Whether all workers called have finished, or failed."""
@@ -123,7 +123,7 @@ class Call(Underway, PassedOn):
             more, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
             for ref in dict.fromkeys([*done, *more]):
                 del pending[refs[ref]]
-                outcome = self._outcome(refs[ref], ())
+                outcome = self._outcome(refs[ref], {})
                 if refs[ref] in answering or outcome.error is not None:
                     yield outcome
 

@@ -76,12 +76,12 @@ class Dispatching:
         retries: int = 0,
     ) -> Call:
         began = time.monotonic()
-        if not self.workers:
-            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
         if retries and not self._restart_on_failure:
             raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
         found = self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
+            if not self.workers:
+                raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
             if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
                 if not self._restart_on_failure:
                     raise WorkerFailureError(lost, self._remedy)

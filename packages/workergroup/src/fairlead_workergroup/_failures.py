@@ -7,6 +7,7 @@ from typing import Any
 
 from ray.exceptions import (
     ActorDiedError,
+    ActorPlacementGroupRemoved,
     ActorUnavailableError,
     ActorUnschedulableError,
     NodeDiedError,
@@ -27,6 +28,7 @@ __all__ = ["WorkerFacts", "as_failure", "explained", "remote_traceback"]
 
 _LOST = (
     ActorDiedError,
+    ActorPlacementGroupRemoved,
     ActorUnschedulableError,
     NodeDiedError,
     OutOfMemoryError,

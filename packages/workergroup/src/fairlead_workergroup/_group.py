@@ -16,6 +16,7 @@ from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
 from ._classic import ClassicCalls
 from ._compression import check_compression
@@ -164,6 +165,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._restarts = [0] * self.world_size
         self._group_restarts = 0
         self._watches: list[Watch] = []
+        self._ending = False
         self._shut: bool | None = None
 
         self._held = Held(claim=claim_slots([place.slot for place in self._places], prefix, group=self))
@@ -206,7 +208,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         """Start the workers of these ranks, and wait until every constructor has finished."""
         recipe = self._held.recipe
         if recipe is None:
-            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+            raise self._has_ended()
         plans = [self._plans[rank] for rank in ranks]
         actors = create(plans, self._class, self._id, self._incarnations)
         self._held.workers.update(zip(ranks, actors, strict=True))
@@ -214,15 +216,21 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         if self._held.lease is None:
             ports = self.cluster.port_range if isinstance(self.cluster, RayVirtualCluster) else None
             ((self._held.lease,),) = lease_ports([self._places[0].slot], **_bounds(ports))
-        self.master_address, self.master_port = self._held.lease.address, self._held.lease.port
+        lease = self._held.lease
+        self.master_address, self.master_port = lease.address, lease.port
 
-        stored = recipe.stored.puts, recipe.stored.bytes_put
+        configured = Arguments()
         started = [
-            recipe.start(actor, plan, incarnation=self._incarnations[plan.place.rank], master_port=self.master_port)
+            recipe.start(
+                actor,
+                plan,
+                incarnation=self._incarnations[plan.place.rank],
+                master_port=lease.port,
+                configured=configured,
+            )
             for plan, actor in zip(plans, actors, strict=True)
         ]
-        puts, bytes_put = recipe.stored.puts - stored[0], recipe.stored.bytes_put - stored[1]
-        self._count(requests=len(started), puts=puts, bytes_put=bytes_put)
+        self._count(requests=len(started), puts=configured.puts, bytes_put=configured.bytes_put)
         name = self.name_prefix or self._class.name
         answers = wait_started(started, plans, name=name, timeout_s=self._start_timeout_s)
         self._know(plans, actors, answers)
@@ -231,6 +239,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
 
     def _know(self, plans: Sequence[WorkerPlan], actors: Sequence[Any], answers: Sequence[Mapping[str, Any]]) -> None:
         """Note who the workers are that have just started."""
+        if self._ending:
+            raise self._has_ended()
         if not self.workers:
             self.workers = list(actors)
             self.worker_metadata = [place.metadata() for place in self._places]
@@ -244,6 +254,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 self.workers[rank] = actor
                 self.worker_metadata[rank] = plan.place.metadata()
                 self._lost.pop(rank, None)
+
+    def _has_ended(self) -> WorkerGroupError:
+        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
     def restart_failed_workers(self) -> list[int]:
         """Start the workers that are dead again: the same ranks with the same arguments, incarnation + 1.
@@ -310,6 +323,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         """
         if self._shut is not None:
             return self._shut
+        # A restart that another thread has under way sees it, and gives back what it had started.
+        self._ending = True
         self._end_watches()
         clean = True
         try:

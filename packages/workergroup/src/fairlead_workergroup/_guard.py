@@ -4,6 +4,7 @@
 What a shipped function keeps in its module is gone with the call, so the guards are kept in a module of their own.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -57,5 +58,6 @@ def _watch(name: str, processes: list[Process], limit: int) -> None:
             if resident > limit and start_tick(pid) == started:
                 # Before the kill: whoever sees the death must find the reason.
                 _ended(name)[pid, started] = resident
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(EVERY_S)

@@ -35,18 +35,21 @@ class Held:
         self.processes.clear()
         self.recipe = None
         ended = True
-        try:
-            if ray.is_initialized():
+        if ray.is_initialized():
+            try:
                 ended = kill_and_wait(workers, processes)
+            except (ray.exceptions.RayError, PlacementError) as error:
+                logger.warning("ending the workers of a group: %s", error)
+                ended = False
+            try:
                 self.release_port()
-        except (ray.exceptions.RayError, PlacementError) as error:
-            logger.warning("giving a worker group back: %s", error)
-            ended = False
-        finally:
-            self.lease = None
-            if self.claim is not None:
-                self.claim.release()
-                self.claim = None
+            except (ray.exceptions.RayError, PlacementError) as error:
+                logger.warning("giving the port of a group back: %s", error)
+                ended = False
+        self.lease = None
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
         return ended
 
     def release_port(self) -> None:

@@ -115,7 +115,12 @@ class WorkerHost:
             self._fairlead_record.end(key)
 
     def _fairlead_cleanup(self, method: str) -> None:
-        getattr(self._fairlead_instance, method)()
+        result = getattr(self._fairlead_instance, method)()
+        if inspect.iscoroutine(result):
+            self._fairlead_loop().run_until_complete(result)
+        elif inspect.isgenerator(result):
+            for _ in result:
+                pass
 
     def _fairlead_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of a worker whose async methods run one at a time."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,8 @@ __all__ = ["Strategy", "check_strategy", "mapped"]
 Strategy = str | Callable[[Sequence[int]], int]
 
 STRATEGIES = ("round_robin", "least_loaded")
+# Items that are handed out ahead of the oldest that is not done, in multiples of what can be under way.
+WINDOW = 8
 # An item that takes its worker with it must not take all of them.
 MOST_LOSSES = 3
 
@@ -72,9 +75,11 @@ def mapped(
 def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, ordered: bool) -> Iterator[Any]:
     kept: dict[int, Any] = {}
     position = done = 0
+    window = WINDOW * balancer.capacity
     try:
         with Bar(f"Mapping {balancer.method}", total) as bar:
-            while balancer.fill(items):
+            # A slow item holds up those behind it: what is done waits here, and not too much of it.
+            while balancer.fill(items, until=position + window if ordered else math.inf):
                 for at, value in balancer.finished():
                     done += 1
                     bar.show(done)
@@ -114,9 +119,14 @@ class _Balancer:
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
 
-    def fill(self, items: Iterator[Any]) -> bool:
-        """Hand out items while the worker whose turn it is has room; whether anything is under way."""
-        while (rank := self._next()) is not None:
+    @property
+    def capacity(self) -> int:
+        """How many items can be under way."""
+        return self._max * len(self._loads)
+
+    def fill(self, items: Iterator[Any], *, until: float) -> bool:
+        """Hand out items before `until` while the worker whose turn it is has room; whether anything is under way."""
+        while (self._again or self._position < until) and (rank := self._next()) is not None:
             if self._again:
                 position, item = self._again.popleft()
             else:
@@ -161,9 +171,10 @@ class _Balancer:
         refs = list(self._sent)
         oldest = self._sent[refs[0]].call
         done, _ = ray.wait(refs, num_returns=1, timeout=oldest._deadline.left(at_most=REPORT_EVERY_S))
-        if not done:
-            oldest._on_slow(oldest._deadline)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        # Also when others are done: an item that hangs must not go unnoticed for as long as they are.
+        if not done or (oldest._deadline.passed and refs[0] not in {*done, *ready}):
+            oldest._on_slow(oldest._deadline)
         values = []
         finished = [self._sent.pop(ref) for ref in dict.fromkeys([*done, *ready])]
         for sent in sorted(finished, key=lambda sent: sent.position):

@@ -2,7 +2,7 @@
 """What the workers of a group are made from: the first time, and each time one is started again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import ObjectRef
@@ -27,6 +27,7 @@ class Recipe:
         target: what the class is loaded from.
         facts: what every worker is told, whatever its rank.
         stored: the references that keep all of it in the store, and what they cost.
+        configured: those of what `configure_worker` adds, for each start.
     """
 
     args: Sequence[Any]
@@ -34,9 +35,22 @@ class Recipe:
     target: Any
     facts: Mapping[str, Any]
     stored: Arguments
+    configured: list[Arguments] = field(default_factory=list)
 
-    def start(self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int) -> ObjectRef:
-        """Have an actor make its worker; a ref of what it says of itself."""
+    def start(
+        self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int, configured: Arguments
+    ) -> ObjectRef:
+        """Have an actor make its worker; a ref of what it says of itself.
+
+        Args:
+            actor: its handle.
+            plan: what it is to be.
+            incarnation: how often its rank has been started before.
+            master_port: the group's.
+            configured: stores what `configure_worker` adds; of this start only, as it tells values by identity.
+        """
+        if configured not in self.configured:
+            self.configured.append(configured)
         facts = {
             **self.facts,
             "rank": plan.place.rank,
@@ -46,11 +60,9 @@ class Recipe:
             "env": {**plan.environment.variables, "MASTER_PORT": str(master_port)},
             "path": list(plan.environment.path),
         }
-        configured = {name: self.stored.prepared(value) for name, value in plan.init_kwargs.items()}
+        more = {name: configured.prepared(value) for name, value in plan.init_kwargs.items()}
         # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
-        ref: ObjectRef = actor._fairlead_start.remote(
-            facts, [self.target], list(self.args), {**self.kwargs, **configured}
-        )
+        ref: ObjectRef = actor._fairlead_start.remote(facts, [self.target], list(self.args), {**self.kwargs, **more})
         return ref
 
 

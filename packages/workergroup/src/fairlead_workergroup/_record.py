@@ -147,11 +147,15 @@ def open_memory_file(pid: int, name: str) -> int | None:
     """The anonymous file of this name that a process of this machine has open, opened here too; None if it has none."""
     folder = f"/proc/{pid}/fd"
     try:
-        for number in os.listdir(folder):
+        numbers = os.listdir(folder)
+    except OSError:
+        return None  # it has ended
+    for number in numbers:
+        try:
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
                 return os.open(f"{folder}/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None  # it ended while it was looked at
+        except OSError:
+            continue  # that file has been closed meanwhile
     return None
 
 

@@ -85,11 +85,22 @@ def restart(group: RayWorkerGroup) -> list[int]:
                 group._held.release_port()
             group._bring_up(ranks)
             if group._on_restart is not None:
-                call = group._dispatch(group._on_restart, ranks, [], {}, returned=[], discard=True)
-                call.result(timeout=group._start_timeout_s)
+                limit = group._start_timeout_s
+                nobody = [False] * len(ranks)
+                call = group._dispatch(
+                    group._on_restart, ranks, [], {}, answers=nobody, returned=[], timeout_s=limit, discard=True
+                )
+                call.result()
         except Exception as error:
-            raise _not_restarted(group, ranks, error) from error
+            if group._ending:
+                raise
+            told = _not_restarted(group, ranks, error)
+            if told is error:
+                raise
+            raise told from error
         finally:
+            if group._ending:  # shut down meanwhile by another thread, which could not see what was under way
+                group._held.give_back()
             group._restarting.difference_update(ranks)
             group._show_states()
     logger.warning("restarted rank(s) %s of %r", ", ".join(map(str, ranks)), group.name_prefix)
@@ -140,13 +151,17 @@ def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) ->
     # Another group on the same cluster may have had them replaced before.
     instead = dict(zip(map(_key, group._slots), cluster.slots(), strict=True))
     slots = {place.rank: instead[_key(place.slot)] for place in group._places}
-    group._slots = cluster.slots()
-    group._places = moved(group._places, slots)
+    before = group._slots, group._places
+    group._slots, group._places = cluster.slots(), moved(group._places, slots)
+    try:
+        group._plan()
+    except BaseException:
+        group._slots, group._places = before  # so that the next attempt moves them again
+        raise
     if group._held.claim is not None:
         group._held.claim.release()
     holder = group.name_prefix or group._class.name
     group._held.claim = claim_slots([place.slot for place in group._places], holder, group=group)
-    group._plan()
 
 
 def _key(slot: object) -> tuple[str, int]:

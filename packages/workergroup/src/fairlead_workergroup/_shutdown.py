@@ -77,9 +77,10 @@ def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> li
 
 
 def _ask(node_id: str, processes: list[tuple[int, int]]) -> list[int]:
+    """Which of these are still there; all of them when the node does not say."""
     try:
         there: list[int] = NodeAgent(node_id).run(_processes.still_there, processes, timeout_s=GONE_S)
     except PlacementError as error:
         logger.warning("cannot ask node %s which workers are still there: %s", node_id[:8], error)
-        return []
+        return [pid for pid, _ in processes]
     return there

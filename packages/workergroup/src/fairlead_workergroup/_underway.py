@@ -90,6 +90,7 @@ class Underway(MultiWorkerFuture):
 
     def _repeated(self, error: WorkerFailureError) -> bool:
         """Repeat what was lost, if it may be: on the workers that were, or on all that were started again."""
+        self._check_cancelled()
         if self._repeats is None or not self._repeats.left:
             return False
         self._repeats.left -= 1
@@ -131,6 +132,7 @@ class Underway(MultiWorkerFuture):
                 self._count([ref])
                 yield Outcome(ranks[at], self._coords(at), value)
                 del ref, value
+                deadline = self._until(timeout)  # of the next item
         # A stream that was cut off by a worker's end just stops; its completion tells.
         self._get([*self._completions.values()], self._until(timeout))
 
@@ -177,6 +179,7 @@ class Underway(MultiWorkerFuture):
                 return values
             except Exception as error:  # noqa: BLE001  whatever a worker raised
                 if not not_here_yet(error):
+                    self._check_cancelled()
                     raise what_failed([*self._completions.values()], error, self._group)  # noqa: B904  chained there
             if not self._pending():
                 deadline = Deadline()
@@ -199,11 +202,20 @@ class Underway(MultiWorkerFuture):
         if pending := self._pending():
             logger.warning("%s", self._late(pending))
 
-    def _outcome(self, at: int, pending: Sequence[int] | set[int]) -> Outcome:
-        if at in pending:
-            rank = self._ranks[at]
-            error = CallCancelledError(self._method.name, (rank,)) if self._cancelled else self._late([at])
-            return Outcome(rank, self._coords(at), error=error)
+    def _unfinished(self) -> dict[int, BaseException]:
+        """Why each worker that has not finished has no outcome yet; one look at all of them."""
+        pending = self._pending()
+        if self._cancelled or not pending:
+            return {at: CallCancelledError(self._method.name, (self._ranks[at],)) for at in pending}
+        late = self._late(pending)
+        return {
+            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,))
+            for at, worker in zip(pending, late.late, strict=True)
+        }
+
+    def _outcome(self, at: int, unfinished: Mapping[int, BaseException]) -> Outcome:
+        if at in unfinished:
+            return Outcome(self._ranks[at], self._coords(at), error=unfinished[at])
         try:
             if self._streams and at in self._answering:
                 value: Any = self._values_of_items(at)
@@ -216,6 +228,9 @@ class Underway(MultiWorkerFuture):
         return Outcome(self._ranks[at], self._coords(at), value)
 
     def _failed(self, at: int, error: BaseException) -> Outcome:
+        if self._ranks[at] in self._cancelled:
+            error = CallCancelledError(self._method.name, (self._ranks[at],))
+            return Outcome(self._ranks[at], self._coords(at), error=error)
         own = [self._completions[at], *self._items.get(at, ())[-1:]]
         return Outcome(self._ranks[at], self._coords(at), error=what_failed(own, error, self._group))
 

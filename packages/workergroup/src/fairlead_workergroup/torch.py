@@ -11,6 +11,7 @@ Needs the extra `torch`, in the worker's Python. Called by a method of every wor
 
 # No `from __future__ import annotations`: torch compares the annotations of communication hooks.
 import fcntl
+import inspect
 import os
 import socket
 import struct
@@ -34,6 +35,8 @@ __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_pro
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 _groups: dict[tuple[str, ...], Any] = {}
+# Before torch 2.10 groups kept the order they were given, and there was nothing to say.
+_UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) -> None:
@@ -95,8 +98,12 @@ def axis_group(*axes: str) -> Any:
     if not axes:
         raise ValueError("axis_group needs the axes along which its workers differ")
     if axes not in _groups:
-        members = current_worker().sharding.groups(*axes)
-        _groups[axes], _ = dist.new_subgroups_by_enumeration(members)
+        worker = current_worker()
+        for members in worker.sharding.groups(*axes):
+            # Not sorted: a rank's number in the group is its coordinate, also when ranks do not count up.
+            made = dist.new_group(members, **_UNSORTED)
+            if worker.rank in members:
+                _groups[axes] = made
     return _groups[axes]
 
 
