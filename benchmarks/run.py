@@ -34,22 +34,29 @@ def machine() -> str:
     )
 
 
+def sections(text: str) -> dict[str, str]:
+    """The parts of an earlier run, by package."""
+    parts = text.split("\n## fairlead-")[1:]
+    return {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in parts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("packages", nargs="*", choices=[[], *MODULES], help="by default all; only all are written")
+    parser.add_argument("packages", nargs="*", choices=[[], *MODULES], help="by default all; others stay as they are")
     chosen = parser.parse_args().packages or list(MODULES)
-    parts = [
-        "# Measured",
-        "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
-        "`nox -s bench` writes this file.",
-        machine(),
-    ]
+    results = Path(__file__).with_name("RESULTS.md")
+    known = sections(results.read_text()) if results.exists() else {}
     for name in chosen:
         shown = table(MODULES[name].rows())
         print(f"\n{name}\n{shown}", flush=True)
-        parts += [f"## fairlead-{name}", shown]
-    if len(chosen) == len(MODULES):
-        Path(__file__).with_name("RESULTS.md").write_text("\n\n".join(parts) + "\n")
+        known[name] = f"{machine()}\n\n{shown}"
+        parts = [
+            "# Measured",
+            "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
+            "`nox -s bench` writes this file; `nox -s bench -- venvs` the part of one package.",
+        ]
+        parts += [f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known]
+        results.write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

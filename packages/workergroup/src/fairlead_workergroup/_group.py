@@ -69,8 +69,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
             collectives need.
         on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
             a checkpoint.
-        memory_limit: bytes, or "8GB" or "512MiB", that a worker may have resident before it is ended, with kind
-            "out-of-memory".
+        memory_limit: bytes, or "8GB" or "512MiB", that a worker may have resident, once its constructor has finished,
+            before it is ended, with kind "out-of-memory".
         async_communication: async methods of a worker overlap, on one event loop, which its other methods block.
             Otherwise a worker runs one method at a time.
         enable_load_balancing: what `map` has given to a worker that dies goes to the others.
