@@ -26,6 +26,12 @@ MODULES = {
 }
 
 
+HEAD = (
+    "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
+    "`nox -s bench` writes this file; `nox -s bench -- venvs` the part of one package.",
+)
+
+
 def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
@@ -50,12 +56,7 @@ def main() -> None:
         shown = table(MODULES[name].rows())
         print(f"\n{name}\n{shown}", flush=True)
         known[name] = f"{machine()}\n\n{shown}"
-        parts = [
-            "# Measured",
-            "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
-            "`nox -s bench` writes this file; `nox -s bench -- venvs` the part of one package.",
-        ]
-        parts += [f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known]
+        parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
         results.write_text("\n\n".join(parts) + "\n")
 
 
