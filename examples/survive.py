@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from fairlead_workergroup.testing import kill
 from rich.progress import Progress
 from train_digits import DigitsWorker, digits, shards
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, WorkerFailureError, current_worker
+from fairlead_workergroup.testing import kill
 
 DP, TP, BATCH = 2, 2, 96
 
