@@ -94,7 +94,7 @@ def _packing() -> Iterator[Row]:
             once, twice = interleaved(
                 lambda: packer.pack(lengths[SEQUENCES]),  # noqa: B023
                 lambda: packer.pack(lengths[2 * SEQUENCES]),  # noqa: B023
-                repeats=7,
+                repeats=21,
             )
             metrics = packer.metrics(lengths[SEQUENCES], packer.pack(lengths[SEQUENCES]))
             bins = metrics.bins / metrics.bound

@@ -56,7 +56,8 @@ def looked_at(
     found: list[Any] = [None] * len(workers)
     for node_id, answers in run_on_nodes(function, asks, timeout_s=within_s).items():
         if isinstance(answers, Exception):
-            logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
+            if ray.is_initialized():  # else another thread has ended it meanwhile, and there is nobody to look at
+                logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
             continue
         for at, answer in zip(by_node[node_id], answers, strict=True):
             found[at] = answer
