@@ -138,6 +138,21 @@ def typecheck(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, warnings being errors, and then its examples; the site is build/site/index.html."""
+    install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo", "pytest", "pytest-timeout")
+    session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
+    session.run("pytest", "docs", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def links(session: nox.Session) -> None:
+    """Whether the links to other sites lead anywhere. Not part of `ci`: other sites may be down, and block nothing."""
+    install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo")
+    session.run("sphinx-build", "-b", "linkcheck", "-q", "-c", "docs", ".", "build/links")
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Wheel and sdist of every package, checked."""
     install(session, "build", "hatchling", "twine")
@@ -168,8 +183,8 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, several hosts, the built distributions, the examples, a soak."""
-    for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
+    """Everything a change has to pass: the defaults, the pages, several hosts, distributions, examples, a soak."""
+    for name in [*nox.options.sessions, "docs", "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
     session.notify("grpo", posargs=["--steps", "5", "--address", "local"])

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example of the documentation runs, and gives what the page says.
+
+The python blocks of a page run in order, in a process and a Ray of their own. `expression  # value` says what the
+expression's value is, `print(...)  # text` what is printed; a text block right after a python block is what that
+prints. A block that cannot run here stands after a line `<!-- not run: reason -->`.
+"""
+
+import ast
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    code: str
+    shown: str | None
+    why_not: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(text.count("\n", 0, found.start("code")), found["code"], found["shown"], found["why"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(DOCS)) for page in pages]
+
+
+RUNNABLE = [page for page in PAGES if any(block.why_not is None for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=names(RUNNABLE))
+def test_examples(page, tmp_path):
+    """The python blocks of a page run, one after the other, and what the page promises holds."""
+    env = {**os.environ, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(tmp_path / "venvs")}
+    command = [sys.executable, __file__, str(page)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_all_blocks_are_seen(page):
+    """No block is left out for the way it is written."""
+    assert len(re.findall(r"```\s*(?:python|py)\b", page.read_text(encoding="utf-8"))) == len(blocks(page))
+
+
+def test_few_blocks_are_not_run():
+    """What does not run says why, and stays the exception."""
+    everything = [block for page in PAGES for block in blocks(page)]
+    assert sum(block.why_not is not None for block in everything) <= len(everything) // 8
+
+
+class Checked(ast.NodeTransformer):
+    """`expression  # value`, at any depth, becomes a comparison."""
+
+    def __init__(self, code: str) -> None:
+        self.lines = code.splitlines()
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        # Offsets count bytes.
+        rest = self.lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
+        if not rest.startswith("# "):
+            return node
+        value = node.value
+        printed = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "print"
+        name, given = ("_printed", value.args) if printed else ("_has_value", [value])
+        call = ast.Call(ast.Name(name, ast.Load()), [ast.Constant(rest.removeprefix("# ")), *given], [])
+        return ast.copy_location(ast.Expr(call), node)
+
+
+def same(wanted: str, got: str) -> bool:
+    return doctest.OutputChecker().check_output(without_ids(wanted), without_ids(got), doctest.ELLIPSIS)
+
+
+def without_ids(text: str) -> str:
+    """Without what differs from run to run: addresses, ids, times, and with them the widths of columns."""
+    text = re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", text)
+    text = re.sub(r"\b[0-9a-f]{6,}\b", "ID", text)
+    text = re.sub(r"\bpid \d+", "pid N", re.sub(r"\b[\d.]+ (m?s|MB|kB)\b", r"N \1", text))
+    lines = re.sub(r"[ ]+", " ", re.sub(r"[─━]+", "─", text)).splitlines()
+    return "".join(line.strip() + "\n" for line in lines).strip("\n") + "\n"
+
+
+def compare(wanted: str, got: str) -> None:
+    if not same(wanted, got):
+        raise AssertionError(f"the page says\n{wanted}\nand it is\n{got}")
+
+
+def run(page: Path) -> None:
+    scope = {
+        "__name__": "__main__",
+        "_has_value": lambda wanted, value: compare(wanted, repr(value)),
+        "_printed": lambda wanted, *values: compare(wanted, " ".join(map(str, values))),
+    }
+    for block in blocks(page):
+        if block.why_not is not None:
+            continue
+        tree = ast.fix_missing_locations(Checked(block.code).visit(ast.parse(block.code)))
+        code = compile(ast.increment_lineno(tree, block.line), str(page), "exec")
+        if block.shown is None:
+            exec(code, scope)
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, scope)
+        compare(block.shown, printed.getvalue())
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))
