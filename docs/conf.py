@@ -30,6 +30,7 @@ include_patterns = [
 exclude_patterns = [".*", "build", "**/src", "**/tests"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+smartquotes = False
 nitpicky = True
 # Everything that is not Fairlead's own: no list of other projects' names is fetched, the build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fairlead_).*")]
@@ -38,6 +39,7 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 # In a docstring `name` is code, and a link where the name is a documented one.
 default_role = "py:obj"
 add_module_names = False
@@ -45,13 +47,14 @@ autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
     # What a class has from its own private bases is part of it; what it has from Python is not.
-    "inherited-members": "dict, BaseException, Exception, ExceptionGroup, OSError, tuple, object",
+    "inherited-members": "dict, BaseException, Exception, BaseExceptionGroup, ExceptionGroup, OSError, tuple, object",
 }
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
 python_display_short_literal_types = True
 
 html_theme = "furo"
