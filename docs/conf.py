@@ -65,6 +65,8 @@ html_extra_path = ["_root"]
 html_copy_source = False
 html_theme_options = {"sidebar_hide_name": False}
 
+# From a docstring: pkg @ https://...
+linkcheck_ignore = [r"https://$"]
 linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_workers = 4
