@@ -43,8 +43,36 @@ def test_requirements(name: str) -> list[str]:
     return nox.project.dependency_groups(pyproject, "test")
 
 
+def scratch(session: nox.Session, name: str) -> Path:
+    """An empty folder of this session's own."""
+    # Not create_tmp(), which moves TMPDIR as well: paths of sockets have a limit.
+    folder = Path(session.virtualenv.location).resolve() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def empty_environment(session: nox.Session) -> str:
+    """A virtual environment that holds nothing, not even pip; gives its Python."""
+    folder = scratch(session, "environment")
+    session.run("python", "-m", "venv", "--without-pip", str(folder))
+    return str(folder / "bin" / "python")
+
+
+def without_sources(session: nox.Session, name: str) -> Path:
+    """A copy of the tests of one package, and of what they read, in a folder that has no sources."""
+    here = scratch(session, "tests")
+    for file in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, here)
+    shutil.copytree(ROOT / "packages" / name, here / "packages" / name, ignore=shutil.ignore_patterns("src"))
+    return here
+
+
+each_package = nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
+
+
 @nox.session
-@nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
+@each_package
 def tests(session: nox.Session, name: str) -> None:
     """The tests of one package, with only its declared closure installed."""
     install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
@@ -149,6 +177,53 @@ def build(session: nox.Session) -> None:
     if len(files) != 2 * len(SIBLINGS):
         session.error(f"expected a wheel and an sdist of each of {len(SIBLINGS)} packages, found {files}")
     session.run("twine", "check", "--strict", *files)
+
+
+@nox.session
+@each_package
+def wheels(session: nox.Session, name: str) -> None:
+    """The wheel of one package, alone in an environment: imported, its README's example run, and its tests."""
+    install(session, "build", "hatchling", "pip")
+    dist = scratch(session, "dist")
+    for one in [*SIBLINGS[name], name]:
+        options = "--wheel", "--no-isolation", "--outdir", str(dist)
+        session.run("python", "-m", "build", *options, package(one), silent=True)
+    built = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in dist.iterdir()}
+    # Where siblings are found if they are asked for: what is not declared is not installed.
+    places = dist / "places.txt"
+    places.write_text("".join(f"{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
+    python = empty_environment(session)
+    pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "-c", "constraints.txt", "-c", str(places)]
+    session.run(*pip, str(built[f"fairlead-{name}"]))
+
+    here = without_sources(session, name)
+    readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
+    (here / "example.py").write_text(readme.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    imported = f"import sys, fairlead_{name.replace('-', '_')} as it; assert it.__file__.startswith(sys.prefix), it"
+    own = {**RAY_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
+    with session.chdir(here):
+        session.run(python, "-c", imported, external=True)
+        session.run(python, "example.py", env=own, external=True)
+    for more in [test_requirements(name), *([["torch"]] if name == "batching" else [])]:
+        session.run(*pip, *more)
+        with session.chdir(here):
+            session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
+
+
+@nox.session
+@each_package
+def minimums(session: nox.Session, name: str) -> None:
+    """The tests of one package with the lowest versions that it and its siblings declare."""
+    install(session, "uv")
+    python = empty_environment(session)
+    closure = [*SIBLINGS[name], name]
+    uv = ["uv", "pip", "install", "--quiet", "--python", python]
+    declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
+    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure))
+    session.run(*uv, "-c", "constraints.txt", *test_requirements(name))
+    session.run("uv", "pip", "list", "--python", python)
+    with session.chdir(without_sources(session, name)):
+        session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
 
 
 @nox.session
