@@ -227,6 +227,30 @@ def minimums(session: nox.Session, name: str) -> None:
 
 
 @nox.session
+def vendor(session: nox.Session) -> None:
+    """fairlead-sharding carried by another project, copied as its README says: that project's tests, and its own."""
+    install(session, "build", "hatchling", "pip", "numpy", *test_requirements("sharding"))
+    readme = (ROOT / "packages" / "sharding" / "README.md").read_text(encoding="utf-8")
+    copy, fetch = (block.split("```")[0] for block in readme.split("```sh\n")[1:])
+
+    project = scratch(session, "project")
+    shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
+    (project / "src" / "halo" / "_vendor").mkdir()
+    session.run("sh", "-euc", copy.replace("host/", f"{project}/src/halo/"), external=True)
+    # Built and installed, so that the copy travels in the wheel.
+    session.install("--no-build-isolation", "--no-deps", "--force-reinstall", str(project))
+    session.run("pytest", str(project / "tests"))
+    with session.chdir(without_sources(session, "sharding")):
+        session.run("pytest", "packages", *session.posargs, env={"SHARDING_UNDER_TEST": "halo._vendor.sharding"})
+
+    dist = scratch(session, "dist")
+    session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), package("sharding"))
+    with session.chdir(scratch(session, "fetched")):
+        session.run("sh", "-euc", fetch, env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(dist)}, external=True)
+        session.run("python", "-c", "from host._vendor.fairlead_sharding import NamedSharding as it; it([0], ['dp'])")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
     siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor"]
@@ -243,9 +267,11 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, several hosts, the built distributions, the examples, a soak."""
-    for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
-        for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
+    """Everything a change has to pass: the defaults (tests against wheels), several hosts, the examples, a soak."""
+    # What needs no Ray is tried with the lowest versions too; `nox -s minimums` does so for all, in a quarter of an hour.
+    lowest = ["minimums(sharding)", "minimums(batching)"]
+    for name in [*nox.options.sessions, *lowest, "vendor", "multihost", "build", "interop", "demo"]:
+        for chosen in [f"wheels({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
     session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
     session.notify("survive", posargs=["--steps", "120", "--address", "local"])
