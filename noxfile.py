@@ -184,13 +184,13 @@ def pictures(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a change has to pass: the defaults, several hosts, the built distributions, the examples, a soak."""
-    session.notify("workflows", posargs=[])
     for name in [*nox.options.sessions, "multihost", "build", "interop", "demo"]:
         for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
     session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
     session.notify("survive", posargs=["--steps", "120", "--address", "local"])
     session.notify("soak", posargs=["60"])
+    session.notify("workflows", posargs=[])
 
 
 if __name__ == "__main__":
