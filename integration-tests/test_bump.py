@@ -37,7 +37,7 @@ class Tree:
         self.root = root
         for folder in ("packages", "scripts", ".github"):
             shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "build", "dist"))
-        for file in ("noxfile.py", "conftest.py", "pyproject.toml", "RELEASING.md", "LICENSE"):
+        for file in ("noxfile.py", "conftest.py", "pyproject.toml", "README.md", "RELEASING.md", "LICENSE"):
             shutil.copy(ROOT / file, root)
         (root / "integration-tests").mkdir()
         shutil.copy(ROOT / "integration-tests/test_versions.py", root / "integration-tests")

@@ -114,6 +114,17 @@ def test_pythons():
     assert pythons == [f"3.{minor}" for minor in range(int(pythons[0][2:]), int(pythons[0][2:]) + len(pythons))]
 
 
+def test_named():
+    """Each package has its place in the contracts of imports, and a row on the first page."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    imports = sorted(f"fairlead_{name.replace('-', '_')}" for name in NAMES)
+    assert sorted(linter["root_packages"]) == imports
+    layers = next(contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers")
+    assert sorted(" | ".join(layers).split(" | ")) == imports
+    rows = re.findall(r"^\| \[fairlead-(\S+)\]\(packages/(\S+)/README\.md\) \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(rows) == [(name, name) for name in NAMES]
+
+
 def test_release_workflow():
     """A package is published from an environment of its own, by the one job that may; RELEASING.md names them all."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
