@@ -179,12 +179,12 @@ def test_release(tree):
     [
         ((), "expected a package"),
         (("placement",), "expected a package"),
-        (("example", "minor"), "no package 'example', only batching, placement"),
+        (("nothing", "minor"), "no package 'nothing', only batching,"),
         (("../placement", "minor"), "no package '../placement'"),
         (("placement", "0.0.1"), "not higher"),
         (("placement", "minr"), "neither major"),
         (("--tag", "placement-v99.0.0"), "the tag says '99.0.0'"),
-        (("--tag", "example-v0.1.0"), "no package 'example'"),
+        (("--tag", "nothing-v0.1.0"), "no package 'nothing'"),
         (("--tag", "placement"), "no package ''"),
     ],
 )
