@@ -283,7 +283,7 @@ def pictures(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a change has to pass: the defaults (tests against wheels), several hosts, the examples, a soak."""
-    # What needs no Ray is tried with the lowest versions too; `nox -s minimums` does so for all, in a quarter of an hour.
+    # Of the packages that need no Ray; `nox -s minimums` does it for all, in a quarter of an hour.
     lowest = ["minimums(sharding)", "minimums(batching)"]
     for name in [*nox.options.sessions, *lowest, "vendor", "multihost", "build", "interop", "demo"]:
         for chosen in [f"wheels({one})" for one in SIBLINGS] if name == "tests" else [name]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parent.parent
+NAMES = sorted(folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml"))
 PYPROJECT = ROOT / "packages/venvs/pyproject.toml"  # of six that declare the same
 
 
@@ -26,12 +27,13 @@ def matrix() -> list[dict]:
 
 
 def test_sessions():
-    """Every session of the matrix is one of the noxfile's, and `nox -s ci` notifies no other."""
+    """Every session of the matrix is one of the noxfile's, also the one that a release runs."""
     sessions = list(dict.fromkeys(entry["session"] for entry in matrix()))
     # Fails for a name that does not exist.
     listed = json.loads(run("-m", "nox", "--list", "--json", "--session", *sessions))
     assert sorted(one["session"] for one in listed) == sorted(sessions)
-    assert {"lint", "workflows", "integration", "tests(placement)", "soak"} <= set(sessions)
+    each = {f"{name}({package})" for name in ("wheels", "minimums") for package in NAMES}
+    assert {"lint", "workflows", "integration", "soak", *each} <= set(sessions)
 
 
 def test_pythons():
@@ -42,7 +44,7 @@ def test_pythons():
     declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT.read_text())
     assert len(declared) > 1
     for session, those in pythons.items():
-        assert those == (declared if session.startswith("tests(") else declared[:1]), session
+        assert those == (declared if session.startswith("wheels(") else declared[:1]), session
 
 
 def test_root():

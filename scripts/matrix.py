@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what .github/workflows/ci.yml fans out: the sessions that `nox -s ci` runs. Needs nox.
+"""Prints what .github/workflows/ci.yml fans out: the sessions that `nox -s ci` runs, and `minimums` of every package.
 
-Tests of packages run on every Python that they declare, all else on the lowest.
+Tests of packages run on every Python that they declare, all else on the lowest. Needs nox.
 """
 
 import json
@@ -35,7 +35,7 @@ def matrix(asked: list[tuple[str, list[str]]], pythons: list[str]) -> list[dict[
     entries = []
     for session, posargs in asked:
         name = session.partition("(")[0]
-        for python in pythons if name == "tests" else pythons[:1]:
+        for python in pythons if name == "wheels" else pythons[:1]:
             more = {"arguments": " ".join(posargs), "root": name in AS_ROOT}
             entries.append({"session": session, "python": python, **more})
     return entries
@@ -47,4 +47,6 @@ if __name__ == "__main__":
 
     asked = Notified()
     noxfile.ci(asked)
+    lowest = [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
+    asked += [one for one in lowest if one not in asked]
     sys.stdout.write(f"include={json.dumps(matrix(asked, declared()))}\n")
