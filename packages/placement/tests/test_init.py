@@ -13,7 +13,6 @@ import ray
 
 from fairlead_placement import PlacementError, init_ray
 
-
 # Said, since only some versions of Ray want one on a cluster of this machine.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
