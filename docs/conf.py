@@ -22,6 +22,8 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "RELEASING.md",
+    "SECURITY.md",
     "benchmarks/RESULTS.md",
     "docs/**.md",
     "packages/*/README.md",

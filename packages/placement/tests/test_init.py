@@ -13,6 +13,9 @@ import ray
 
 from fairlead_placement import PlacementError, init_ray
 
+# Said, since only some versions of Ray want one on a cluster of this machine.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+
 
 @pytest.fixture(scope="module")
 def server(script_class):
@@ -28,7 +31,7 @@ def server(script_class):
         input()
         """,
         folder,
-        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": "0", **TOKEN},
     )
     try:
         yield script.line(), Path(folder, "logs")
@@ -78,7 +81,7 @@ def test_attaching(server, run_script):
                 print(error)
         """,
         RAY_ADDRESS=address,
-        RAY_AUTH_MODE="token",
+        **TOKEN,
         FAIRLEAD_TEST_SECRET="hunter2",
     )
 
@@ -108,8 +111,8 @@ def test_whose_local_ray(server, run_script):
             print(ray.get_runtime_context().gcs_address == "{address}")
             ray.shutdown()
         """,
-        RAY_AUTH_MODE="token",
         RAY_ADDRESS="",
+        **TOKEN,
     )
     assert out.splitlines() == ["False", "True"]
 

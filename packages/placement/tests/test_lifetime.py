@@ -4,7 +4,8 @@
 
 def test_ray_ends_first(start_script):
     """Shutting down after Ray has ended, or on another Ray, is safe; a cluster left at exit prints nothing."""
-    script = start_script("""
+    script = start_script(
+        """
         import ray
         from fairlead_placement import RayVirtualCluster
 
@@ -22,7 +23,9 @@ def test_ray_ends_first(start_script):
         print(second.shutdown())
         second.reserve()
         print(len(second.slots()), second.get_master_address_and_port()[1] > 0)
-        """)
+        """,
+        PYTHONWARNINGS="ignore::FutureWarning",  # of some versions of Ray, about their own future
+    )
     out, err = script.finish()
 
     assert out.split("\n") == ["True True", "True", "1 True", ""]
@@ -34,6 +37,6 @@ def test_import_is_light(run_script):
     out = run_script("""
         import fairlead_placement, ray
         from fairlead_placement import testing
-        print(ray.is_initialized(), fairlead_placement.__version__)
+        print(ray.is_initialized())
         """)
-    assert out == "False 0.1.0\n"
+    assert out == "False\n"

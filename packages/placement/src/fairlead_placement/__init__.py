@@ -18,7 +18,7 @@ from ._inventory import alive_nodes, read_holders, read_nodes
 from ._occupancy import SlotClaim, claim_slots
 from ._planner import Node
 from ._ports import PortLease, lease_ports
-from ._ray_private import autoscaler_is_there
+from ._ray_private import autoscaler_is_there, draining_nodes
 from ._report import Holder, Report
 from ._slot import Slot
 from ._topology import select_segment_nodes, sort_bundle_indices_by_topology
@@ -49,6 +49,7 @@ __all__ = [
     "alive_nodes",
     "autoscaler_is_there",
     "claim_slots",
+    "draining_nodes",
     "init_ray",
     "lease_ports",
     "read_holders",

@@ -30,7 +30,10 @@ def free_per_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def draining_nodes() -> frozenset[str]:
-    """Nodes that are about to go. Without this call they look like any other and are found out when they die."""
+    """The ids of the nodes that are about to go.
+
+    Without this call they look like any other and are found out when they die.
+    """
     ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
     return frozenset(ask()) if ask is not None else frozenset()
 

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import alive_nodes
+from fairlead_placement import alive_nodes, draining_nodes
 
 from ._lease import Lease
-from ._ray_private import draining_nodes
 
 __all__ = ["dead_nodes", "gone_nodes", "is_healthy", "silent_nodes"]
 

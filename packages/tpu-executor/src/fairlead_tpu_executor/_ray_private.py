@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
-from typing import Any
-
 import ray
 
-__all__ = ["draining_nodes", "process_is_fresh", "topology_is_valid"]
+__all__ = ["process_is_fresh", "topology_is_valid"]
 
 
 def topology_is_valid(generation: str, topology: str) -> bool:
@@ -21,12 +19,6 @@ def topology_is_valid(generation: str, topology: str) -> bool:
     except (ImportError, AttributeError):
         return True
     return valid
-
-
-def draining_nodes() -> frozenset[str]:
-    """Nodes that are about to go. Without this call a preemption is told from a failure only once the node is dead."""
-    ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
-    return frozenset(ask()) if ask is not None else frozenset()
 
 
 def process_is_fresh() -> bool:

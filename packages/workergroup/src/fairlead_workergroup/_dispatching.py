@@ -53,6 +53,9 @@ class Dispatching:
         """See `RayWorkerGroup`."""
         raise NotImplementedError
 
+    def _has_ended(self) -> WorkerGroupError:
+        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+
     @property
     def _remedy(self) -> str:
         return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
@@ -81,7 +84,7 @@ class Dispatching:
         found = self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
             if not self.workers:
-                raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+                raise self._has_ended()
             if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
                 if not self._restart_on_failure:
                     raise WorkerFailureError(lost, self._remedy)

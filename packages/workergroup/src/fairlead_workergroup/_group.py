@@ -16,7 +16,6 @@ from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
 from ._classic import ClassicCalls
 from ._compression import check_compression
@@ -40,7 +39,7 @@ from ._view import Addressed
 from ._watch import Watch
 from ._watching import Watched
 from ._worker_class import describe_class
-from .exceptions import WorkerFailure, WorkerGroupError
+from .exceptions import WorkerFailure
 
 __all__ = ["RayWorkerGroup"]
 
@@ -219,7 +218,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         lease = self._held.lease
         self.master_address, self.master_port = lease.address, lease.port
 
-        configured = Arguments()
+        configured = recipe.another_start()
         started = [
             recipe.start(
                 actor,
@@ -254,9 +253,6 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 self.workers[rank] = actor
                 self.worker_metadata[rank] = plan.place.metadata()
                 self._lost.pop(rank, None)
-
-    def _has_ended(self) -> WorkerGroupError:
-        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
     def restart_failed_workers(self) -> list[int]:
         """Start the workers that are dead again: the same ranks with the same arguments, incarnation + 1.

@@ -37,6 +37,11 @@ class Recipe:
     stored: Arguments
     configured: list[Arguments] = field(default_factory=list)
 
+    def another_start(self) -> Arguments:
+        """What stores the values that `configure_worker` adds, as long as the group lives."""
+        self.configured.append(Arguments())
+        return self.configured[-1]
+
     def start(
         self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int, configured: Arguments
     ) -> ObjectRef:
@@ -47,10 +52,8 @@ class Recipe:
             plan: what it is to be.
             incarnation: how often its rank has been started before.
             master_port: the group's.
-            configured: stores what `configure_worker` adds; of this start only, as it tells values by identity.
+            configured: of `another_start`, the same for all that start together: it tells values by identity.
         """
-        if configured not in self.configured:
-            self.configured.append(configured)
         facts = {
             **self.facts,
             "rank": plan.place.rank,

@@ -7,15 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import ray
-
 from fairlead_placement import PlacementError, RayVirtualCluster, alive_nodes, claim_slots
 
-from ._failures import as_failure
+from ._causes import note_causes
 from ._places import moved
 from ._ray_private import actor_id_of, dead_actors
 from ._shutdown import kill_and_wait
-from .exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError, WorkerStartError
+from .exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -23,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["check_max_restarts", "check_scope", "find_lost", "restart"]
 
 logger = logging.getLogger(__name__)
+
+# Ray says at once what a worker that it knows to be dead died of.
+CAUSE_S = 10.0
 
 
 def check_scope(scope: str) -> str:
@@ -48,18 +49,10 @@ def check_max_restarts(count: int) -> int:
 
 
 def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
-    """The workers that are dead now, by rank, also those that no call has met; one request."""
-    dead = dead_actors()
-    unknown = [rank for rank, worker in enumerate(group.workers) if actor_id_of(worker) in dead]
-    failures = []
-    for rank in set(unknown).difference(group._lost):
-        try:
-            # Of a dead actor this is answered at once, with what it died of.
-            ray.get(group.workers[rank].__ray_ready__.remote(), timeout=10)
-        except ray.exceptions.RayError as error:
-            if (failure := as_failure(error, group._workers_now[rank])) is not None:
-                failures.append(failure)
-    group._note_lost(failures)
+    """The workers that are dead now, by rank, also those that no call has met."""
+    gone = dead_actors()
+    dead = [group._workers_now[rank] for rank, worker in enumerate(group.workers) if actor_id_of(worker) in gone]
+    note_causes(group, dead, within_s=CAUSE_S)
     return dict(sorted(group._lost.items()))
 
 
@@ -67,7 +60,7 @@ def restart(group: RayWorkerGroup) -> list[int]:
     """Start what is lost again; the ranks that were started. See `RayWorkerGroup.restart_failed_workers`."""
     with group._submitting:
         if not group.workers:
-            raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
+            raise group._has_ended()
         lost = find_lost(group)
         if not lost:
             return []

@@ -8,13 +8,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from ._failures import as_failure
+from ._causes import note_causes
 from ._occurrences import Occurrences
 from ._ray_private import never_connect
 from ._status import StuckWorker, WorkerEvent, WorkerStatus
@@ -122,16 +122,19 @@ class Watch:
     def _look(self, group: RayWorkerGroup) -> None:
         statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
         happened = list(self._occurrences.new(statuses))
-        failures = _causes(group, [now for kind, now in happened if kind == "worker-dead"])
+        dead = [now for kind, now in happened if kind == "worker-dead"]
+        who = list(group._workers_now)
+        note_causes(group, [who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
         stuck: dict[int, StuckWorker] = {}
         if any(kind == "worker-stuck" for kind, _ in happened):
             stuck = {one.rank: one for one in group.detect_stuck_workers(self._stuck_after_s)}
         for kind, now in happened:
-            if kind == "worker-stuck" and now.rank not in stuck:
+            cause = group._lost.get(now.rank) if kind == "worker-dead" else None
+            found = stuck.get(now.rank) if kind == "worker-stuck" else None
+            if kind == "worker-stuck" and found is None:
                 self._occurrences.not_stuck(now.rank)
-                continue
-            told = {"worker-dead": failures.get(now.rank), "worker-stuck": stuck.get(now.rank)}.get(kind)
-            self._tell(_event(kind, now, told, stuck.get(now.rank) if kind == "worker-stuck" else None))
+            else:
+                self._tell(_event(kind, now, cause, found))
 
     def _tell(self, event: WorkerEvent) -> None:
         if self._end.is_set():
@@ -160,36 +163,14 @@ def _session() -> str:
     return session
 
 
-def _event(
-    kind: Any, now: WorkerStatus, told: WorkerFailure | StuckWorker | None, stuck: StuckWorker | None
-) -> WorkerEvent:
+def _event(kind: Any, now: WorkerStatus, cause: WorkerFailure | None, stuck: StuckWorker | None) -> WorkerEvent:
     where = f"rank {now.rank} on node {now.node_id[:8]}, pid {now.pid}"
     more = ""
     if kind == "worker-restarted":
         more = f", incarnation {now.incarnation}"
     elif kind == "call-slow":
         more = f", in {now.method!r} for {now.running_s:.0f} s, no progress for {now.since_progress_s:.0f} s"
-    message = f"{kind}: {where if told is None else told}{more}"
+    message = f"{kind}: {cause or stuck or where}{more}"
     return WorkerEvent(
         kind, now.rank, now.coords, now.node_id, now.pid, now.incarnation, now.method, message, time.time(), stuck
     )
-
-
-def _causes(group: RayWorkerGroup, dead: Sequence[WorkerStatus]) -> dict[int, WorkerFailure]:
-    """What dead workers died of, by rank, as the group knows it from now on."""
-    workers, who = list(group.workers), {one.rank: one for one in group._workers_now}
-    unknown = [now.rank for now in dead if now.rank not in group._lost and who[now.rank].pid == now.pid]
-    refs = {workers[rank].__ray_ready__.remote(): rank for rank in unknown if workers}
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=CAUSE_S) if refs else ([], [])
-    found = []
-    for ref in done:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayError as error:
-            # It may have been started again meanwhile.
-            same = group._workers_now[refs[ref]] is who[refs[ref]]
-            if same and (failure := as_failure(error, who[refs[ref]])) is not None:
-                found.append(failure)
-    if found:
-        group._note_lost(found)
-    return {now.rank: group._lost[now.rank] for now in dead if now.rank in group._lost}

@@ -33,6 +33,10 @@ class Watched:
     _restarting: set[int]
     _watches: list[Watch]
 
+    def _has_ended(self) -> WorkerGroupError:
+        """See `Dispatching`."""
+        raise NotImplementedError
+
     def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """What each worker is doing, by rank; `worker_metadata` and the cluster's grid show the states from then on.
 
@@ -137,7 +141,7 @@ class Watched:
 
     def _known(self) -> list[WorkerFacts]:
         if not self.workers:
-            raise WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+            raise self._has_ended()
         return list(self._workers_now)
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
@@ -154,25 +158,24 @@ class Watched:
             elif row is not None:
                 rows[worker.rank] = row
         names = {worker["global_rank"]: worker["name"] for worker in self.worker_metadata}
-        statuses = [
-            WorkerStatus(
-                rank=worker.rank,
-                name=names.get(worker.rank, ""),
-                coords=worker.coords,
-                state=self._state(worker.rank, dead, row),
-                node_id=worker.node_id,
-                pid=worker.pid,
-                incarnation=self._incarnations[worker.rank],
-                restarts=self._restarts[worker.rank],
-                **{name: row[name] for name in _SHOWN if name in row},
-            )
-            for worker in who
-            for row in [rows.get(worker.rank, {})]
-        ]
+        statuses = [self._status(worker, names.get(worker.rank, ""), dead, rows.get(worker.rank, {})) for worker in who]
         states = {status.rank: status.state for status in statuses}
         for shown in list(self.worker_metadata):  # nothing after a shutdown
             shown["state"] = states.get(shown["global_rank"], shown["state"])
         return statuses, [_stuck(worker, rows[worker.rank]) for worker in who if states[worker.rank] == "stuck"]
+
+    def _status(self, worker: WorkerFacts, name: str, dead: set[int], row: Mapping[str, Any]) -> WorkerStatus:
+        return WorkerStatus(
+            rank=worker.rank,
+            name=name,
+            coords=worker.coords,
+            state=self._state(worker.rank, dead, row),
+            node_id=worker.node_id,
+            pid=worker.pid,
+            incarnation=self._incarnations[worker.rank],
+            restarts=self._restarts[worker.rank],
+            **{name: row[name] for name in _SHOWN if name in row},
+        )
 
     def _state(self, rank: int, dead: set[int], row: Mapping[str, Any]) -> State:
         if rank in self._restarting:

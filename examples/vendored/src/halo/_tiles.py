@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has which part of a grid."""
+
+from dataclasses import dataclass
+
+from ._vendor.sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one rank has: rows and columns of the grid, and the ranks beside it (None at the border)."""
+
+    rank: int
+    rows: slice
+    columns: slice
+    above: int | None
+    below: int | None
+    left: int | None
+    right: int | None
+
+
+def cut(height: int, width: int, *, down: int, across: int) -> list[Tile]:
+    """Tiles of a grid for ``down`` x ``across`` ranks, by rank; both sizes have to divide."""
+    if height % down or width % across:
+        raise ValueError(f"{height} x {width} points cannot be cut into {down} x {across} equal tiles")
+    ranks = NamedSharding.from_shape(down=down, across=across)
+    rows, columns = height // down, width // across
+
+    def tile(rank: int) -> Tile:
+        at = ranks.get_worker_coords(rank)
+        return Tile(
+            rank,
+            slice(at["down"] * rows, (at["down"] + 1) * rows),
+            slice(at["across"] * columns, (at["across"] + 1) * columns),
+            above=ranks.neighbor(rank, "down", -1, wrap=False),
+            below=ranks.neighbor(rank, "down", +1, wrap=False),
+            left=ranks.neighbor(rank, "across", -1, wrap=False),
+            right=ranks.neighbor(rank, "across", +1, wrap=False),
+        )
+
+    return [tile(rank) for rank in range(ranks.size)]

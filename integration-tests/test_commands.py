@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages tell a reader to type is what a session or a test runs."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml")}
+SESSIONS = {
+    node.name
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+    if isinstance(node, ast.FunctionDef) and any("nox.session" in ast.unparse(one) for one in node.decorator_list)
+}
+# Not ours: git, and the programs that pages mention to say what happens below.
+FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ")
+PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+
+def commands(page: str) -> list[str]:
+    """The lines of shell blocks, and what stands between backticks and begins as a command does."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"^```(?:console|sh|bash)\n(.*?)^```", text, re.M | re.S))
+    typed = [part.strip() for line in blocks.splitlines() for part in line.split("#")[0].split("&&") if part.strip()]
+    inline = re.findall(r"`((?:nox|pip install|python -m|python) [^`]*)`", text.replace(blocks, ""))
+    return typed + [part.strip() for line in inline for part in line.split("&&")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands(page):
+    """Each names a session, a package, a file, or a subcommand that the tests of its package run."""
+    for command in commands(page):
+        words = command.replace('"', "").split(" -- ")[0].split()
+        match words:
+            case ["nox", *names]:
+                wanted = {name.partition("(")[0] for name in names if name not in ("-s", "...")}
+                assert wanted <= SESSIONS, command
+            case ["pip", "install", *_, "nox"] | ["pip", "install", "nox"]:
+                assert "pip install --quiet nox && nox -s ci" in (ROOT / ".ci/run").read_text()
+            case ["pip", "install", *_, name]:
+                assert re.sub(r"\[.*", "", name).removeprefix("fairlead-") in PACKAGES, command
+            case ["python", "-m", module, *more]:
+                package = module.removeprefix("fairlead_").replace("_", "-")
+                tests = "".join(path.read_text() for path in ROOT.glob(f"packages/{package}/tests/test_*.py"))
+                named = re.findall(r"\w+", more[0]) if more else []
+                assert f'"-m", "{module}"' in tests, command
+                assert all(f'"{name}"' in tests for name in named), command
+            case ["python", file, *_]:
+                assert (ROOT / file).is_file(), command
+                assert file in (ROOT / "noxfile.py").read_text(), command
+            case _ if page == "packages/sharding/README.md":
+                # All shell blocks of that page are run by the session `vendor`.
+                assert "cp -r" in command or command.startswith("cp "), command
+            case _:
+                assert command.startswith(FOREIGN), f"nothing is known to run {command!r}"

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures on the first page are those that were measured."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# With its unit: 1.09x, +3.8 ms.
+FIGURE = r"\+?\d[\d,]*(?:\.\d+)? ?[a-z]+"
+
+
+def _rows(table: str) -> list[list[str]]:
+    """The cells of each line of a table in Markdown; how far the first is indented is kept."""
+    return [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+
+
+def test_quoted_figures():
+    """Each figure of "What it costs" stands in RESULTS.md, in the row of the same name below the row it is against."""
+    measured = {}
+    for what, figure, *_ in _rows((ROOT / "benchmarks" / "RESULTS.md").read_text()):
+        if not what.startswith("   "):
+            against = what.strip()
+        measured[against, what.strip()] = figure
+
+    _, *quoted = _rows((ROOT / "README.md").read_text().split("## What it costs")[1].split("\n## ")[0])
+    assert len(quoted) >= 5
+    for row in quoted:
+        against, what, said = (cell.strip() for cell in row)
+        figure = re.match(FIGURE, said)
+        assert figure, row
+        found = re.findall(FIGURE, measured[against, what])
+        assert figure.group() in found, (
+            f"{against}, {what}: README.md says {said!r}, RESULTS.md {measured[against, what]!r}"
+        )

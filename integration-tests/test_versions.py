@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Six packages, versioned each for itself, agree with each other, with their changelogs and with the tools."""
+
+import ast
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+NAMES = sorted(folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def project(name: str) -> dict:
+    return tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+
+
+def assigned(name: str) -> str:
+    """What `__version__` is set to, without an import."""
+    init = ROOT / "packages" / name / "src" / f"fairlead_{name.replace('-', '_')}" / "__init__.py"
+    values = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(init.read_text()).body
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__version__"]
+    ]
+    assert len(values) == 1, init
+    return values[0]
+
+
+def siblings(name: str) -> dict[str, Requirement]:
+    """The siblings that a package declares, with their ranges."""
+    requirements = map(Requirement, project(name)["dependencies"])
+    return {one.name.removeprefix("fairlead-"): one for one in requirements if one.name.startswith("fairlead-")}
+
+
+def closure(name: str) -> set[str]:
+    return {part for one in siblings(name) for part in (one, *closure(one))}
+
+
+def of_noxfile(what: str) -> object:
+    """A constant of the noxfile, without an import."""
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == what:
+            return ast.literal_eval(node.value)
+    raise LookupError(what)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranges(name):
+    """Every range in which a package declares a sibling admits the sibling beside it, and has an upper end."""
+    for sibling, requirement in siblings(name).items():
+        assert requirement.specifier.contains(assigned(sibling)), f"{requirement} and {sibling} {assigned(sibling)}"
+        assert {part.operator for part in requirement.specifier} == {">=", "<"}, requirement
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changelog(name):
+    """The first section is of the version in the tree, released or not; those below it are of lower ones, released."""
+    headings = re.findall(r"^## (.+)$", (ROOT / "packages" / name / "CHANGELOG.md").read_text(), re.MULTILINE)
+    found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((unreleased|\d{4}-\d\d-\d\d)\)", heading) for heading in headings]
+    assert all(found), headings
+    assert headings[0].split()[0] == assigned(name)
+    versions = [tuple(map(int, match.groups()[:3])) for match in found]
+    assert versions == sorted(set(versions), reverse=True)
+    assert "unreleased" not in [match[4] for match in found[1:]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_installed(name):
+    """The metadata of what is installed says what the tree says."""
+    try:
+        installed = version(f"fairlead-{name}")
+    except PackageNotFoundError:
+        pytest.skip("runs from its sources")
+    assert installed == assigned(name)
+
+
+def test_siblings_of_nox():
+    """Tests of a package get the siblings that it stands on, and no others."""
+    assert {name: sorted(found) for name, found in of_noxfile("SIBLINGS").items()} == {
+        name: sorted(closure(name)) for name in NAMES
+    }
+
+
+def test_projects_alike():
+    """One range of Pythons, one licence, one way to build; the classifiers differ at most in the operating system."""
+    alike = set()
+    for name in NAMES:
+        metadata = project(name)
+        classifiers = [one for one in metadata["classifiers"] if not one.startswith("Operating System ::")]
+        assert len(classifiers) == len(metadata["classifiers"]) - 1, name
+        build = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["build-system"]
+        keys = "requires-python", "license", "license-files", "authors", "dynamic", "readme"
+        alike.add(repr((classifiers, build, [metadata[key] for key in keys])))
+        assert metadata["name"] == f"fairlead-{name}"
+    assert len(alike) == 1, "\n".join(sorted(alike))
+
+
+def test_licences_alike():
+    """Each package carries the licence of the repository."""
+    texts = {(ROOT / "packages" / name / "LICENSE").read_text() for name in NAMES}
+    assert texts == {(ROOT / "LICENSE").read_text()}
+
+
+def test_pythons():
+    """The Pythons of the classifiers begin with the one that is required."""
+    metadata = project(NAMES[0])
+    pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(metadata["classifiers"]), re.MULTILINE)
+    assert metadata["requires-python"] == f">={pythons[0]}"
+    assert pythons == [f"3.{minor}" for minor in range(int(pythons[0][2:]), int(pythons[0][2:]) + len(pythons))]
+
+
+def test_named():
+    """Each package has its place in the contracts of imports, and a row on the first page."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    imports = sorted(f"fairlead_{name.replace('-', '_')}" for name in NAMES)
+    assert sorted(linter["root_packages"]) == imports
+    layers = next(contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers")
+    assert sorted(" | ".join(layers).split(" | ")) == imports
+    rows = re.findall(r"\| \[fairlead-(\S+)\]\(packages/(\S+)/README\.md\) \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(rows) == [(name, name) for name in NAMES]
+
+
+def test_release_workflow():
+    """A package is published from an environment of its own, by the one job that may; RELEASING.md names them all."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    publishing = [name for name, job in jobs.items() if "id-token" in job["permissions"]]
+    assert publishing == ["publish"]
+    template = jobs["publish"]["environment"]["name"]
+    releasing = (ROOT / "RELEASING.md").read_text()
+    expression = "${{ needs.build.outputs.package }}"
+    assert template.count(expression) == 1
+    rows = [f"| `fairlead-{name}` | `{template.replace(expression, name)}` | `{name}-v*` |" for name in NAMES]
+    assert [line for line in releasing.splitlines() if line.startswith("| `fairlead-")] == rows
