@@ -8,6 +8,7 @@ that leads somewhere on a checkout leads there on the site.
 import importlib
 import itertools
 import re
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
@@ -94,6 +95,14 @@ def public_name(
     return contnode if node["reftype"] == "obj" and not node.get("refexplicit") else None
 
 
+def without_folders(app: Sphinx, doctree: nodes.document) -> None:
+    """A link to a folder of the repository leads nowhere on the site: its text stays."""
+    for link in [one for one in doctree.findall(pending_xref) if one["reftype"] == "myst"]:
+        page = Path(app.env.doc2path(link["refdoc"]))
+        if link["refdomain"] is None and (page.parent / link["reftarget"]).is_dir():
+            link.replace_self(link.children)
+
+
 def public_bases(app: Sphinx, name: str, what: type, options: object, bases: list[type]) -> None:
     """Bases that a reader can look up: what comes from the others stands under the class itself."""
     public = [base for base in bases if not base.__module__.startswith("fairlead_") or is_public(base)]
@@ -154,6 +163,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", indented_code, priority=600)  # after napoleon
     app.connect("autodoc-process-signature", no_signature)
     app.connect("doctree-read", without_object)
+    app.connect("doctree-read", without_folders)
     app.connect("env-check-consistency", all_is_there)
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-bases", public_bases)
