@@ -76,6 +76,21 @@ def test_few_blocks_are_not_run():
     assert sum(block.why_not is not None for block in everything) <= len(everything) // 8
 
 
+MEASURED = {
+    "failure-model.md": ["22.7 ms", "29 ms, at worst 36 ms", "0.70 s", "0.3 s before Ray says so"],
+    "design.md": ["3.8 ms", "1.09x", "674 ms", "102 ms", "3.1x faster", "3.1 us", "1.45 us", "31.9 ms", "1.02 ms"],
+    "guides/sharding.md": ["3.1 us"],
+}
+
+
+@pytest.mark.parametrize("page", MEASURED)
+def test_figures(page):
+    """What a page says was measured stands in RESULTS.md."""
+    results = (DOCS.parent / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert [figure for figure in MEASURED[page] if figure not in text or figure not in results] == []
+
+
 class Checked(ast.NodeTransformer):
     """`expression  # value` becomes a comparison, also in `with` and `try`; not in functions, which run elsewhere."""
 
