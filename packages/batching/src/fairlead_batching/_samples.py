@@ -31,6 +31,7 @@ else:
 class Samples(UserDict[str, Any], Generic[Content]):
     """The part of `BatchedDataDict` that knows nothing of shards and microbatches, but forgets a plan in time."""
 
+    data: dict[str, Any]
     micro_batch_indices: Cuts | None
     micro_batch_lengths: Lengths | None
     elem_counts_per_gb: list[int] | None

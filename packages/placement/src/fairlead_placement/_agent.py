@@ -5,7 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,6 +16,8 @@ from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
 __all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes", "usage_on_nodes"]
+
+_T = TypeVar("_T")
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # Just after an agent's death its name may still lead to the dead one.
@@ -119,7 +121,7 @@ class NodeAgent:
         """Take no more samples for a watcher. Can be repeated; other watchers are served on."""
         self._ask("unwatch", watcher)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
+    def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
         """Call a function on the node and return what it returns; other requests are answered meanwhile.
 
         Args:
@@ -131,7 +133,8 @@ class NodeAgent:
             PlacementTimeoutError: no answer by then.
             Exception: what the function raised.
         """
-        return self._ask("run", function, *args, timeout_s=timeout_s)
+        returned: _T = self._ask("run", function, *args, timeout_s=timeout_s)
+        return returned
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -162,8 +165,8 @@ def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
 
 
 def run_on_nodes(
-    function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
-) -> dict[str, Any]:
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
+) -> dict[str, _T | Exception]:
     """Call a function on several nodes at once: one request to each.
 
     Args:
@@ -178,7 +181,9 @@ def run_on_nodes(
     return _ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
 
 
-def usage_on_nodes(pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0) -> dict[str, Any]:
+def usage_on_nodes(
+    pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
+) -> dict[str, list[ProcessUsage] | Exception]:
     """What processes on several nodes use, measured at once: one request to each node.
 
     Args:

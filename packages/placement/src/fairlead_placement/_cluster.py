@@ -21,7 +21,7 @@ from ._drawn import Drawn
 from ._gpu_ids import check_gpu_ids
 from ._holding import Holding, forgotten
 from ._labels import check_selector
-from ._planner import STRATEGIES, Ask
+from ._planner import STRATEGIES, Ask, Strategy
 from ._ports import PORT_HIGH, PORT_LOW, check_range
 from ._report import Report
 from ._reservation import examine
@@ -91,7 +91,7 @@ class RayVirtualCluster(Drawn):
         max_colocated_worker_groups: int = 1,
         num_gpus_per_node: int = 8,
         name: str = "",
-        placement_group_strategy: str = "STRICT_PACK",
+        placement_group_strategy: Strategy = "STRICT_PACK",
         *,
         enable_colocation: bool = False,
         gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
@@ -122,14 +122,14 @@ class RayVirtualCluster(Drawn):
         wanted = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
         if wanted and segment_size is not None:
             raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
-        self._backend = communication_backend or ("nccl" if use_gpus else "gloo")
+        self._backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
         check_selector(labels)
         extras = checked_constraints(node_resource_constraints, len(self._counts))
         asks = [
-            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)  # type: ignore[arg-type]
+            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
             for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
             if count > 0
         ]
@@ -182,7 +182,7 @@ class RayVirtualCluster(Drawn):
         return self._ports
 
     @property
-    def communication_backend(self) -> str:
+    def communication_backend(self) -> Literal["nccl", "gloo"]:
         """What workers are to communicate with: "nccl" or "gloo"."""
         return self._backend
 

@@ -10,13 +10,16 @@ from typing import Any
 from ._config import AcceleratorConfigType
 from ._executor import check_one_slice
 from ._pool import SlicePool
+from ._status import JobStatus
+from ._work import Function
 
 __all__ = ["autoscale_execute", "autoscale_execute_resumable", "execute", "execute_resumable"]
 
-_Decorator = Callable[[Any], Callable[..., Any]]
+_Once = Callable[[Function], Callable[..., JobStatus]]
+_UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
 
 
-def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> _Decorator:
+def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> Callable[[Any], Any]:
     config = replace(config, **options)
 
     def decorate(function: Any) -> Callable[..., Any]:
@@ -30,23 +33,23 @@ def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again:
     return decorate
 
 
-def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
     """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`."""
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=False)
 
 
-def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
     """As `RayExecutor.autoscale_execute`. Options are those of the configuration."""
     return _decorator(accelerator_config, options, again=False)
 
 
-def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
     """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`."""
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=True)
 
 
-def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
+def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
     """As `RayExecutor.autoscale_execute_resumable`. Options are those of the configuration."""
     return _decorator(accelerator_config, options, again=True)

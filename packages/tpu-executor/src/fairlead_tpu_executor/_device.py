@@ -3,14 +3,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, Self, overload
 
 import ray
 from ray.actor import ActorClass
 
+from fairlead_placement import SlotClaim
+
 from ._config import AcceleratorConfigType
 from ._pool import SlicePool, arranged
-from ._work import work_of
+from ._work import Function, Work, work_of
 
 __all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
 
@@ -19,16 +21,16 @@ class _OnDevices:
     """A function or a class with the slices that it runs on: taken on first use, kept until `close()`."""
 
     def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
-        self.work = work_of(target, of_class=of_class)
+        self.work: Work = work_of(target, of_class=of_class)
         self.target = target
-        self.pool = SlicePool(config)
+        self.pool: SlicePool = SlicePool(config)
         self.__doc__ = self.work.function.__doc__
 
     def close(self) -> bool:
         """End what still runs and give everything back. Can be repeated; the next use reserves again."""
         return self.pool.close()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,7 +65,7 @@ class DeviceInstances:
     Ray's errors, and the instances are closed and made anew.
     """
 
-    def __init__(self, cls: Callable[..., Any], actors: list[list[Any]], claim: Any, flatten: bool) -> None:
+    def __init__(self, cls: Callable[..., Any], actors: list[list[Any]], claim: SlotClaim, flatten: bool) -> None:
         self._cls, self._actors, self._claim, self._flatten = cls, actors, claim, flatten
 
     def __getattr__(self, method: str) -> "_Method":
@@ -85,16 +87,40 @@ class DeviceInstances:
 
 
 class _Method:
+    """A method of all instances."""
+
     def __init__(self, actors: list[list[Any]], method: str, flatten: bool) -> None:
         self._actors, self._method, self._flatten = actors, method, flatten
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call it on every instance; references to what it returns, in the order of the hosts."""
         payload = ray.put((None, args, kwargs))
         refs = [[actor.invoke.remote(self._method, [payload]) for actor in of_slice] for of_slice in self._actors]
         return arranged(refs, self._flatten)
 
 
-def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> Callable[[Any], Any]:
+class _RemoteClass(Protocol):
+    """What `@ray.remote` makes of a class; to a type checker it can be called, what it makes of a function cannot."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises a TypeError."""
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        """What starts it as an actor of Ray."""
+
+
+class _Decorator(Protocol):
+    """What `device_remote` gives: a class becomes a `DeviceClass`, a function a `DeviceFunction`."""
+
+    @overload
+    def __call__(self, target: type[Any] | _RemoteClass, /) -> DeviceClass: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def __call__(self, target: Function, /) -> DeviceFunction: ...
+
+
+def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> _Decorator:
     """Decorate a function (gives a `DeviceFunction`) or a class (a `DeviceClass`).
 
     Args:

@@ -21,7 +21,7 @@ from ._retry import retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
 from ._verdicts import judge
-from ._work import Work, work_of
+from ._work import Function, Work, work_of
 from .exceptions import PoolBusyError, TpuExecutorError
 
 __all__ = ["PoolStatistics", "SlicePool", "arranged"]
@@ -124,7 +124,7 @@ class SlicePool:
         """What has been done so far."""
         return replace(self._counts, reservations=self._holding.reservations)
 
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host, again and again as the budgets allow, and return what it returns.
 
         Args:
@@ -144,16 +144,16 @@ class SlicePool:
         """
         return self._run(function, args, kwargs)
 
-    def run_on_first_hosts(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_on_first_hosts(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """As `run`, on worker 0 of each slice only."""
         return self._run(function, args, kwargs, first_hosts=True)
 
-    def attempt(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> JobStatus:
+    def attempt(self, function: Function, /, *args: Any, **kwargs: Any) -> JobStatus:
         """As `run`, once; what became of it as a value. What cannot be run, and a lack of slices, are raised."""
         with self._my_turn(_name(function)) as work_on:
             return work_on(function, args, kwargs, False)(1)
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[list[Any]]:
+    def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
 
         Nothing is watched or repeated: `ray.get` raises Ray's errors. What is submitted while something runs waits for
@@ -220,7 +220,7 @@ class SlicePool:
             self._turn.release()
 
     def _attempts(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
     ) -> Callable[[int], JobStatus]:
         work = self.checked(function)
         payload = work.put(args, kwargs)

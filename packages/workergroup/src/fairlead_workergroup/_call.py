@@ -190,12 +190,12 @@ class Call(Underway, PassedOn):
         values = [] if self._discard else [values] if self._single else values
         return [item for items in values for item in items] if self._streams else values
 
-    def as_argument(self) -> ObjectRef | Gathered:
+    def as_argument(self) -> ObjectRef[Any] | Gathered:
         """What travels to another call's workers in its place."""
         self._check_passable()
         return self.refs[0] if self._single else Gathered(tuple(self.refs))
 
-    def as_pieces(self) -> list[ObjectRef]:
+    def as_pieces(self) -> list[ObjectRef[Any]]:
         """What travels to another call's workers in place of each answer."""
         self._check_passable()
         if self._single:

@@ -37,7 +37,9 @@ class ClassicCalls:
     ) -> Call:
         raise NotImplementedError
 
-    def run_single_worker_single_data(self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any) -> ObjectRef:
+    def run_single_worker_single_data(
+        self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> ObjectRef[Any]:
         """Call a method of one worker.
 
         Args:
@@ -64,7 +66,7 @@ class ClassicCalls:
 
     def run_all_workers_single_data(
         self, method: str, /, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
-    ) -> list[ObjectRef]:
+    ) -> list[ObjectRef[Any]]:
         """Call a method of all workers with the same arguments.
 
         Args:
@@ -91,7 +93,7 @@ class ClassicCalls:
         run_rank_0_only_axes: Axes = None,
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
-    ) -> list[ObjectRef]:
+    ) -> list[ObjectRef[Any]]:
         """Call a method of all workers, each with arguments of its own.
 
         Args:

@@ -17,9 +17,9 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._arguments import Arguments
-from ._builder import RayWorkerBuilder
+from ._builder import ClassLike, RayWorkerBuilder
 from ._classic import ClassicCalls
-from ._compression import check_compression
+from ._compression import Compression, check_compression
 from ._deadline import check_timeout
 from ._dispatching import Dispatching
 from ._environment import check_env_vars
@@ -95,10 +95,13 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         worker_metadata: a dict per worker; empty after `shutdown`.
     """
 
+    master_address: str
+    master_port: int
+
     def __init__(
         self,
         cluster: RayVirtualCluster | Sequence[Slot],
-        worker: Any,
+        worker: RayWorkerBuilder | ClassLike,
         /,
         workers_per_node: int | Sequence[int] | None = None,
         name_prefix: str = "",
@@ -115,7 +118,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         async_communication: bool = False,
         enable_load_balancing: bool = False,
         load_balancing_strategy: Strategy = "round_robin",
-        enable_gradient_compression: bool | str = False,
+        enable_gradient_compression: bool | Compression = False,
         call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -143,8 +146,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         )
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self.world_size = len(self._places)
-        self.sharding_annotations = _sharding(sharding_annotations, self.world_size)
+        self.world_size: int = len(self._places)
+        self.sharding_annotations: NamedSharding = _sharding(sharding_annotations, self.world_size)
         self.workers: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
         self._mesh = Mesh(self.sharding_annotations)

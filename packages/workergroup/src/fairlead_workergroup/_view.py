@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fairlead_sharding import NamedSharding
 
@@ -30,6 +30,16 @@ class CallOptions:
     timeout: float | None = None
     retries: int = 0
     discard: bool = False
+
+
+class _Options(TypedDict, total=False):
+    """The fields of `CallOptions`, of which any may be missing."""
+
+    collect: Axes
+    first_along: Axes
+    timeout: float | None
+    retries: int
+    discard: bool
 
 
 class Addressed:
@@ -272,7 +282,7 @@ class GroupView(Addressed):
         """The actor handles of its workers, by ascending rank."""
         return [self._group.workers[rank] for rank in self.ranks] if self._group.workers else []
 
-    def with_options(self, **options: Any) -> GroupView:
+    def with_options(self, **options: Unpack[_Options]) -> GroupView:
         """As of the group; options that are not given stay as they are."""
         view = super().with_options(**options)
         if self._bound is not None and view._bound is not None:

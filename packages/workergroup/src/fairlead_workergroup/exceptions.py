@@ -6,6 +6,7 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = [
     "CallCancelledError",
@@ -21,6 +22,9 @@ __all__ = [
 
 # A message about thousands of workers has to stay readable.
 MOST_SHOWN = 16
+
+
+FailureKind = Literal["killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled"]
 
 
 class WorkerGroupError(Exception):
@@ -41,7 +45,7 @@ class WorkerFailure:
     """
 
     rank: int
-    kind: str
+    kind: FailureKind
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)
     node_id: str = ""
     pid: int = 0
@@ -170,7 +174,7 @@ class WorkerStartError(WorkerGroupError):
         super().__init__(reason, rank, coords, node_id, remote_traceback, others)
         self.reason = reason
         self.rank = rank
-        self.coords = dict(coords or {})
+        self.coords: dict[str, int] = dict(coords or {})
         self.node_id = node_id
         self.remote_traceback = remote_traceback
         self.others = others

@@ -57,9 +57,9 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 class Hang:
     """A worker that hangs until this is closed; made by `hang`. A context manager."""
 
-    def __init__(self, worker: WorkerFacts, how: str, token: str = "", ref: ray.ObjectRef | None = None) -> None:
+    def __init__(self, worker: WorkerFacts, how: str, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
         self.how = how
-        self.rank = worker.rank
+        self.rank: int = worker.rank
         self._worker: WorkerFacts | None = worker
         self._token = token
         self._ref = ref

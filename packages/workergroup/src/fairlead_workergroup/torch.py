@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ._compression import check_compression
+from ._compression import Compression, check_compression
 from ._current import current_worker
 
 __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_process_group", "wrap_ddp"]
@@ -82,7 +82,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def axis_group(*axes: str) -> Any:
+def axis_group(*axes: str) -> dist.ProcessGroup:
     """The process group of the workers that differ from this one along these axes only.
 
     Made at the first use: every worker has to call it, and in the same order as other collectives. After that it is
@@ -132,7 +132,7 @@ _counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary(
 
 
 def wrap_ddp(
-    model: torch.nn.Module, *, compression: str | bool | None = None, group: Any = None, **options: Any
+    model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
 ) -> DistributedDataParallel:
     """A `DistributedDataParallel` of a model, whose gradients travel compressed if the group says so.
 
