@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from ._checks import whole
-from ._packing import Packer
+from ._packing import Algorithm, Packer
 
 Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
 
-MICROBATCH_ORDERS = ("packer", "largest_first")
+MicrobatchOrder = Literal["packer", "largest_first"]
+MICROBATCH_ORDERS: tuple[MicrobatchOrder, ...] = get_args(MicrobatchOrder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class SequencePackingArgs:
     max_tokens_per_microbatch: int
     input_key: str
     input_lengths_key: str
-    algorithm: str
+    algorithm: Algorithm
     sequence_length_pad_multiple: int
-    microbatch_order: str = "packer"
+    microbatch_order: MicrobatchOrder = "packer"
 
     def __post_init__(self) -> None:
         whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,17 +14,18 @@ from ._balanced import balanced, split_to
 from ._checks import whole, whole_numbers
 from ._first_fit import Bins
 
-ALGORITHMS = (
+Algorithm = Literal[
     "balanced",
     "concatenative",
     "first_fit_decreasing",
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
-)
+]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 def get_packer(
-    algorithm: str,
+    algorithm: Algorithm,
     bin_capacity: int,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
@@ -65,7 +67,7 @@ def get_packer(
 class Packer:
     """What `get_packer` gives: an algorithm and its bounds. The same lengths always give the same bins."""
 
-    algorithm: str
+    algorithm: Algorithm
     bin_capacity: int
     min_bin_count: int | None = None
     bin_count_multiple: int | None = None

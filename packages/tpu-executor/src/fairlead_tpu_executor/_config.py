@@ -23,7 +23,7 @@ __all__ = [
     "TpuAcceleratorConfig",
 ]
 
-MEGASCALE_DEFAULT_PORT = 8081
+MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks it for as long as its process lives.
 LOCK_FILE = "/tmp/libtpu_lockfile"
 # What users of other libraries call things.

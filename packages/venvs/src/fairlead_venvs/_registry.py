@@ -33,9 +33,9 @@ class PY_EXECUTABLES:
         VLLM: that, and its extra `vllm`.
     """
 
-    SYSTEM = sys.executable
-    BASE = "uv run --locked"
-    VLLM = "uv run --locked --extra vllm"
+    SYSTEM: str = sys.executable
+    BASE: str = "uv run --locked"
+    VLLM: str = "uv run --locked --extra vllm"
 
 
 # By the full name of the class: a spec, a command of uv, or the path of an interpreter.

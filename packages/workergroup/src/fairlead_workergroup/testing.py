@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import ray
 
@@ -38,7 +38,8 @@ __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
 ray.cloudpickle.register_pickle_by_value(_faults)
 
-WAYS = ("sleep", "native", "native-gil", "stop")
+Way = Literal["sleep", "native", "native-gil", "stop"]
+WAYS: tuple[Way, ...] = get_args(Way)
 # Agents wait within their requests.
 WITHIN_S = 0.8 * ANSWER_S
 
@@ -57,8 +58,8 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 class Hang:
     """A worker that hangs until this is closed; made by `hang`. A context manager."""
 
-    def __init__(self, worker: WorkerFacts, how: str, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
-        self.how = how
+    def __init__(self, worker: WorkerFacts, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
+        self.how: Way = how
         self.rank: int = worker.rank
         self._worker: WorkerFacts | None = worker
         self._token = token
@@ -90,7 +91,7 @@ class Hang:
 def hang(
     group: "RayWorkerGroup",
     rank: int,
-    how: Literal["sleep", "native", "native-gil", "stop"] = "sleep",
+    how: Way = "sleep",
     *,
     timeout_s: float = 60.0,
 ) -> Hang:
