@@ -25,7 +25,6 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ._compression import Compression, check_compression
 from ._current import current_worker
@@ -133,7 +132,7 @@ _counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary(
 
 def wrap_ddp(
     model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
-) -> DistributedDataParallel:
+) -> torch.nn.parallel.DistributedDataParallel:
     """A `DistributedDataParallel` of a model, whose gradients travel compressed if the group says so.
 
     Args:
@@ -153,7 +152,7 @@ def wrap_ddp(
     device = next(model.parameters()).device
     if device.type == "cuda":
         options.setdefault("device_ids", [device])
-    wrapped = DistributedDataParallel(model, process_group=group, **options)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, **options)
     if chosen is not None:
         counter = _Counter(chosen, group)
         wrapped.register_comm_hook(None, counter.hook)
@@ -161,7 +160,7 @@ def wrap_ddp(
     return wrapped
 
 
-def gradient_bytes(model: DistributedDataParallel) -> GradientBytes:
+def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> GradientBytes:
     """What has been handed to collectives for a model that `wrap_ddp` wrapped with a compression.
 
     Raises:
