@@ -24,6 +24,15 @@ class DynamicBatchingArgs:
     - sequence_length_round: padded lengths are multiples of it, except that none exceeds the tensor's own width;
     - input_key: the leaf with the sequences, (samples, width, ...);
     - input_lengths_key: the leaf with their lengths, (samples,), whole numbers.
+
+    Raises:
+        TypeError, ValueError: a number that is not whole, or below 1.
+
+    >>> DynamicBatchingArgs(
+    ...     max_tokens_per_microbatch=8, sequence_length_round=0, input_key="tokens", input_lengths_key="length"
+    ... )
+    Traceback (most recent call last):
+    ValueError: sequence_length_round must be at least 1, got 0.
     """
 
     max_tokens_per_microbatch: int
@@ -46,6 +55,19 @@ class SequencePackingArgs:
     - sequence_length_pad_multiple: each sequence takes up a multiple of so many tokens;
     - microbatch_order: ``packer``, as the algorithm gives them, or ``largest_first``: bins are dealt from the
       fullest on, so that all shards run their largest at the same time, and memory runs out at once or not at all.
+
+    Raises:
+        TypeError, ValueError: a number that is not whole, or below 1; an unknown algorithm or order.
+
+    >>> packing = SequencePackingArgs(
+    ...     max_tokens_per_microbatch=8,
+    ...     input_key="tokens",
+    ...     input_lengths_key="length",
+    ...     algorithm="balanced",
+    ...     sequence_length_pad_multiple=4,
+    ... )
+    >>> packing.microbatch_order
+    'packer'
     """
 
     max_tokens_per_microbatch: int
