@@ -70,7 +70,11 @@ class NodeAgent:
 
     Args:
         node_id: Ray's id of a node that is alive.
-        timeout_s: how long one request may take, the start of the agent's process included.
+        timeout_s: seconds that one request may take, the start of the agent's process included.
+
+    Raises:
+        PlacementTimeoutError: not here, but from every request: it was not answered in time.
+        PlacementError: likewise: the agent could not do it, mostly because its node is gone.
 
     >>> NodeAgent("0" * 56)
     NodeAgent(00000000)
@@ -84,7 +88,11 @@ class NodeAgent:
         return f"NodeAgent({self.node_id[:8]})"
 
     def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
-        """`count` ports in low..high with their lease ids, or none and how many this agent and others hold."""
+        """Hold `count` ports of the range low to high, `high` included, or none.
+
+        Returns:
+            The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
+        """
         leased: tuple[list[tuple[int, str]], int, int] = self._ask("lease", count, low, high)
         return leased
 
@@ -98,7 +106,7 @@ class NodeAgent:
         return ports
 
     def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
-        """What processes of the node use, in the order asked. One that is not there, or has ended, is left out."""
+        """What processes of the node use, by pid, in the order asked. One that is gone is left out."""
         return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
 
     def requests(self) -> dict[str, int]:
@@ -127,7 +135,7 @@ class NodeAgent:
         Args:
             function: shipped by value if its module is registered for that, else by name.
             args: its arguments.
-            timeout_s: deadline of this request; that of the agent if None. The function itself is not interrupted.
+            timeout_s: seconds that this request may take; the agent's if None. The function itself is not interrupted.
 
         Raises:
             PlacementTimeoutError: no answer by then.
@@ -172,7 +180,7 @@ def run_on_nodes(
     Args:
         function: as of `NodeAgent.run`.
         arguments: the function's positional arguments, by node id.
-        timeout_s: deadline of all of them together.
+        timeout_s: seconds that all requests together may take.
 
     Returns:
         By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
@@ -188,7 +196,7 @@ def usage_on_nodes(
 
     Args:
         pids: the processes, by node id.
-        timeout_s: deadline of all requests together.
+        timeout_s: seconds that all requests together may take.
 
     Returns:
         By node id, a list as of `NodeAgent.usage`; where that failed, the exception, not raised.

@@ -34,7 +34,12 @@ def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again:
 
 
 def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
-    """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`."""
+    """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`.
+
+    Raises:
+        ValueError: the configuration allows more than one slice.
+        TypeError, ValueError: an option that it does not have, or cannot have so.
+    """
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=False)
 
@@ -45,7 +50,12 @@ def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any)
 
 
 def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
-    """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`."""
+    """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`.
+
+    Raises:
+        ValueError: the configuration allows more than one slice.
+        TypeError, ValueError: an option that it does not have, or cannot have so.
+    """
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=True)
 

@@ -18,7 +18,13 @@ __all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
 
 
 class _OnDevices:
-    """A function or a class with the slices that it runs on: taken on first use, kept until `close()`."""
+    """A function or a class with the slices that it runs on: taken on first use, kept until `close()`.
+
+    Attributes:
+        target: what was decorated.
+        work: what could be said of it before anything was reserved.
+        pool: the slices, as a `SlicePool`.
+    """
 
     def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
         self.work: Work = work_of(target, of_class=of_class)
@@ -41,7 +47,11 @@ class DeviceFunction(_OnDevices):
     """A function that runs on every host, each time in a fresh process."""
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn."""
+        """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn.
+
+        Raises:
+            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
+        """
         return arranged(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
 
@@ -52,6 +62,7 @@ class DeviceClass(_OnDevices):
         """Make the instances. There is one set of them at a time: close the one before.
 
         Raises:
+            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             ResourceInsufficientError: there are instances already.
         """
         actors, claim = self.pool.start(self.target, args, kwargs)
@@ -128,7 +139,7 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
         flatten: one list of references instead of one per slice.
 
     Raises:
-        TypeError, ValueError: what cannot be run.
+        TypeError, ValueError: here or when it decorates: what cannot be run. Nothing is reserved before it is used.
     """
     config = replace(accelerator_config, flatten=flatten)
 

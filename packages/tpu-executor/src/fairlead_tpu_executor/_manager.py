@@ -29,6 +29,9 @@ class TpuRemoteManager:
 
     Raises:
         TypeError, ValueError: as of the configuration.
+
+    Attributes:
+        pool: the slices, as a `SlicePool`.
     """
 
     def __init__(
@@ -94,6 +97,12 @@ class SlicePoolManager:
     Args:
         tpu_type: type of the slices.
         options: the further arguments of `TpuAcceleratorConfig`.
+
+    Raises:
+        TypeError, ValueError: as of the configuration.
+
+    Attributes:
+        pool: the slices, as a `SlicePool`.
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:

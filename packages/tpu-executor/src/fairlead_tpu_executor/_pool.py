@@ -50,6 +50,9 @@ class SlicePool:
     Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. One run at a time:
     a second one queues.
 
+        with SlicePool("v4-16", 2) as pool:
+            results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
+
     Args:
         tpu_type: such as "v4-16"; or a whole configuration, of whatever accelerators.
         num_slices: how many, or a list of allowed numbers.
@@ -58,8 +61,8 @@ class SlicePool:
     Raises:
         TypeError, ValueError: as of the configuration.
 
-        with SlicePool("v4-16", 2) as pool:
-            results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
+    Attributes:
+        config: the configuration.
     """
 
     def __init__(
@@ -94,13 +97,14 @@ class SlicePool:
         Raises:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
             PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            PoolBusyError: something runs here, and the time to queue is over.
         """
         with self._my_turn("reserve"):
             self._holding.ready()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
-        """Have another number of slices from now on. Raises as `reserve` does."""
+        """Have another number of slices from now on. Raises as `reserve`; TypeError, ValueError: no such number."""
         sizes = TpuAcceleratorConfig(pod_count=num_slices).sizes
         with self._my_turn("scale"):
             self._holding.sizes = sizes
@@ -138,6 +142,8 @@ class SlicePool:
         Raises:
             TypeError, ValueError: what cannot be run. Nothing was started.
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
+            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
             PreemptedTooOftenError: slices were lost once more than allowed.
             PoolBusyError: something else runs here, and the time to queue is over.
             BaseException: what the function raised the last time.
@@ -149,7 +155,11 @@ class SlicePool:
         return self._run(function, args, kwargs, first_hosts=True)
 
     def attempt(self, function: Function, /, *args: Any, **kwargs: Any) -> JobStatus:
-        """As `run`, once; what became of it as a value. What cannot be run, and a lack of slices, are raised."""
+        """As `run`, once; what became of it as a value.
+
+        Raises:
+            Exception: as of `run`, but for what becomes of the function.
+        """
         with self._my_turn(_name(function)) as work_on:
             return work_on(function, args, kwargs, False)(1)
 
@@ -158,6 +168,10 @@ class SlicePool:
 
         Nothing is watched or repeated: `ray.get` raises Ray's errors. What is submitted while something runs waits for
         it, host by host.
+
+        Raises:
+            TypeError, ValueError: what cannot be run. Nothing was started.
+            Exception: as of `reserve`.
         """
         work = self.checked(function)
         payload = work.put(args, kwargs)
@@ -168,7 +182,9 @@ class SlicePool:
         """Have an actor for a class on every host, a list per slice, and the claim that says so.
 
         Raises:
+            TypeError, ValueError: what cannot be run. Nothing was started.
             ResourceInsufficientError: somebody is there already.
+            Exception: as of `reserve`.
         """
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)

@@ -37,7 +37,7 @@ def create_local_venv(
         Path of `bin/python`.
 
     Raises:
-        ValueError: nothing that could be built.
+        TypeError, ValueError: nothing that could be built, or no such deadline.
         VenvBuildError: it could not be built; with what uv said.
         VenvTimeoutError: it was not ready in time.
         UvUnavailableError: there is no uv, or one that is too old.

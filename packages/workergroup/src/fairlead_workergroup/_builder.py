@@ -34,6 +34,7 @@ class RayWorkerBuilder:
 
     Attributes:
         ray_actor_class_fqn: full name of the class.
+        worker: what was given as the class.
         args: the positional arguments.
         kwargs: the keyword arguments.
 

@@ -69,6 +69,8 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
     Args:
         step: a number that grows, such as the training step; shown until there is another.
         message: a line for people; what does not fit in 256 bytes is cut off.
+
+    >>> report_progress(step=3, message="nobody is told, outside a worker")
     """
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:

@@ -79,7 +79,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         enable_gradient_compression: what `fairlead_workergroup.torch.wrap_ddp` uses in the workers: True or "fp16",
             "bf16", "powersgd", or False for none.
         call_timeout_s: seconds that a `call` may take when it says nothing else; None: no limit.
-        start_timeout_s: how long all constructors together may take.
+        start_timeout_s: seconds that all constructors together may take.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing has been launched.
@@ -93,6 +93,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     Attributes:
         workers: the actor handles, by rank: `group.workers[0].step.remote(x)`.
         worker_metadata: a dict per worker; empty after `shutdown`.
+        world_size: how many workers there are.
+        master_address: of the node of rank 0, where the workers' process group has its store.
+        master_port: the port that was leased there for it.
     """
 
     master_address: str

@@ -42,6 +42,9 @@ class WorkerFailure:
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
         cause: what Ray said of it.
+
+    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
+    rank 3 (dp=1): killed: it was killed
     """
 
     rank: int
@@ -61,6 +64,7 @@ class WorkerFailureError(WorkerGroupError):
 
     Attributes:
         failures: one `WorkerFailure` per lost worker that is known of.
+        remedy: what to do about it; empty for the usual.
     """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "") -> None:

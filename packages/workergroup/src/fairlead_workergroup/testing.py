@@ -56,7 +56,12 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 
 
 class Hang:
-    """A worker that hangs until this is closed; made by `hang`. A context manager."""
+    """A worker that hangs until this is closed; made by `hang`. A context manager.
+
+    Attributes:
+        rank: the worker's number in its group.
+        how: as of `hang`.
+    """
 
     def __init__(self, worker: WorkerFacts, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
         self.how: Way = how
@@ -102,7 +107,7 @@ def hang(
         rank: the worker's number in it.
         how: "sleep": in Python; "native": in a system call that does not return; "native-gil": the same, holding the
             GIL; "stop": the whole process, whatever it is doing (SIGSTOP).
-        timeout_s: how long to wait until the worker has finished what it is doing; "stop" does not wait for that.
+        timeout_s: seconds to wait until the worker has finished what it is doing; "stop" does not wait for that.
 
     Returns:
         A handle whose `close` lets the worker go on.
@@ -135,6 +140,12 @@ def hang(
 def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
     """Have each following call of a worker take so much longer; 0 ends that. Returns when it is so.
 
+    Args:
+        group: the worker's.
+        rank: the worker's number in it.
+        seconds: how much longer.
+        timeout_s: seconds to wait until the worker has finished what it is doing.
+
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
         TimeoutError: the worker was busy for too long; it will not be slow later.
@@ -149,6 +160,12 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
 
 def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
     """Have a worker hold so much memory more than it did, in use and not only asked for; 0 gives it back.
+
+    Args:
+        group: the worker's.
+        rank: the worker's number in it.
+        size_bytes: how much.
+        timeout_s: seconds to wait until the worker has finished what it is doing, and holds it.
 
     Returns:
         Whether the worker has lived to hold it: something may end it for that.

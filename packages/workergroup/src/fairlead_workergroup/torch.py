@@ -47,7 +47,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     Args:
         backend: "nccl", "gloo" or another of torch's; None: the cluster's `communication_backend`, and "gloo" for a
             group on bare slots.
-        timeout_s: how long workers wait for each other, here and in collectives.
+        timeout_s: seconds that workers wait for each other, here and in collectives.
 
     Raises:
         RuntimeError: this process runs no worker of a group.
