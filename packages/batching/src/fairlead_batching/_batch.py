@@ -259,4 +259,7 @@ class SlicedDataDict(BatchedDataDict[Content]):
     """A part of a batch: a shard, a slice, a microbatch. It may share memory with what it was cut from.
 
     Its attributes are those of a `BatchedDataDict`.
+
+    >>> BatchedDataDict(x=[1, 2, 3]).slice(1, 3)
+    SlicedDataDict(size=2, x: list[2])
     """

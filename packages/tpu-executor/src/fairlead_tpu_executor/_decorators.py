@@ -39,13 +39,18 @@ def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
     Raises:
         ValueError: the configuration allows more than one slice.
         TypeError, ValueError: an option that it does not have, or cannot have so.
+
+    >>> from fairlead_tpu_executor import TpuAcceleratorConfig
+    >>> execute(TpuAcceleratorConfig("v4-16", pod_count=2))
+    Traceback (most recent call last):
+    ValueError: pod_count is 2, and execute runs on one slice: use autoscale_execute or autoscale_execute_resumable
     """
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=False)
 
 
 def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
-    """As `RayExecutor.autoscale_execute`. Options are those of the configuration."""
+    """As `RayExecutor.autoscale_execute`. Options, and what is raised for them, are those of the configuration."""
     return _decorator(accelerator_config, options, again=False)
 
 
@@ -61,5 +66,5 @@ def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any)
 
 
 def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
-    """As `RayExecutor.autoscale_execute_resumable`. Options are those of the configuration."""
+    """As `RayExecutor.autoscale_execute_resumable`. Options, and errors for them, are those of the configuration."""
     return _decorator(accelerator_config, options, again=True)

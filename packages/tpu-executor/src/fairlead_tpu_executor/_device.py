@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, Self, overload
+from typing import Any, Self
 
 import ray
 from ray.actor import ActorClass
@@ -11,8 +11,9 @@ from ray.actor import ActorClass
 from fairlead_placement import SlotClaim
 
 from ._config import AcceleratorConfigType
+from ._device_decorator import DeviceDecorator
 from ._pool import SlicePool, arranged
-from ._work import Function, Work, work_of
+from ._work import Work, work_of
 
 __all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
 
@@ -110,28 +111,7 @@ class _Method:
         return arranged(refs, self._flatten)
 
 
-class _RemoteClass(Protocol):
-    """What `@ray.remote` makes of a class; to a type checker it can be called, what it makes of a function cannot."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a TypeError."""
-
-    @property
-    def remote(self) -> Callable[..., Any]:
-        """What starts it as an actor of Ray."""
-
-
-class _Decorator(Protocol):
-    """What `device_remote` gives: a class becomes a `DeviceClass`, a function a `DeviceFunction`."""
-
-    @overload
-    def __call__(self, target: type[Any] | _RemoteClass, /) -> DeviceClass: ...  # type: ignore[overload-overlap]
-
-    @overload
-    def __call__(self, target: Function, /) -> DeviceFunction: ...
-
-
-def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> _Decorator:
+def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> DeviceDecorator:
     """Decorate a function (gives a `DeviceFunction`) or a class (a `DeviceClass`).
 
     Args:
@@ -140,6 +120,13 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
 
     Raises:
         TypeError, ValueError: here or when it decorates: what cannot be run. Nothing is reserved before it is used.
+
+    >>> from fairlead_tpu_executor import CpuAcceleratorConfig
+    >>> @device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))
+    ... def train(steps):
+    ...     return steps
+    >>> train.pool
+    SlicePool(1 x cpu, 0 held)
     """
     config = replace(accelerator_config, flatten=flatten)
 

@@ -21,7 +21,7 @@ from ._retry import retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
 from ._verdicts import judge
-from ._work import Function, Work, work_of
+from ._work import Class, Function, Work, work_of
 from .exceptions import PoolBusyError, TpuExecutorError
 
 __all__ = ["PoolStatistics", "SlicePool", "arranged"]
@@ -63,6 +63,9 @@ class SlicePool:
 
     Attributes:
         config: the configuration.
+
+    >>> SlicePool("v4-16", [1, 2])
+    SlicePool(1 or 2 x v4-16, 0 held)
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class SlicePool:
         self.reserve()
         return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self._places(work)]
 
-    def start(self, cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
+    def start(self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
         """Have an actor for a class on every host, a list per slice, and the claim that says so.
 
         Raises:
@@ -192,7 +195,7 @@ class SlicePool:
         claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
         return [[start(place, payload) for place in of_slice] for of_slice in self._places(work)], claim
 
-    def checked(self, function: Any, *, of_class: bool = False) -> Work:
+    def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
         """What can be said of a function or a class before anything is reserved.
 
         Raises:

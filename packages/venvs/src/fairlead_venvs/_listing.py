@@ -113,6 +113,9 @@ def prune(
     Raises:
         ValueError: the folder is shared, and `older_than` is not given; or it is no number of seconds.
         TypeError: something in `keep` is neither.
+
+    >>> prune(older_than=7 * 86_400, dry_run=True)  # what nobody has asked for in a week
+    []
     """
     root = venv_root()
     age = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than

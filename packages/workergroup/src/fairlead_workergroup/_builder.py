@@ -71,6 +71,10 @@ class RayWorkerBuilder:
         Returns:
             A ref that is ready when the worker's constructor has finished, or holds its error; and the actor handle,
             which has the class's own methods.
+
+        Raises:
+            TypeError, ValueError: a class, or options, that a worker cannot have.
+            WorkerStartError: the class cannot be looked at there.
         """
         node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
         node_id = node_ids[placement_group_bundle_index]
@@ -124,6 +128,7 @@ class RayWorkerBuilder:
         """As `create_worker_async`, but wait for the constructor and return the handle.
 
         Raises:
+            TypeError, ValueError, WorkerStartError: as it does.
             Exception: what the constructor raised.
         """
         ready, handle = self.create_worker_async(

@@ -54,7 +54,8 @@ class ClassicCalls:
         Raises:
             IndexError: there is no such rank.
             AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            WorkerFailureError: the worker is known to be dead.
+            WorkerFailureError: the worker is known to be dead, and not restarted.
+            WorkerGroupError: the group has been shut down.
         """
         size = self.sharding_annotations.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
@@ -80,7 +81,7 @@ class ClassicCalls:
 
         Raises:
             ValueError: an axis that does not exist.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
         return self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks).futures
@@ -108,7 +109,7 @@ class ClassicCalls:
 
         Raises:
             ValueError: a list with too few or too many values, or a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
 
@@ -155,7 +156,7 @@ class ClassicCalls:
         Raises:
             ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
                 any depth; a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         plan = self.sharding_annotations.plan(
             in_sharded_axes=as_axes(in_sharded_axes),

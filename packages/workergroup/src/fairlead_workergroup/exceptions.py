@@ -90,6 +90,9 @@ class LateWorker:
         method: what it is running now: the method that was called, an earlier one, or None when it is idle or cannot
             be looked at.
         running_s: seconds since it started that.
+
+    >>> print(LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25))
+    rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s
     """
 
     rank: int
