@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {folder.name: folder for folder in sorted(ROOT.glob("packages/*/src/fairlead_*"))}
+FOLDERS = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))}
 MODULES = [
     pytest.param(package, module, id=".".join([package, *module.split()]))
     for package, folder in FOLDERS.items()
