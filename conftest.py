@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all test suites. Ray is not imported here: some packages are tested without it."""
 
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# A shell has what it starts in the background ignore Ctrl-C, and what that starts would as well; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")

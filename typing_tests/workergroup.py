@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usage of fairlead-workergroup as mypy sees it. Never run: `nox -s typecheck` checks that these types hold."""
+"""Usage of fairlead-workergroup as type checkers see it. Never run: `nox -s typecheck` checks that these types hold.
+
+Where a comment ignores an error, there is one: what is wrong there is refused, and an ignore without need is an error.
+"""
+# pyright: reportUnnecessaryTypeIgnoreComment=error
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 from ray import ObjectRef
+from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     Call,
+    CallCancelledError,
     CallExplanation,
     CallStatistics,
     CallTimeoutError,
@@ -22,12 +28,14 @@ from fairlead_workergroup import (
     PerWorker,
     RayWorkerBuilder,
     RayWorkerGroup,
+    RemoteError,
     Shard,
     StuckWorker,
     Watch,
     WorkerEvent,
     WorkerFailure,
     WorkerFailureError,
+    WorkerGroupError,
     WorkerStartError,
     WorkerStatus,
     WorkerUsage,
@@ -36,14 +44,40 @@ from fairlead_workergroup import (
     report_progress,
     testing,
 )
+from fairlead_workergroup.torch import (
+    GradientBytes,
+    axis_group,
+    destroy,
+    gradient_bytes,
+    init_process_group,
+    wrap_ddp,
+)
 
 
 class Worker:
     def step(self, batch: list[int], lr: float) -> float:
         report_progress(step=1, message="one")
-        assert_type(current_worker(), CurrentWorker)
-        assert_type(current_worker().sharding, NamedSharding)
+        me = current_worker()
+        assert_type(me, CurrentWorker)
+        assert_type(me.rank, int)
+        assert_type(me.world_size, int)
+        assert_type(me.name, str)
+        assert_type(me.coords, Mapping[str, int])
+        assert_type(me.incarnation, int)
+        assert_type(me.communication_backend, Literal["nccl", "gloo"] | None)
+        assert_type(me.gradient_compression, Literal["fp16", "bf16", "powersgd"] | None)
+        assert_type(me.layout, Mapping[str, Any])
+        assert_type(me.sharding, NamedSharding)
         return sum(batch) * lr
+
+    def join(self, model: Any) -> None:
+        assert_type(init_process_group("gloo", timeout_s=60), None)
+        wrapped = wrap_ddp(model, compression="bf16", group=axis_group("dp"), bucket_cap_mb=1)
+        sent = gradient_bytes(wrapped)
+        assert_type(sent, GradientBytes)
+        assert_type(sent.handed, int)
+        assert_type(sent.uncompressed, int)
+        assert_type(destroy(), None)
 
 
 def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
@@ -52,33 +86,86 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     with RayWorkerGroup(cluster, builder, sharding_annotations=axes, env_vars={"A": "1"}) as group:
         assert_type(group, RayWorkerGroup)
         assert_type(group.world_size, int)
+        assert_type(group.name_prefix, str)
+        assert_type(group.cluster, RayVirtualCluster | Sequence[Slot])
+        assert_type(group.sharding_annotations, NamedSharding)
+        assert_type(group.workers, list[Any])
         assert_type(group.worker_metadata, list[dict[str, Any]])
-        assert_type(group.statistics(), GroupStatistics)
+        assert_type(group.master_address, str)
+        assert_type(group.master_port, int)
+        assert_type(group.dp_size, int)
+        assert_type(group.dp_leader_worker_indices, list[int])
+        assert_type(group.get_dp_leader_worker_idx(0), int)
+        assert_type(group.restart_failed_workers(), list[int])
         assert_type(group.shutdown("save", timeout=None), bool)
     RayWorkerGroup(slots, "package.module.Worker", [1, 2], "prefix", call_timeout_s=60)
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
+    RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")
 
 
-def call(group: RayWorkerGroup, ref: ObjectRef) -> None:
+def build(group: PlacementGroup) -> None:
+    builder = RayWorkerBuilder("package.module.Worker", 1, key="value")
+    assert_type(builder.ray_actor_class_fqn, str)
+    assert_type(builder.args, tuple[Any, ...])
+    assert_type(builder.kwargs, dict[str, Any])
+    assert_type(RayWorkerBuilder(builder.worker), RayWorkerBuilder)
+    assert_type(builder(group, 0, num_gpus=0.5), Any)
+    assert_type(builder.create_worker_async(group, 0, 1, (0, [0]), max_concurrency=2), tuple[ObjectRef[Any], Any])
+    assert_type(recursive_merge_options({"a": 1}, {}), dict[str, Any])
+
+
+def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     made = group.call("step", Shard([[1], [2]], "dp"), lr=0.1, collect=("dp",), first_along="tp", timeout=60)
     assert_type(made, Call)
+    assert_type(made.refs, list[Any])
+    assert_type(made.result(timeout=1), Any)
     assert_type(made.outcomes(timeout=1), list[Outcome])
     assert_type(made.done(), bool)
     assert_type(made.wait(1.5), bool)
     assert_type(made.cancel(force=True), list[int])
-    assert_type(made.statistics(), CallStatistics)
     for outcome in made:
+        assert_type(outcome.rank, int)
         assert_type(outcome.coords, Mapping[str, int])
+        assert_type(outcome.value, Any)
     for outcome in made.stream(timeout=1):
         assert_type(outcome.error, BaseException | None)
     group.call("step", PerWorker([1, 2]), ref, made, discard=True)
-    assert_type(group.explain("step", 1), CallExplanation)
+    group.call("step", Shard(made, "dp"), PerWorker(made), retries=2)
+    assert_type(made.as_pieces(), list[ObjectRef[Any]])
+    made.as_argument()
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), Iterator[Any])
 
 
+def wrapped(made: Call) -> None:
+    shard = Shard([[1], [2]], "dp", "tp")
+    assert_type(shard.values, Any)
+    assert_type(shard.axes, tuple[str, ...])
+    assert_type(PerWorker(made), PerWorker)
+
+
+def explain(group: RayWorkerGroup) -> None:
+    explanation = group.explain("step", 1, collect="dp")
+    assert_type(explanation, CallExplanation)
+    assert_type(explanation.summary, str)
+    assert_type(explanation.header, tuple[str, ...])
+    assert_type(explanation.rows, tuple[tuple[str, ...], ...])
+
+
+def count(group: RayWorkerGroup, made: Call) -> None:
+    of_group = group.statistics()
+    assert_type(of_group, GroupStatistics)
+    assert_type(of_group.calls, int)
+    of_call = made.statistics()
+    assert_type(of_call, CallStatistics)
+    assert_type(of_call.submit_s, float)
+    for counts in (of_group, of_call):
+        for number in (counts.requests, counts.puts, counts.bytes_put, counts.fetched, counts.bytes_fetched):
+            assert_type(number, int)
+
+
 async def wait(group: RayWorkerGroup) -> None:
-    await group.call("step")
+    assert_type(await group.call("step"), Any)
     async for outcome in group.call("step"):
         assert_type(outcome, Outcome)
 
@@ -89,26 +176,73 @@ def views(group: RayWorkerGroup) -> None:
     assert_type(view.at(tp=-1).call("step"), Call)
     assert_type(view.ranks, list[int])
     assert_type(view.coords, dict[int, dict[str, int]])
+    assert_type(view.workers, list[Any])
     assert_type(view.sharding_annotations, NamedSharding | None)
+    assert_type(view.explain("step"), CallExplanation)
+    assert_type(view.map("step", [1]), Iterator[Any])
+    assert_type(group.ranks, list[int])
+    assert_type(group.coords, dict[int, dict[str, int]])
     assert_type(group.with_options(timeout=60, collect="dp").call("step", collect=3, anything=4), Call)
+    assert_type(view.with_options(discard=True).with_options(retries=1, first_along="tp"), GroupView)
 
 
 def classic(group: RayWorkerGroup) -> None:
-    assert_type(group.run_single_worker_single_data("step", 0, 1, lr=2), ObjectRef)
-    assert_type(group.run_all_workers_single_data("step", 1, run_rank_0_only_axes=["tp"]), list[ObjectRef])
+    assert_type(group.run_single_worker_single_data("step", 0, 1, lr=2), ObjectRef[Any])
+    assert_type(group.run_all_workers_single_data("step", 1, run_rank_0_only_axes=["tp"]), list[ObjectRef[Any]])
+    several = group.run_all_workers_multiple_data("step", [1, 2], lr=[0.1, 0.2], common_kwargs={"path": ""})
+    assert_type(several, list[ObjectRef[Any]])
     future: MultiWorkerFuture = group.run_all_workers_sharded_data("step", [1, 2], in_sharded_axes="dp")
     assert_type(group.get_all_worker_results(future), list[Any])
-    assert_type(MultiWorkerFuture([1]).get_results(), list[Any])
-    assert_type(recursive_merge_options({"a": 1}, {}), dict[str, Any])
+    assert_type(group.get_all_worker_results(several, return_generators_as_proxies=True), list[Any])
+    future = MultiWorkerFuture([1], return_from_workers=[0], called_workers=[0])
+    assert_type(future.futures, list[Any])
+    assert_type(future.return_from_workers, list[int] | None)
+    assert_type(future.called_workers, list[int] | None)
+    assert_type(future.get_results(group), list[Any])
 
 
 def watch(group: RayWorkerGroup) -> None:
-    assert_type(group.get_worker_status(stuck_after_s=60), list[WorkerStatus])
-    assert_type(group.get_worker_status()[0].step, int | None)
-    assert_type(group.get_resource_usage(), list[WorkerUsage])
-    assert_type(group.detect_stuck_workers(60, dump_stacks=False), list[StuckWorker])
+    (status,) = group.get_worker_status(stuck_after_s=60)
+    assert_type(status, WorkerStatus)
+    assert_type(status.state, Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"])
+    assert_type(status.name, str)
+    assert_type(status.method, str | None)
+    assert_type(status.step, int | None)
+    assert_type(status.message, str)
+    for number in (status.rank, status.pid, status.calls, status.incarnation, status.restarts):
+        assert_type(number, int)
+    (usage,) = group.get_resource_usage()
+    assert_type(usage, WorkerUsage)
+    assert_type(usage.rank, int)
+    assert_type(usage.cpu_percent, float)
+    assert_type(usage.rss_bytes, int)
+    assert_type(usage.gpu_memory_bytes, int | None)
+    assert_type(usage.num_threads, int)
+    (stuck,) = group.detect_stuck_workers(60, dump_stacks=False)
+    assert_type(stuck, StuckWorker)
+    assert_type(stuck.method, str | None)
+    for text in (stuck.stacks, stuck.where, stuck.note):
+        assert_type(text, str)
+    for one in (status, stuck):
+        assert_type(one.rank, int)
+        assert_type(one.coords, Mapping[str, int])
+        assert_type(one.node_id, str)
+        assert_type(one.pid, int)
+        assert_type(one.running_s, float)
+        assert_type(one.since_progress_s, float)
 
     def on_event(event: WorkerEvent) -> None:
+        assert_type(
+            event.kind, Literal["worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted"]
+        )
+        assert_type(event.rank, int)
+        assert_type(event.coords, Mapping[str, int])
+        assert_type(event.node_id, str)
+        assert_type(event.pid, int)
+        assert_type(event.incarnation, int)
+        assert_type(event.method, str | None)
+        assert_type(event.message, str)
+        assert_type(event.time, float)
         assert_type(event.stuck, StuckWorker | None)
 
     with group.watch(5, 300, on_event, slow_after_s=60) as watch:
@@ -117,21 +251,87 @@ def watch(group: RayWorkerGroup) -> None:
 
 
 def faults(group: RayWorkerGroup) -> None:
-    testing.kill(group, 0)
+    assert_type(testing.kill(group, 0), None)
     with testing.hang(group, 0, "native-gil", timeout_s=5) as hung:
         assert_type(hung, testing.Hang)
-    testing.slow(group, 0, 0.5)
+        assert_type(hung.rank, int)
+        assert_type(hung.how, Literal["sleep", "native", "native-gil", "stop"])
+    assert_type(hung.close(), None)
+    assert_type(testing.slow(group, 0, 0.5), None)
     assert_type(testing.fill_memory(group, 0, 1 << 30), bool)
+    with testing.assert_no_leaks(timeout_s=5):
+        pass
 
 
 def errors(group: RayWorkerGroup) -> None:
     try:
         group.call("step").result()
     except CallTimeoutError as error:
+        assert_type(error.method, str)
+        assert_type(error.waited_s, float)
+        assert_type(error.called, int)
         assert_type(error.late, tuple[LateWorker, ...])
+        for worker in error.late:
+            assert_type(worker.rank, int)
+            assert_type(worker.coords, Mapping[str, int])
+            assert_type(worker.node_id, str)
+            assert_type(worker.pid, int)
+            assert_type(worker.method, str | None)
+            assert_type(worker.running_s, float)
         late: TimeoutError = error
         raise late from None
     except WorkerFailureError as error:
         assert_type(error.failures, tuple[WorkerFailure, ...])
+        assert_type(error.remedy, str)
+        for failure in error.failures:
+            assert_type(failure.rank, int)
+            assert_type(
+                failure.kind, Literal["killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled"]
+            )
+            assert_type(failure.coords, Mapping[str, int])
+            assert_type(failure.node_id, str)
+            assert_type(failure.pid, int)
+            assert_type(failure.cause, str)
     except WorkerStartError as error:
+        assert_type(error.reason, str)
+        assert_type(error.rank, int)
         assert_type(error.coords, dict[str, int])
+        assert_type(error.node_id, str)
+        assert_type(error.remote_traceback, str)
+        assert_type(error.others, str)
+    except CallCancelledError as error:
+        assert_type(error.method, str)
+        assert_type(error.ranks, tuple[int, ...])
+    except RemoteError as error:
+        assert_type(error.type_name, str)
+        assert_type(error.message, str)
+        assert_type(error.remote_traceback, str)
+        assert_type(error.rank, int)
+        base: WorkerGroupError = error
+        raise base from None
+
+
+def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: WorkerStatus) -> None:
+    RayWorkerGroup(slots)  # type: ignore[call-arg]
+    RayWorkerGroup(8, Worker)  # type: ignore[arg-type]
+    RayWorkerGroup(slots, worker=Worker)  # type: ignore[call-arg]
+    RayWorkerGroup(slots, Worker, restart_scope="all")  # type: ignore[arg-type]
+    RayWorkerGroup(slots, Worker, load_balancing_strategy="random")  # type: ignore[arg-type]
+    RayWorkerGroup(slots, Worker, enable_gradient_compression="int8")  # type: ignore[arg-type]
+    RayWorkerGroup(slots, Worker, env_vars={"A": 1})  # type: ignore[dict-item]
+    group.call(Worker.step)  # type: ignore[arg-type]
+    group.call("step", timeout="60")  # type: ignore[arg-type]
+    group.call("step", collect=0)  # type: ignore[arg-type]
+    group.at(dp="0")  # type: ignore[arg-type]
+    group.with_options(lr=0.1)  # type: ignore[call-arg]
+    group.at(dp=0).with_options(lr=0.1)  # type: ignore[call-arg]
+    group.map("step", 3)  # type: ignore[arg-type]
+    group.watch(on_event=lambda: None)  # type: ignore[misc, arg-type]
+    Shard([1, 2], 0)  # type: ignore[arg-type]
+    PerWorker(3)  # type: ignore[arg-type]
+    made.result("1")  # type: ignore[arg-type]
+    testing.hang(group, 0, "forever")  # type: ignore[arg-type]
+    testing.slow(group, 0, 0.5, 60)  # type: ignore[call-arg]
+    report_progress("one")  # type: ignore[arg-type]
+    wrap_ddp(None, compression="int8")  # type: ignore[arg-type]
+    status.step = 2  # type: ignore[misc]

@@ -43,6 +43,29 @@ def test_public_members_are_documented(member):
     assert inspect.getdoc(member)
 
 
+def public_attributes(owner):
+    """What a class annotates, and what its methods set."""
+    own = [base for base in owner.__mro__ if base.__module__.startswith("fairlead")]
+    annotated = {name for base in own for name in inspect.get_annotations(base)}
+    stored = {
+        name for base in own for name in re.findall(r"^ +self\.(\w+).* = ", inspect.getsource(base), re.MULTILINE)
+    }
+    return sorted(name for name in annotated | stored if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("owner", [NamedSharding, DispatchPlan], ids=lambda owner: owner.__name__)
+def test_public_attributes_are_described(owner):
+    """A class, a base of it, or what these refer to says of each attribute what it is: `name: what`."""
+    bases = [base for base in owner.__mro__ if base.__module__.startswith("fairlead")]
+    said = "\n".join(
+        base.__doc__ for base in bases if base.__doc__ and not base.__doc__.startswith(f"{base.__name__}(")
+    )
+    referred = [getattr(fairlead_sharding, name, None) for name in re.findall(r"`(\w+)`", said)]
+    said = "\n".join([said, *(inspect.getdoc(other) for other in referred if other is not None)])
+    names = public_attributes(owner)
+    assert [name for name in names if not re.search(rf"(?<![\w.]){name}(, \w+)*(:|`)", said)] == []
+
+
 def test_all_is_sorted_and_complete():
     """What is exported is listed, in order."""
     assert fairlead_sharding.__all__ == sorted(fairlead_sharding.__all__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of a package that exports nothing yet."""
+"""The package as it is installed: its version, and what importing it loads."""
 
 import importlib.metadata
 import subprocess

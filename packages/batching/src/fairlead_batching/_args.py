@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from ._checks import whole
-from ._packing import Packer
+from ._packing import Algorithm, Packer
 
 Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
 
-MICROBATCH_ORDERS = ("packer", "largest_first")
+MicrobatchOrder = Literal["packer", "largest_first"]
+MICROBATCH_ORDERS: tuple[MicrobatchOrder, ...] = get_args(MicrobatchOrder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,15 @@ class DynamicBatchingArgs:
     - sequence_length_round: padded lengths are multiples of it, except that none exceeds the tensor's own width;
     - input_key: the leaf with the sequences, (samples, width, ...);
     - input_lengths_key: the leaf with their lengths, (samples,), whole numbers.
+
+    Raises:
+        TypeError, ValueError: a number that is not whole, or below 1.
+
+    >>> DynamicBatchingArgs(
+    ...     max_tokens_per_microbatch=8, sequence_length_round=0, input_key="tokens", input_lengths_key="length"
+    ... )
+    Traceback (most recent call last):
+    ValueError: sequence_length_round must be at least 1, got 0.
     """
 
     max_tokens_per_microbatch: int
@@ -45,14 +55,27 @@ class SequencePackingArgs:
     - sequence_length_pad_multiple: each sequence takes up a multiple of so many tokens;
     - microbatch_order: ``packer``, as the algorithm gives them, or ``largest_first``: bins are dealt from the
       fullest on, so that all shards run their largest at the same time, and memory runs out at once or not at all.
+
+    Raises:
+        TypeError, ValueError: a number that is not whole, or below 1; an unknown algorithm or order.
+
+    >>> packing = SequencePackingArgs(
+    ...     max_tokens_per_microbatch=8,
+    ...     input_key="tokens",
+    ...     input_lengths_key="length",
+    ...     algorithm="balanced",
+    ...     sequence_length_pad_multiple=4,
+    ... )
+    >>> packing.microbatch_order
+    'packer'
     """
 
     max_tokens_per_microbatch: int
     input_key: str
     input_lengths_key: str
-    algorithm: str
+    algorithm: Algorithm
     sequence_length_pad_multiple: int
-    microbatch_order: str = "packer"
+    microbatch_order: MicrobatchOrder = "packer"
 
     def __post_init__(self) -> None:
         whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)

@@ -32,8 +32,9 @@ class BatchedDataDict(Samples[Content]):
     - elem_counts_per_gb: per group, its samples; after packing only;
     - shard_sizes: the samples of all shards, if these differ.
 
-    ``padding`` tells for each sample whether it is a dummy row (None: never padded), and follows the samples.
-    Pickling is by protocol 5, with one copy of the memory: see `read_only`. Gradients do not travel.
+    ``data`` is the plain dictionary of the leaves. ``padding`` tells for each sample whether it is a dummy row (None:
+    never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
+    Gradients do not travel.
     """
 
     @overload
@@ -151,6 +152,9 @@ class BatchedDataDict(Samples[Content]):
         Raises:
             ValueError: at once, if the samples cannot be divided so, or ranks would, or after packing could, have
                 different numbers of microbatches, and so wait for each other for ever.
+
+        >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).make_microbatch_iterator(2)]
+        [[1, 2], [3, 4]]
         """
         starts = _microbatches.equal(self, microbatch_size)
         return (self.slice(start, min(start + microbatch_size, self.size)) for start in starts)
@@ -160,6 +164,9 @@ class BatchedDataDict(Samples[Content]):
 
         Of a shard those of all groups, one group after the other; of a `get_batch` of it those of that group.
 
+        Args:
+            sequence_dim: the dim that is truncated, of all leaves that have it.
+
         Raises:
             ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since.
         """
@@ -167,7 +174,11 @@ class BatchedDataDict(Samples[Content]):
         return _microbatches.cut(self, _microbatches.spans(self, _microbatches.DYNAMIC), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` gives: the same on all shards."""
+        """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` gives: the same on all shards.
+
+        Raises:
+            ValueError: as it does.
+        """
         return len(_microbatches.spans(self, _microbatches.DYNAMIC))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
@@ -177,11 +188,31 @@ class BatchedDataDict(Samples[Content]):
 
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
+
+        >>> batch = BatchedDataDict(tokens=np.ones((4, 6)), length=np.array([6, 2, 3, 5]))
+        >>> (shard,), order = batch.shard_by_batch_size(
+        ...     1,
+        ...     sequence_packing_args={
+        ...         "max_tokens_per_microbatch": 8,
+        ...         "input_key": "tokens",
+        ...         "input_lengths_key": "length",
+        ...         "algorithm": "first_fit_decreasing",
+        ...         "sequence_length_pad_multiple": 1,
+        ...     },
+        ... )
+        >>> [part["length"].tolist() for part in shard.make_microbatch_iterator_for_packable_sequences()]
+        [[6, 2], [5, 3]]
+        >>> shard.get_microbatch_iterator_for_packable_sequences_len(), order
+        ((2, 8), [0, 1, 3, 2])
         """
         return _microbatches.cut(self, _microbatches.spans(self, _microbatches.PACKED), None)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """How many microbatches there are, the same on all shards, and the tokens of this shard's fullest bin."""
+        """How many microbatches there are, the same on all shards, and the tokens of this shard's fullest bin.
+
+        Raises:
+            ValueError: as `make_microbatch_iterator_for_packable_sequences` does.
+        """
         spans = _microbatches.spans(self, _microbatches.PACKED)
         return len(spans), max(tokens for _, _, tokens in spans)
 
@@ -225,4 +256,10 @@ class BatchedDataDict(Samples[Content]):
 
 
 class SlicedDataDict(BatchedDataDict[Content]):
-    """A part of a batch: a shard, a slice, a microbatch. It may share memory with what it was cut from."""
+    """A part of a batch: a shard, a slice, a microbatch. It may share memory with what it was cut from.
+
+    Its attributes are those of a `BatchedDataDict`.
+
+    >>> BatchedDataDict(x=[1, 2, 3]).slice(1, 3)
+    SlicedDataDict(size=2, x: list[2])
+    """

@@ -28,6 +28,9 @@ class Order(list[int]):
 
         Raises:
             ValueError: the results do not have one sample for each that was sent out.
+
+        >>> Order([2, 0, 1]).restore([{"loss": [0.3, 0.1]}, {"loss": [0.2]}])["loss"]
+        [0.1, 0.2, 0.3]
         """
         from ._batch import BatchedDataDict
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,17 +14,18 @@ from ._balanced import balanced, split_to
 from ._checks import whole, whole_numbers
 from ._first_fit import Bins
 
-ALGORITHMS = (
+Algorithm = Literal[
     "balanced",
     "concatenative",
     "first_fit_decreasing",
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
-)
+]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 def get_packer(
-    algorithm: str,
+    algorithm: Algorithm,
     bin_capacity: int,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
@@ -47,7 +49,7 @@ def get_packer(
         seed: of ``first_fit_shuffle``; the others ignore it.
 
     Raises:
-        ValueError: an unknown algorithm, or a number below 1.
+        TypeError, ValueError: an unknown algorithm, or a number that is not whole, or below 1.
 
     >>> lengths = [7, 2, 6, 4, 3]
     >>> get_packer("first_fit_decreasing", bin_capacity=10).pack(lengths)
@@ -63,9 +65,15 @@ def get_packer(
 
 @dataclass(frozen=True)
 class Packer:
-    """What `get_packer` gives: an algorithm and its bounds. The same lengths always give the same bins."""
+    """What `get_packer` gives: an algorithm and its bounds. The same lengths always give the same bins.
 
-    algorithm: str
+    - algorithm, bin_capacity, min_bin_count, bin_count_multiple, seed: as of `get_packer`, as is what is raised.
+
+    >>> Packer("concatenative", bin_capacity=10)
+    Packer(algorithm='concatenative', bin_capacity=10, min_bin_count=None, bin_count_multiple=None, seed=0)
+    """
+
+    algorithm: Algorithm
     bin_capacity: int
     min_bin_count: int | None = None
     bin_count_multiple: int | None = None
@@ -82,8 +90,14 @@ class Packer:
     def pack(self, lengths: Iterable[int]) -> Bins:
         """Bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.
 
+        Args:
+            lengths: of the sequences, in tokens.
+
         Raises:
             ValueError: no lengths; a negative one; one that no bin can hold; or fewer sequences than bins asked for.
+
+        >>> get_packer("concatenative", bin_capacity=10).pack([7, 2, 6, 4, 3])
+        [[0, 1], [2, 3], [4]]
         """
         numbers = whole_numbers("lengths", lengths)
         if not numbers.size:
@@ -107,7 +121,12 @@ class Packer:
         return bins if len(bins) == count else split_to(bins, given, count)
 
     def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> PackingMetrics:
-        """How good ``bins`` are, given the lengths that were packed."""
+        """How good ``bins`` are, given the lengths that were packed; ValueError unless every index is in one bin.
+
+        >>> packer = get_packer("concatenative", bin_capacity=10)
+        >>> print(packer.metrics([7, 2, 6, 4, 3], packer.pack([7, 2, 6, 4, 3])))
+        5 sequences of 22 tokens in 3 bins of 10 (at least 3): 26.7% unused, the fullest 1.364x the mean
+        """
         return PackingMetrics.of(lengths, bins, self.bin_capacity)
 
     def _allowed(self, needed: int, available: int) -> int:

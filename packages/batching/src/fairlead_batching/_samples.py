@@ -31,6 +31,7 @@ else:
 class Samples(UserDict[str, Any], Generic[Content]):
     """The part of `BatchedDataDict` that knows nothing of shards and microbatches, but forgets a plan in time."""
 
+    data: dict[str, Any]
     micro_batch_indices: Cuts | None
     micro_batch_lengths: Lengths | None
     elem_counts_per_gb: list[int] | None
@@ -139,7 +140,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return self._made(lambda leaf: leaf[start:end])
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
-        """Piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece."""
+        """Piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece.
+
+        >>> BatchedDataDict(x=[1, 2, 3, 4]).chunk(1, chunks=2)["x"]
+        [3, 4]
+        """
         size = self.size
         whole("chunks", chunks, at_least=1)
         if size % chunks:
@@ -190,7 +195,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return group
 
     def repeat_interleave(self, num_repeats: int, /) -> Self:
-        """A new batch with each sample ``num_repeats`` times, one after the other; what lists hold is copied.
+        """A new batch with each sample ``num_repeats`` (1 or more) times in a row; what lists hold is copied.
 
         >>> BatchedDataDict(x=np.array([1, 2])).repeat_interleave(2)["x"].tolist()
         [1, 1, 2, 2]

@@ -5,7 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,6 +16,8 @@ from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
 __all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes", "usage_on_nodes"]
+
+_T = TypeVar("_T")
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # Just after an agent's death its name may still lead to the dead one.
@@ -68,7 +70,11 @@ class NodeAgent:
 
     Args:
         node_id: Ray's id of a node that is alive.
-        timeout_s: how long one request may take, the start of the agent's process included.
+        timeout_s: seconds that one request may take, the start of the agent's process included.
+
+    Raises:
+        PlacementTimeoutError: not here, but from every request: it was not answered in time.
+        PlacementError: likewise: the agent could not do it, mostly because its node is gone.
 
     >>> NodeAgent("0" * 56)
     NodeAgent(00000000)
@@ -82,7 +88,11 @@ class NodeAgent:
         return f"NodeAgent({self.node_id[:8]})"
 
     def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
-        """`count` ports in low..high with their lease ids, or none and how many this agent and others hold."""
+        """Hold `count` ports of the range low to high, `high` included, or none.
+
+        Returns:
+            The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
+        """
         leased: tuple[list[tuple[int, str]], int, int] = self._ask("lease", count, low, high)
         return leased
 
@@ -96,7 +106,7 @@ class NodeAgent:
         return ports
 
     def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
-        """What processes of the node use, in the order asked. One that is not there, or has ended, is left out."""
+        """What processes of the node use, by pid, in the order asked. One that is gone is left out."""
         return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
 
     def requests(self) -> dict[str, int]:
@@ -119,19 +129,20 @@ class NodeAgent:
         """Take no more samples for a watcher. Can be repeated; other watchers are served on."""
         self._ask("unwatch", watcher)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
+    def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
         """Call a function on the node and return what it returns; other requests are answered meanwhile.
 
         Args:
             function: shipped by value if its module is registered for that, else by name.
             args: its arguments.
-            timeout_s: deadline of this request; that of the agent if None. The function itself is not interrupted.
+            timeout_s: seconds that this request may take; the agent's if None. The function itself is not interrupted.
 
         Raises:
             PlacementTimeoutError: no answer by then.
             Exception: what the function raised.
         """
-        return self._ask("run", function, *args, timeout_s=timeout_s)
+        returned: _T = self._ask("run", function, *args, timeout_s=timeout_s)
+        return returned
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -162,14 +173,14 @@ def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
 
 
 def run_on_nodes(
-    function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
-) -> dict[str, Any]:
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
+) -> dict[str, _T | Exception]:
     """Call a function on several nodes at once: one request to each.
 
     Args:
         function: as of `NodeAgent.run`.
         arguments: the function's positional arguments, by node id.
-        timeout_s: deadline of all of them together.
+        timeout_s: seconds that all requests together may take.
 
     Returns:
         By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
@@ -178,12 +189,14 @@ def run_on_nodes(
     return _ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
 
 
-def usage_on_nodes(pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0) -> dict[str, Any]:
+def usage_on_nodes(
+    pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
+) -> dict[str, list[ProcessUsage] | Exception]:
     """What processes on several nodes use, measured at once: one request to each node.
 
     Args:
         pids: the processes, by node id.
-        timeout_s: deadline of all requests together.
+        timeout_s: seconds that all requests together may take.
 
     Returns:
         By node id, a list as of `NodeAgent.usage`; where that failed, the exception, not raised.

@@ -21,7 +21,7 @@ from ._drawn import Drawn
 from ._gpu_ids import check_gpu_ids
 from ._holding import Holding, forgotten
 from ._labels import check_selector
-from ._planner import STRATEGIES, Ask
+from ._planner import STRATEGIES, Ask, Strategy
 from ._ports import PORT_HIGH, PORT_LOW, check_range
 from ._report import Report
 from ._reservation import examine
@@ -40,6 +40,10 @@ class ClusterConfig(TypedDict):
     Attributes:
         gpus_per_node: bundles of each logical node.
         num_nodes: how many logical nodes.
+
+    >>> config: ClusterConfig = {"gpus_per_node": 8, "num_nodes": 2}
+    >>> RayVirtualCluster.from_config(config).world_size()
+    16
     """
 
     gpus_per_node: int
@@ -70,14 +74,14 @@ class RayVirtualCluster(Drawn):
         node_resource_constraints: per logical node, what each of its bundles holds besides.
         label_selector: which nodes may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: how long to wait for resources that others hold.
-        wait_for_nodes_s: how long to wait for nodes that are still joining.
+        reserve_timeout_s: seconds to wait for resources that others hold.
+        wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing has been asked of Ray.
 
-    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Nodes are chosen
-    here, from what is free, and every bundle is pinned to its node.
+    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. What reserves raises
+    what `reserve` raises. Nodes are chosen here, from what is free, and every bundle is pinned to its node.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -91,7 +95,7 @@ class RayVirtualCluster(Drawn):
         max_colocated_worker_groups: int = 1,
         num_gpus_per_node: int = 8,
         name: str = "",
-        placement_group_strategy: str = "STRICT_PACK",
+        placement_group_strategy: Strategy = "STRICT_PACK",
         *,
         enable_colocation: bool = False,
         gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
@@ -122,14 +126,14 @@ class RayVirtualCluster(Drawn):
         wanted = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
         if wanted and segment_size is not None:
             raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
-        self._backend = communication_backend or ("nccl" if use_gpus else "gloo")
+        self._backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
         check_selector(labels)
         extras = checked_constraints(node_resource_constraints, len(self._counts))
         asks = [
-            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)  # type: ignore[arg-type]
+            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
             for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
             if count > 0
         ]
@@ -182,7 +186,7 @@ class RayVirtualCluster(Drawn):
         return self._ports
 
     @property
-    def communication_backend(self) -> str:
+    def communication_backend(self) -> Literal["nccl", "gloo"]:
         """What workers are to communicate with: "nccl" or "gloo"."""
         return self._backend
 
@@ -262,7 +266,7 @@ class RayVirtualCluster(Drawn):
         reservations are not held up. A group is removed when all its bundles are replaced.
 
         Args:
-            timeout_s: how long to wait for room, also on nodes that are still to join.
+            timeout_s: seconds to wait for room, also on nodes that are still to join.
 
         Returns:
             The new slots, which stand in `slots()` at the places of the lost ones; nothing when no node is lost, or
@@ -319,7 +323,12 @@ class RayVirtualCluster(Drawn):
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of the first slot's node and a port leased there until `shutdown()`; each call a new one."""
+        """Address of the first slot's node and a port leased there until `shutdown()`; each call a new one.
+
+        Raises:
+            PlacementError: the cluster has no slot.
+            PortUnavailableError: no port of `port_range` is free there.
+        """
         if not self.slots():
             raise PlacementError(f"{self!r} has no slot, so no node that could have a master address")
         return self._lease(self.slots()[:1])[0]
@@ -330,11 +339,15 @@ class RayVirtualCluster(Drawn):
         Args:
             pg_idx: index into `get_placement_groups()`.
             bundle_idx: Ray's index of the bundle in that group.
+
+        Raises:
+            IndexError: there is no such group or bundle.
+            PortUnavailableError: no port of `port_range` is free there.
         """
         return self.get_available_addresses_and_ports_batch([(pg_idx, bundle_idx)])[0]
 
     def get_available_addresses_and_ports_batch(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
-        """As `get_available_address_and_port` for many bundles; each node is asked once."""
+        """As `get_available_address_and_port` for many bundles, all or none; each node is asked once."""
         groups = self.get_placement_groups()
         by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in self.slots()}
         chosen = []
@@ -352,7 +365,7 @@ class RayVirtualCluster(Drawn):
         return [(lease.address, lease.port) for lease in leases]
 
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
-        """The memory of each physical node of the cluster that is alive, in physical order. Reserves.
+        """The memory, in bytes, of each physical node of the cluster that is alive, in physical order. Reserves.
 
         With `monitor_memory` the peaks are those since it was reserved, or since the node's agent had to be made anew;
         else of this one sample. One request a node.

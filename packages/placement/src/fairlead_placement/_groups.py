@@ -101,7 +101,7 @@ class Demand:
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
-    """Remove groups and wait until Ray has the resources back; False if that took longer than `timeout_s`."""
+    """Remove groups and wait until Ray has the resources back; whether it had them within `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     try:
         # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.

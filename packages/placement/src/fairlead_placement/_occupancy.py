@@ -20,7 +20,11 @@ _lock = threading.RLock()
 
 
 class SlotClaim:
-    """A holder's right to run in a set of slots; made by `claim_slots`, given back by `release`."""
+    """A holder's right to run in a set of slots; made by `claim_slots`, given back by `release`.
+
+    Attributes:
+        holder: who has it, for messages.
+    """
 
     def __init__(self, holder: str, keys: frozenset[_Key], group: object | None) -> None:
         self.holder = holder

@@ -22,7 +22,15 @@ WORK = 1_200_000
 
 @dataclass(frozen=True)
 class Node:
-    """A node as the planner sees it. Resources that are used up may be absent from `free`."""
+    """A node that is alive.
+
+    Attributes:
+        node_id: Ray's id of it, hexadecimal.
+        ip: its address.
+        total: what it has of each resource.
+        free: what of that is free; what is used up may be absent.
+        labels: its labels.
+    """
 
     node_id: str
     ip: str
@@ -33,7 +41,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Ask:
-    """`count` bundles of one kind for one logical node, on nodes that match a label selector."""
+    """What is asked for one logical node.
+
+    Attributes:
+        node_idx: number of the logical node.
+        count: how many bundles.
+        bundle: what each of them holds.
+        strategy: how they are laid out: "STRICT_PACK", "PACK", "SPREAD" or "STRICT_SPREAD".
+        labels: which nodes may be used, in Ray's syntax.
+    """
 
     node_idx: int
     count: int

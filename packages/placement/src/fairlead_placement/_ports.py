@@ -26,6 +26,12 @@ class PortLease:
     The node's agent has it bound, so no other lease and no plain `bind` gets it. A server that sets SO_REUSEADDR,
     as torch's TCPStore and gRPC do, can listen on it while it is held.
 
+    Attributes:
+        address: of the node.
+        port: its number.
+        node_id: Ray's id of the node.
+        lease_id: by which the node's agent knows it.
+
     >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
     >>> f"{lease.address}:{lease.port}"
     '10.0.0.1:1400'

@@ -27,7 +27,13 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Memory of one GPU, in bytes; `peak_bytes` is the most that was in use in any sample."""
+    """Memory of one GPU.
+
+    Attributes:
+        total_bytes: what it has.
+        used_bytes: what is in use.
+        peak_bytes: the most that was in use in any sample.
+    """
 
     total_bytes: int
     used_bytes: int

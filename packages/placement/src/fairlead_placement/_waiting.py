@@ -12,7 +12,14 @@ QUIET_S = 1.0
 
 
 class Waiting:
-    """Shows what is waited for and since when; quiet when standard error is not a terminal."""
+    """Shows what is waited for and since when; quiet when standard error is not a terminal.
+
+    Args:
+        doing: for what it is waited.
+
+    >>> with Waiting("reserving") as waiting:
+    ...     waiting.show("for nodes", limit_s=60.0)
+    """
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -22,7 +29,7 @@ class Waiting:
         self._shown = False
 
     def show(self, what: str, limit_s: float) -> None:
-        """Say what is waited for now, and how long at most."""
+        """Say what is waited for now, and for how many seconds at most."""
         waited = time.monotonic() - self._began
         if waited < QUIET_S or not self._console.is_terminal:
             return

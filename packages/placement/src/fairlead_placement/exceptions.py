@@ -36,19 +36,30 @@ class ResourceInsufficientError(_Reported):
 
     Attributes:
         reason: one sentence: what does not fit and what to do about it.
-        report: what was asked, what each node has, who holds it.
+        report: what was asked, what each node has, who holds it; None where nothing was to be reserved.
     """
 
 
 class PlacementTimeoutError(_Reported, TimeoutError):
-    """The request would fit, but did not become possible within the deadline.
+    """The request would fit, but did not become possible within the deadline; or a node's agent did not answer in time.
 
-    Attributes: as of `ResourceInsufficientError`.
+    Attributes:
+        reason: one sentence: what was not free in time and what to do about it.
+        report: what was asked, what each node has, who holds it; None where nothing was to be reserved.
     """
 
 
 class PortUnavailableError(PlacementError):
-    """No port of a range could be leased on a node."""
+    """Too few ports of a range could be leased on a node. Nothing stays leased.
+
+    Attributes:
+        node_ip: address of the node.
+        count: how many ports were asked for.
+        low: first port of the range.
+        high: last port of the range, included.
+        leased: how many of the range this job's agent has leased.
+        in_use: how many others have bound.
+    """
 
     def __init__(self, node_ip: str, count: int, low: int, high: int, leased: int, in_use: int) -> None:
         super().__init__(node_ip, count, low, high, leased, in_use)

@@ -37,7 +37,7 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     for a job and a node, and it needs no resources. Without a running Ray there is nothing to assert.
 
     Args:
-        timeout_s: how long to wait until they agree.
+        timeout_s: seconds to wait until they agree.
 
     Raises:
         AssertionError: what is there now and was not before, or was and is not.

@@ -131,10 +131,11 @@ class Grid:
         coords[axis] = target % size
         return int(self._layout[tuple(coords.values())])
 
-    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"A {type(self).__name__} is immutable: {name!r} cannot be set or deleted.")
 
-    __delattr__ = __setattr__
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Grid):

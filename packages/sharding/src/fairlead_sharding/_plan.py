@@ -43,9 +43,10 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 class DispatchPlan:
     """The answer to one question put to `NamedSharding.plan`, which makes it.
 
-    The first five fields are the question. Plans are equal when their questions are, and pickle as these.
-    The others are the answer; arrays are read-only, with one entry per called rank unless said otherwise:
+    The question, as the arguments of `plan`, and the answer. Plans are equal when their questions are, and pickle as
+    these. Arrays are read-only, with one entry per called rank unless said otherwise:
 
+    - sharding, in_sharded_axes, replicate_on_axes, output_is_replicated, make_dummy_calls_to_free_axes: the question;
     - called: the ranks to call, ascending;
     - piece: which of the distinct pieces each gets; -1 for a dummy call;
     - answers: whether its result is wanted;

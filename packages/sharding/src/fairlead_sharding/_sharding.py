@@ -165,8 +165,8 @@ class NamedSharding(Grid):
 
         Args:
             in_sharded_axes: the worker at coordinate c gets piece c; several axes index nested pieces.
-            replicate_on_axes: everybody along them gets the same piece. Along the *free* axes, which are in
-                neither of the two, only coordinate 0 is called.
+            replicate_on_axes: everybody along them gets the same piece; no axis may be in both. Along the *free*
+                axes, which are in neither of the two, only coordinate 0 is called.
             output_is_replicated: of the workers called, only coordinate 0 along these answers.
             make_dummy_calls_to_free_axes: call the others along free axes too, with no piece, for no answer.
 
@@ -192,16 +192,16 @@ class NamedSharding(Grid):
         return _remember(partial(DispatchPlan, self))
 
     def to_device_mesh(self, device_type: str) -> Any:
-        """A `torch.distributed.device_mesh.DeviceMesh`; every process must make it. Without torch: ImportError."""
+        """A torch ``DeviceMesh`` of "cuda", "cpu", ...; every process must make it. Without torch: ImportError."""
         return _interop.to_device_mesh(self._layout, self._names, device_type)
 
     @classmethod
     def from_device_mesh(cls, mesh: Any) -> NamedSharding:
-        """The sharding of a torch ``DeviceMesh`` that has dimension names."""
+        """The sharding of a torch ``DeviceMesh``; ValueError if its dimensions have no names."""
         return cls(*_interop.from_device_mesh(mesh))
 
     def to_jax_mesh(self, devices: Sequence[Any]) -> Any:
-        """A `jax.sharding.Mesh` in which rank r is ``devices[r]``. Without jax: ImportError."""
+        """A `jax.sharding.Mesh`: rank r is ``devices[r]``; ValueError if there is none. Without jax: ImportError."""
         return _interop.to_jax_mesh(self._layout, self._names, devices)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class NamedSharding(Grid):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NamedSharding:
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`; ValueError for what it did not make.
 
         >>> NamedSharding.from_dict({"names": ["dp"], "shape": [3], "ranks": [3, 1, 2]}).layout
         array([3, 1, 2])

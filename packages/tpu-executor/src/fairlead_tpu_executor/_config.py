@@ -23,7 +23,7 @@ __all__ = [
     "TpuAcceleratorConfig",
 ]
 
-MEGASCALE_DEFAULT_PORT = 8081
+MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks it for as long as its process lives.
 LOCK_FILE = "/tmp/libtpu_lockfile"
 # What users of other libraries call things.
@@ -115,7 +115,14 @@ class _Run:
         return {name: value for name, value in (self.execution_env or {}).items() if name != "env_vars"}
 
     def with_environment_variables(self: _Config, env_vars: Mapping[str, str] | None = None, /, **more: str) -> _Config:
-        """A copy with further variables, which override those there are."""
+        """A copy with further variables, which override those there are.
+
+        Raises:
+            TypeError, ValueError: what cannot be an environment variable.
+
+        >>> CpuAcceleratorConfig().with_environment_variables({"A": "1"}, B="2").env_vars
+        {'A': '1', 'B': '2'}
+        """
         merged = {**self.env_vars, **(env_vars or {}), **more}
         return dataclasses.replace(self, execution_env={**(self.execution_env or {}), "env_vars": merged})
 
@@ -132,11 +139,11 @@ class TpuAcceleratorConfig(_Run):
         chips_per_vm: chips of each host; None for what is usual for the type.
         execution_env: a Ray runtime_env; its `env_vars` are set before anything of the user's is imported.
         cpu_count: CPUs that are reserved on each host.
-        resources: further resources that are reserved on each host, such as `{"memory": 2e9}`.
-        scale_timeout_s: how long to wait for slices.
-        queue_timeout_s: how long a run waits for the one before it in its pool; as long as it takes if None, not at
+        resources: further resources that are reserved on each host, such as `{"memory": 2e9}` (bytes).
+        scale_timeout_s: seconds to wait for slices.
+        queue_timeout_s: seconds that a run waits for the one before it in its pool; as long as it takes if None, not at
             all if 0.
-        grace_s: how long after a first error a preemption may show that explains it.
+        grace_s: seconds after a first error in which a preemption may show that explains it.
         flatten: one list of results instead of one per slice.
         max_retries_preemption: how often a run goes on after slices were lost.
         max_retries_failure: how often it is repeated after the function failed.
@@ -200,7 +207,12 @@ class TpuAcceleratorConfig(_Run):
         return SliceInfo("", kind.name, "", (), (), kind.chips_per_host, f"TPU-{kind.name}-head")
 
     def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
-        """What is reserved on a host of a slice: all its chips and, on worker 0, the slice's lock."""
+        """What is reserved on a host of a slice: all its chips and, on worker 0, the slice's lock.
+
+        >>> config = TpuAcceleratorConfig("v4-16")
+        >>> config.bundle(config.nominal(), worker=0)
+        {'CPU': 2.0, 'TPU': 4.0, 'TPU-v4-16-head': 1.0}
+        """
         head = {one.head_resource: 1.0} if worker == 0 and one.head_resource else {}
         return {**self.request(one), **(self.resources or {}), **head}
 
@@ -210,7 +222,11 @@ class TpuAcceleratorConfig(_Run):
 
 
 class _Gang(_Run):
-    """Bundles of one kind, anywhere in the cluster, that stand for a slice."""
+    """Bundles of one kind, anywhere in the cluster, that stand for a slice.
+
+    Attributes:
+        kind: what to call it: "gpu" or "cpu".
+    """
 
     worker_count: int
     kind: ClassVar[str]

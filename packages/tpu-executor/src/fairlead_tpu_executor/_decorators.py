@@ -10,13 +10,16 @@ from typing import Any
 from ._config import AcceleratorConfigType
 from ._executor import check_one_slice
 from ._pool import SlicePool
+from ._status import JobStatus
+from ._work import Function
 
 __all__ = ["autoscale_execute", "autoscale_execute_resumable", "execute", "execute_resumable"]
 
-_Decorator = Callable[[Any], Callable[..., Any]]
+_Once = Callable[[Function], Callable[..., JobStatus]]
+_UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
 
 
-def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> _Decorator:
+def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> Callable[[Any], Any]:
     config = replace(config, **options)
 
     def decorate(function: Any) -> Callable[..., Any]:
@@ -30,23 +33,38 @@ def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again:
     return decorate
 
 
-def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
-    """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`."""
+def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
+    """As `RayExecutor.execute`. Options are those of the configuration, such as `flatten=False`.
+
+    Raises:
+        ValueError: the configuration allows more than one slice.
+        TypeError, ValueError: an option that it does not have, or cannot have so.
+
+    >>> from fairlead_tpu_executor import TpuAcceleratorConfig
+    >>> execute(TpuAcceleratorConfig("v4-16", pod_count=2))
+    Traceback (most recent call last):
+    ValueError: pod_count is 2, and execute runs on one slice: use autoscale_execute or autoscale_execute_resumable
+    """
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=False)
 
 
-def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
-    """As `RayExecutor.autoscale_execute`. Options are those of the configuration."""
+def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
+    """As `RayExecutor.autoscale_execute`. Options, and what is raised for them, are those of the configuration."""
     return _decorator(accelerator_config, options, again=False)
 
 
-def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
-    """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`."""
+def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
+    """As `RayExecutor.execute_resumable`. Options are those of the configuration, such as `max_retries_failure=3`.
+
+    Raises:
+        ValueError: the configuration allows more than one slice.
+        TypeError, ValueError: an option that it does not have, or cannot have so.
+    """
     check_one_slice(accelerator_config)
     return _decorator(accelerator_config, options, again=True)
 
 
-def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _Decorator:
-    """As `RayExecutor.autoscale_execute_resumable`. Options are those of the configuration."""
+def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
+    """As `RayExecutor.autoscale_execute_resumable`. Options, and errors for them, are those of the configuration."""
     return _decorator(accelerator_config, options, again=True)

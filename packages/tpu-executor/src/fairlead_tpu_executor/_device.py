@@ -3,32 +3,41 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.actor import ActorClass
 
+from fairlead_placement import SlotClaim
+
 from ._config import AcceleratorConfigType
+from ._device_decorator import DeviceDecorator
 from ._pool import SlicePool, arranged
-from ._work import work_of
+from ._work import Work, work_of
 
 __all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
 
 
 class _OnDevices:
-    """A function or a class with the slices that it runs on: taken on first use, kept until `close()`."""
+    """A function or a class with the slices that it runs on: taken on first use, kept until `close()`.
+
+    Attributes:
+        target: what was decorated.
+        work: what could be said of it before anything was reserved.
+        pool: the slices, as a `SlicePool`.
+    """
 
     def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
-        self.work = work_of(target, of_class=of_class)
+        self.work: Work = work_of(target, of_class=of_class)
         self.target = target
-        self.pool = SlicePool(config)
+        self.pool: SlicePool = SlicePool(config)
         self.__doc__ = self.work.function.__doc__
 
     def close(self) -> bool:
         """End what still runs and give everything back. Can be repeated; the next use reserves again."""
         return self.pool.close()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,7 +48,11 @@ class DeviceFunction(_OnDevices):
     """A function that runs on every host, each time in a fresh process."""
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn."""
+        """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn.
+
+        Raises:
+            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
+        """
         return arranged(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
 
@@ -50,6 +63,7 @@ class DeviceClass(_OnDevices):
         """Make the instances. There is one set of them at a time: close the one before.
 
         Raises:
+            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             ResourceInsufficientError: there are instances already.
         """
         actors, claim = self.pool.start(self.target, args, kwargs)
@@ -63,7 +77,7 @@ class DeviceInstances:
     Ray's errors, and the instances are closed and made anew.
     """
 
-    def __init__(self, cls: Callable[..., Any], actors: list[list[Any]], claim: Any, flatten: bool) -> None:
+    def __init__(self, cls: Callable[..., Any], actors: list[list[Any]], claim: SlotClaim, flatten: bool) -> None:
         self._cls, self._actors, self._claim, self._flatten = cls, actors, claim, flatten
 
     def __getattr__(self, method: str) -> "_Method":
@@ -85,16 +99,19 @@ class DeviceInstances:
 
 
 class _Method:
+    """A method of all instances."""
+
     def __init__(self, actors: list[list[Any]], method: str, flatten: bool) -> None:
         self._actors, self._method, self._flatten = actors, method, flatten
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call it on every instance; references to what it returns, in the order of the hosts."""
         payload = ray.put((None, args, kwargs))
         refs = [[actor.invoke.remote(self._method, [payload]) for actor in of_slice] for of_slice in self._actors]
         return arranged(refs, self._flatten)
 
 
-def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> Callable[[Any], Any]:
+def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> DeviceDecorator:
     """Decorate a function (gives a `DeviceFunction`) or a class (a `DeviceClass`).
 
     Args:
@@ -102,7 +119,14 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
         flatten: one list of references instead of one per slice.
 
     Raises:
-        TypeError, ValueError: what cannot be run.
+        TypeError, ValueError: here or when it decorates: what cannot be run. Nothing is reserved before it is used.
+
+    >>> from fairlead_tpu_executor import CpuAcceleratorConfig
+    >>> @device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))
+    ... def train(steps):
+    ...     return steps
+    >>> train.pool
+    SlicePool(1 x cpu, 0 held)
     """
     config = replace(accelerator_config, flatten=flatten)
 

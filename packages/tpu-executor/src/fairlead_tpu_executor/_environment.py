@@ -16,8 +16,8 @@ __all__ = [
     "split_loader",
 ]
 
-ENV_CALL_INDEX = "EXECUTOR_CALL_INDEX"
-ENV_CALL_SLICE = "EXECUTOR_CALL_SLICE"
+ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
+ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
 # With one slice none of these may be there, also not from the node: libtpu would wait for other slices.
 _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 # Read by the loader or the interpreter before a line of ours runs: these need a new process.

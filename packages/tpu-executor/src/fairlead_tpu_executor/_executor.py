@@ -10,7 +10,7 @@ import ray
 from ._config import AcceleratorConfigType
 from ._pool import SlicePool
 from ._status import JobStatus
-from ._work import own_options
+from ._work import Function, own_options
 
 __all__ = ["RayExecutor", "check_one_slice", "resolve_maybe_refs"]
 
@@ -24,7 +24,7 @@ class RayExecutor:
     """
 
     @staticmethod
-    def execute(remote_fn: Any, accelerator_config: AcceleratorConfigType, **kwargs: Any) -> JobStatus:
+    def execute(remote_fn: Function, accelerator_config: AcceleratorConfigType, **kwargs: Any) -> JobStatus:
         """Once, on one slice; what became of it as a value. More than one slice is a ValueError."""
         check_one_slice(accelerator_config)
         with _pool(remote_fn, accelerator_config, {}, kwargs) as pool:
@@ -32,7 +32,7 @@ class RayExecutor:
 
     @staticmethod
     def autoscale_execute(
-        remote_fn: Any, accelerator_config: AcceleratorConfigType, flatten: bool | None = None, **kwargs: Any
+        remote_fn: Function, accelerator_config: AcceleratorConfigType, flatten: bool | None = None, **kwargs: Any
     ) -> JobStatus:
         """Once, on as many slices as can be had; what became of it as a value."""
         with _pool(remote_fn, accelerator_config, {"flatten": flatten}, kwargs) as pool:
@@ -40,7 +40,7 @@ class RayExecutor:
 
     @staticmethod
     def execute_resumable(
-        remote_fn: Any,
+        remote_fn: Function,
         accelerator_config: AcceleratorConfigType,
         max_retries_preemption: int | None = None,
         max_retries_failure: int | None = None,
@@ -54,7 +54,7 @@ class RayExecutor:
 
     @staticmethod
     def autoscale_execute_resumable(
-        remote_fn: Any,
+        remote_fn: Function,
         accelerator_config: AcceleratorConfigType,
         max_retries_preemption: int | None = None,
         max_retries_failure: int | None = None,

@@ -2,14 +2,14 @@
 """Slices that are held from call to call, under the two names that users know for it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _host
 from ._config import TpuAcceleratorConfig
 from ._pool import SlicePool, arranged
 from ._slices import SliceInfo
-from ._work import own_options
+from ._work import Function, own_options
 
 __all__ = ["SlicePoolManager", "TpuRemoteManager"]
 
@@ -29,6 +29,9 @@ class TpuRemoteManager:
 
     Raises:
         TypeError, ValueError: as of the configuration.
+
+    Attributes:
+        pool: the slices, as a `SlicePool`.
     """
 
     def __init__(
@@ -48,14 +51,14 @@ class TpuRemoteManager:
             megascale_port=coord_port,
             **{**options, "flatten": False},
         )
-        self.pool = SlicePool(config.with_environment_variables(base_env))
+        self.pool: SlicePool = SlicePool(config.with_environment_variables(base_env))
 
     def ensure(self) -> "TpuRemoteManager":
         """Have healthy slices. Raises as `SlicePool.reserve`."""
         self.pool.reserve()
         return self
 
-    def run_function(self, fn: Any, /, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
+    def run_function(self, fn: Function, /, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
         """Call a function on every host. Arguments, results and errors as of `SlicePool.run`."""
         given = own_options(fn, {"flatten": flatten}, kwargs)
         return arranged(self.pool.run(fn, *args, **kwargs), given.get("flatten", True))
@@ -94,10 +97,16 @@ class SlicePoolManager:
     Args:
         tpu_type: type of the slices.
         options: the further arguments of `TpuAcceleratorConfig`.
+
+    Raises:
+        TypeError, ValueError: as of the configuration.
+
+    Attributes:
+        pool: the slices, as a `SlicePool`.
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:
-        self.pool = SlicePool(tpu_type, **{**options, "flatten": False})
+        self.pool: SlicePool = SlicePool(tpu_type, **{**options, "flatten": False})
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
         """Have so many slices; of a list the largest number that can be had. Raises as `SlicePool.reserve`."""
@@ -111,15 +120,15 @@ class SlicePoolManager:
         """The slices that are held, in order."""
         return list(self.pool.slices)
 
-    def execute_on_each_slice(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_on_each_slice(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on worker 0 of each slice; one result per slice. Raises as `SlicePool.run`."""
         return arranged(self.pool.run_on_first_hosts(fn, *args, **kwargs), True)
 
-    def execute_on_each_host(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[list[Any]]:
+    def execute_on_each_host(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Call a function on every host; one list of results per slice. Raises as `SlicePool.run`."""
         return self.pool.run(fn, *args, **kwargs)
 
-    def execute_on_each_host_flat(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_on_each_host_flat(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host; one list of results. Raises as `SlicePool.run`."""
         return arranged(self.pool.run(fn, *args, **kwargs), True)
 

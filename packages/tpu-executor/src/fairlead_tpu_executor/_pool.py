@@ -21,7 +21,7 @@ from ._retry import retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
 from ._verdicts import judge
-from ._work import Work, work_of
+from ._work import Class, Function, Work, work_of
 from .exceptions import PoolBusyError, TpuExecutorError
 
 __all__ = ["PoolStatistics", "SlicePool", "arranged"]
@@ -50,6 +50,9 @@ class SlicePool:
     Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. One run at a time:
     a second one queues.
 
+        with SlicePool("v4-16", 2) as pool:
+            results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
+
     Args:
         tpu_type: such as "v4-16"; or a whole configuration, of whatever accelerators.
         num_slices: how many, or a list of allowed numbers.
@@ -58,8 +61,11 @@ class SlicePool:
     Raises:
         TypeError, ValueError: as of the configuration.
 
-        with SlicePool("v4-16", 2) as pool:
-            results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
+    Attributes:
+        config: the configuration.
+
+    >>> SlicePool("v4-16", [1, 2])
+    SlicePool(1 or 2 x v4-16, 0 held)
     """
 
     def __init__(
@@ -94,13 +100,14 @@ class SlicePool:
         Raises:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
             PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            PoolBusyError: something runs here, and the time to queue is over.
         """
         with self._my_turn("reserve"):
             self._holding.ready()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
-        """Have another number of slices from now on. Raises as `reserve` does."""
+        """Have another number of slices from now on. Raises as `reserve`; TypeError, ValueError: no such number."""
         sizes = TpuAcceleratorConfig(pod_count=num_slices).sizes
         with self._my_turn("scale"):
             self._holding.sizes = sizes
@@ -124,7 +131,7 @@ class SlicePool:
         """What has been done so far."""
         return replace(self._counts, reservations=self._holding.reservations)
 
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host, again and again as the budgets allow, and return what it returns.
 
         Args:
@@ -138,37 +145,49 @@ class SlicePool:
         Raises:
             TypeError, ValueError: what cannot be run. Nothing was started.
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
+            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
             PreemptedTooOftenError: slices were lost once more than allowed.
             PoolBusyError: something else runs here, and the time to queue is over.
             BaseException: what the function raised the last time.
         """
         return self._run(function, args, kwargs)
 
-    def run_on_first_hosts(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_on_first_hosts(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """As `run`, on worker 0 of each slice only."""
         return self._run(function, args, kwargs, first_hosts=True)
 
-    def attempt(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> JobStatus:
-        """As `run`, once; what became of it as a value. What cannot be run, and a lack of slices, are raised."""
+    def attempt(self, function: Function, /, *args: Any, **kwargs: Any) -> JobStatus:
+        """As `run`, once; what became of it as a value.
+
+        Raises:
+            Exception: as of `run`, but for what becomes of the function.
+        """
         with self._my_turn(_name(function)) as work_on:
             return work_on(function, args, kwargs, False)(1)
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[list[Any]]:
+    def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
 
         Nothing is watched or repeated: `ray.get` raises Ray's errors. What is submitted while something runs waits for
         it, host by host.
+
+        Raises:
+            TypeError, ValueError: what cannot be run. Nothing was started.
+            Exception: as of `reserve`.
         """
         work = self.checked(function)
         payload = work.put(args, kwargs)
         self.reserve()
         return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self._places(work)]
 
-    def start(self, cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
+    def start(self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
         """Have an actor for a class on every host, a list per slice, and the claim that says so.
 
         Raises:
+            TypeError, ValueError: what cannot be run. Nothing was started.
             ResourceInsufficientError: somebody is there already.
+            Exception: as of `reserve`.
         """
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)
@@ -176,7 +195,7 @@ class SlicePool:
         claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
         return [[start(place, payload) for place in of_slice] for of_slice in self._places(work)], claim
 
-    def checked(self, function: Any, *, of_class: bool = False) -> Work:
+    def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
         """What can be said of a function or a class before anything is reserved.
 
         Raises:
@@ -220,7 +239,7 @@ class SlicePool:
             self._turn.release()
 
     def _attempts(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
     ) -> Callable[[int], JobStatus]:
         work = self.checked(function)
         payload = work.put(args, kwargs)

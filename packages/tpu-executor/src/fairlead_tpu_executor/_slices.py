@@ -60,6 +60,9 @@ class SliceLack:
     Attributes:
         slice_name: its name.
         what: what it lacks.
+
+    >>> print(SliceLack("slice-1", "1 of 2 hosts, worker 1 is not there"))
+    slice-1: 1 of 2 hosts, worker 1 is not there
     """
 
     slice_name: str

@@ -22,6 +22,9 @@ class JobInfo:
         slices: which slices.
         attempt: number of the run, from 1.
         seconds: how long it took.
+
+    >>> JobSucceeded(JobInfo("train", "succeeded"), result=[42]).result
+    [42]
     """
 
     name: str
@@ -34,7 +37,11 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Base of the four outcomes."""
+    """Base of the four outcomes.
+
+    Attributes:
+        info: what was run.
+    """
 
     info: JobInfo
 

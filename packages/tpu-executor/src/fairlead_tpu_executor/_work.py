@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorClass
@@ -15,12 +15,33 @@ from ._config import AcceleratorConfigType
 from ._environment import split_loader
 from ._slices import SliceInfo
 
-__all__ = ["Work", "own_options", "work_of"]
+__all__ = ["Class", "Function", "Work", "own_options", "work_of"]
 
 # What a user's @ray.remote may not say here, because the pool says it.
 _OURS = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # Taken from a user's @ray.remote as they are.
 _KEPT = ("memory", "name", "enable_task_events", "_labels")
+
+
+class Remote(Protocol):
+    """What `@ray.remote` makes of a function or a class."""
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        """What starts it, as a task or an actor."""
+
+
+class RemoteClass(Remote, Protocol):
+    """What `@ray.remote` makes of a class; to a type checker it can be called, what it makes of a function cannot."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises a TypeError."""
+
+
+Function = Callable[..., Any] | Remote
+"""What can be run: a function, plain or `@ray.remote`."""
+Class = type[Any] | RemoteClass
+"""What can have instances: a class, plain or `@ray.remote`."""
 
 
 @dataclass(frozen=True)

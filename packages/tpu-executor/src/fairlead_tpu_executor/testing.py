@@ -62,7 +62,22 @@ class PretendSlices:
         chips: int = 4,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Start a host and wait until it has joined; its node id."""
+        """Start a host and wait until it has joined.
+
+        Args:
+            name: of its slice.
+            worker: its TPU worker id in the slice.
+            kind: type of the slice.
+            topology: of the slice.
+            chips: how many the host has.
+            env: further variables for its raylet.
+
+        Returns:
+            Ray's id of it.
+
+        Raises:
+            TimeoutError: it has not joined within 60 s.
+        """
         detected = {
             "TPU_NAME": name,
             "TPU_WORKER_ID": str(worker),
@@ -79,7 +94,19 @@ class PretendSlices:
         return node_id
 
     def add_slice(self, name: str = "", *, workers: Sequence[int] = (1, 0), **options: Any) -> str:
-        """Start the hosts of a slice, in the order given; its name, which is new unless it is given."""
+        """Start the hosts of a slice, in the order given.
+
+        Args:
+            name: of the slice; a new one if empty.
+            workers: TPU worker ids of its hosts.
+            options: as of `add_host`.
+
+        Returns:
+            The name.
+
+        Raises:
+            TimeoutError: a host has not joined within 60 s.
+        """
         self._named += not name
         name = name or f"slice-{self._named}"
         for worker in workers:
@@ -87,7 +114,7 @@ class PretendSlices:
         return name
 
     def node_id(self, name: str, worker: int) -> str:
-        """Ray's id of a host."""
+        """Ray's id of a host; KeyError if there is none such, as of `kill`."""
         node_id: str = self._hosts[name, worker].node_id
         return node_id
 
@@ -106,7 +133,7 @@ class PretendSlices:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def remove(self, name: str) -> None:
-        """Take a slice away, and wait until Ray has noticed."""
+        """Take a slice away, and wait until Ray has noticed; TimeoutError if it has not within 60 s."""
         gone = {self.node_id(*key) for key in self._hosts if key[0] == name}
         for key in [key for key in self._hosts if key[0] == name]:
             self.kill(*key)

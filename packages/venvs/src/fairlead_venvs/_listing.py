@@ -40,9 +40,9 @@ class Venv:
         ray: version of Ray in it; None without.
         fingerprint: of its content.
         built_at: when, in seconds since the epoch.
-        used_at: when it was last asked for, on any host.
+        used_at: when it was last asked for, on any host, likewise.
         hosts: those that have asked for it.
-        size_bytes: of its files; those that it shares with uv's cache are counted in full. None if not asked for.
+        size_bytes: size of its files; those that it shares with uv's cache are counted in full. None if not asked for.
         pids: processes of this machine that run from it, as far as this user can see.
     """
 
@@ -63,7 +63,7 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
     """The complete environments of this machine, by name.
 
     Args:
-        sizes: measure them, which takes about a second for every hundred thousand files.
+        sizes: measure them (bytes), which takes about a second for every hundred thousand files.
         seen: is called with how many of how many are measured.
     """
     root = venv_root()
@@ -111,7 +111,11 @@ def prune(
         dry_run: remove nothing.
 
     Raises:
-        ValueError: the folder is shared, and `older_than` is not given.
+        ValueError: the folder is shared, and `older_than` is not given; or it is no number of seconds.
+        TypeError: something in `keep` is neither.
+
+    >>> prune(older_than=7 * 86_400, dry_run=True)  # what nobody has asked for in a week
+    []
     """
     root = venv_root()
     age = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than

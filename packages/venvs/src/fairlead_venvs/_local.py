@@ -37,10 +37,14 @@ def create_local_venv(
         Path of `bin/python`.
 
     Raises:
-        ValueError: nothing that could be built.
+        TypeError, ValueError: nothing that could be built, or no such deadline.
         VenvBuildError: it could not be built; with what uv said.
         VenvTimeoutError: it was not ready in time.
         UvUnavailableError: there is no uv, or one that is too old.
+
+    >>> create_local_venv("numpy")
+    Traceback (most recent call last):
+    ValueError: expected a VenvSpec or a command 'uv run ...', got 'numpy'
     """
     return ensure_local(py_executable, venv_name, force=force_rebuild, timeout_s=timeout_s).python
 

@@ -40,7 +40,7 @@ def create_local_venv_on_each_node(
         Path of `bin/python`, the same on all nodes: the driver's folder (`FAIRLEAD_VENV_DIR`) is used on each.
 
     Raises:
-        ValueError: nothing that could be built; no Ray; a node that is not there.
+        TypeError, ValueError: nothing that could be built; no such deadline; no Ray; a node that is not there.
         VenvBuildError: the project's wheel cannot be built, or its lock does not match: no node was asked to build.
         VenvNodesError: nodes on which it went wrong, each with its own error. The others have it.
     """
@@ -60,6 +60,9 @@ def ensure_venvs(
 
     Returns:
         Paths of the interpreters, in the order of the specs.
+
+    Raises:
+        As `create_local_venv_on_each_node`.
     """
     outcomes = ensure_on_nodes(py_executables, venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)
     return [next(iter(one.values())).python for one in outcomes]

@@ -33,13 +33,13 @@ class PY_EXECUTABLES:
         VLLM: that, and its extra `vllm`.
     """
 
-    SYSTEM = sys.executable
-    BASE = "uv run --locked"
-    VLLM = "uv run --locked --extra vllm"
+    SYSTEM: str = sys.executable
+    BASE: str = "uv run --locked"
+    VLLM: str = "uv run --locked --extra vllm"
 
 
-# By the full name of the class: a spec, a command of uv, or the path of an interpreter.
 actor_environments: dict[str, str | VenvSpec] = {}
+"""What `register_actor_env` was told, by the full name of the class: a spec, a command of uv, or an interpreter."""
 
 
 def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
@@ -55,6 +55,8 @@ def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
 
     >>> register_actor_env("package.module.Worker", PY_EXECUTABLES.SYSTEM)
     >>> get_actor_python_env("package.module.Worker") == PY_EXECUTABLES.SYSTEM
+    True
+    >>> "package.module.Worker" in known_actor_environments()
     True
     >>> del actor_environments["package.module.Worker"]
     """
@@ -89,7 +91,11 @@ def get_actor_python_env(fqn: str) -> str | VenvSpec:
 
 
 def known_actor_environments() -> dict[str, str | VenvSpec]:
-    """All that is registered or in the pyproject.toml, sorted by name."""
+    """All that is registered or in the pyproject.toml, sorted by name.
+
+    Raises:
+        ValueError: the table cannot be read.
+    """
     return dict(sorted({**_from_pyproject(), **actor_environments}.items()))
 
 

@@ -53,7 +53,8 @@ def ensure_worker_env(
         progress: show bars on a terminal.
 
     Raises:
-        ValueError: nothing that could be built; a class that is not registered; no Ray; a node that is not there.
+        TypeError, ValueError: nothing that could be built; no such deadline; a class that is not registered; no Ray; a
+            node that is not there.
         VenvMismatchError: another version of Python was asked for than the cluster has.
         VenvNodesError: nodes on which it went wrong, each with its own error: a VenvMismatchError if Ray is missing in
             the environment, or of another version than the cluster's.

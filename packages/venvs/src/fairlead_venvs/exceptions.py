@@ -40,7 +40,7 @@ class VenvBuildError(VenvError):
         super().__init__(reason, command, tuple(output), node)
         self.reason = reason
         self.command = command
-        self.output = tuple(output)
+        self.output: tuple[str, ...] = tuple(output)
         self.node = node
 
     def __str__(self) -> str:
@@ -132,4 +132,5 @@ class VenvNodesError(ExceptionGroup[VenvError], VenvError):
     """
 
     def derive(self, excs: Sequence[VenvError], /) -> "VenvNodesError":  # type: ignore[override]
+        """A group of some of the errors, as `split` and `except*` make it."""
         return VenvNodesError(self.message, excs)

@@ -43,7 +43,7 @@ def _is_scalar(value: Any) -> bool:
 class Gathered:
     """An argument that is the list of several objects, none of which passes through the driver."""
 
-    refs: tuple[ObjectRef, ...]
+    refs: tuple[ObjectRef[Any], ...]
 
 
 class Arguments:
@@ -61,7 +61,7 @@ class Arguments:
 
     def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
         self._put = put
-        self._refs: dict[int, ObjectRef] = {}
+        self._refs: dict[int, ObjectRef[Any]] = {}
 
     def prepared(self, value: Any) -> Any:
         """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
@@ -78,7 +78,7 @@ class Arguments:
         return ref
 
     @property
-    def refs(self) -> list[ObjectRef]:
+    def refs(self) -> list[ObjectRef[Any]]:
         """What was stored."""
         return list(self._refs.values())
 

@@ -2,10 +2,11 @@
 """A user's class with its constructor arguments: what a worker is made of."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray import ObjectRef
+from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -14,7 +15,9 @@ from ._environment import worker_environment
 from ._options import recursive_merge_options
 from ._worker_class import describe_class, full_name
 
-__all__ = ["RayWorkerBuilder"]
+__all__ = ["ClassLike", "RayWorkerBuilder"]
+
+ClassLike: TypeAlias = str | type[Any] | ActorClass[Any]
 
 
 class RayWorkerBuilder:
@@ -31,6 +34,7 @@ class RayWorkerBuilder:
 
     Attributes:
         ray_actor_class_fqn: full name of the class.
+        worker: what was given as the class.
         args: the positional arguments.
         kwargs: the keyword arguments.
 
@@ -38,9 +42,9 @@ class RayWorkerBuilder:
     'collections.Counter'
     """
 
-    def __init__(self, worker: Any, /, *args: Any, **kwargs: Any) -> None:
-        self.ray_actor_class_fqn = full_name(worker)
-        self.worker = worker
+    def __init__(self, worker: ClassLike, /, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn: str = full_name(worker)
+        self.worker: ClassLike = worker
         self.args = args
         self.kwargs = kwargs
 
@@ -54,7 +58,7 @@ class RayWorkerBuilder:
         num_gpus: float,
         bundle_indices: tuple[int, Sequence[int]] | None = None,
         **extra_options: Any,
-    ) -> tuple[ObjectRef, Any]:
+    ) -> tuple[ObjectRef[Any], Any]:
         """Start one worker in a bundle, outside any group.
 
         Args:
@@ -67,6 +71,10 @@ class RayWorkerBuilder:
         Returns:
             A ref that is ready when the worker's constructor has finished, or holds its error; and the actor handle,
             which has the class's own methods.
+
+        Raises:
+            TypeError, ValueError: a class, or options, that a worker cannot have.
+            WorkerStartError: the class cannot be looked at there.
         """
         node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
         node_id = node_ids[placement_group_bundle_index]
@@ -120,6 +128,7 @@ class RayWorkerBuilder:
         """As `create_worker_async`, but wait for the constructor and return the handle.
 
         Raises:
+            TypeError, ValueError, WorkerStartError: as it does.
             Exception: what the constructor raised.
         """
         ready, handle = self.create_worker_async(

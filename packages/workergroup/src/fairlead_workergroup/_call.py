@@ -94,7 +94,11 @@ class Call(Underway, PassedOn):
         return not self._pending()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all workers called have finished, or failed; whether they have by `timeout` or the deadline."""
+        """Wait until all workers called have finished, or failed; whether they have within `timeout` seconds.
+
+        Args:
+            timeout: as of `result`.
+        """
         deadline = self._until(timeout)
         while pending := self._pending():
             left = deadline.left(at_most=REPORT_EVERY_S)
@@ -128,7 +132,7 @@ class Call(Underway, PassedOn):
                     yield outcome
 
     def stream(self, timeout: float | None = None) -> Iterator[Outcome]:
-        """The items of a generator method as they arrive, those of all workers interleaved.
+        """The items of a generator method as they arrive, each as an `Outcome`, those of all workers interleaved.
 
         Each item is handed out once: nothing keeps it in the object store afterwards.
 
@@ -182,6 +186,9 @@ class Call(Underway, PassedOn):
         Args:
             worker_group: not needed: a call knows its group.
             return_generators_as_proxies: leave generators as they are: each an iterator of ObjectRefs.
+
+        Raises:
+            Exception: as of `result`.
         """
         if self._streams and return_generators_as_proxies:
             self._check_cancelled()
@@ -190,13 +197,13 @@ class Call(Underway, PassedOn):
         values = [] if self._discard else [values] if self._single else values
         return [item for items in values for item in items] if self._streams else values
 
-    def as_argument(self) -> ObjectRef | Gathered:
-        """What travels to another call's workers in its place."""
+    def as_argument(self) -> ObjectRef[Any] | Gathered:
+        """What travels to another call's workers in its place; ValueError, TypeError: nothing that could."""
         self._check_passable()
         return self.refs[0] if self._single else Gathered(tuple(self.refs))
 
-    def as_pieces(self) -> list[ObjectRef]:
-        """What travels to another call's workers in place of each answer."""
+    def as_pieces(self) -> list[ObjectRef[Any]]:
+        """What travels to another call's workers in place of each answer; ValueError, TypeError: nothing that could."""
         self._check_passable()
         if self._single:
             raise ValueError(f"the call of {self._method.name!r} has one answer (collect=()): pass it as it is")

@@ -37,7 +37,9 @@ class ClassicCalls:
     ) -> Call:
         raise NotImplementedError
 
-    def run_single_worker_single_data(self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any) -> ObjectRef:
+    def run_single_worker_single_data(
+        self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> ObjectRef[Any]:
         """Call a method of one worker.
 
         Args:
@@ -52,7 +54,8 @@ class ClassicCalls:
         Raises:
             IndexError: there is no such rank.
             AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            WorkerFailureError: the worker is known to be dead.
+            WorkerFailureError: the worker is known to be dead, and not restarted.
+            WorkerGroupError: the group has been shut down.
         """
         size = self.sharding_annotations.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
@@ -64,7 +67,7 @@ class ClassicCalls:
 
     def run_all_workers_single_data(
         self, method: str, /, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
-    ) -> list[ObjectRef]:
+    ) -> list[ObjectRef[Any]]:
         """Call a method of all workers with the same arguments.
 
         Args:
@@ -78,7 +81,7 @@ class ClassicCalls:
 
         Raises:
             ValueError: an axis that does not exist.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
         return self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks).futures
@@ -91,7 +94,7 @@ class ClassicCalls:
         run_rank_0_only_axes: Axes = None,
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
-    ) -> list[ObjectRef]:
+    ) -> list[ObjectRef[Any]]:
         """Call a method of all workers, each with arguments of its own.
 
         Args:
@@ -106,7 +109,7 @@ class ClassicCalls:
 
         Raises:
             ValueError: a list with too few or too many values, or a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
 
@@ -153,7 +156,7 @@ class ClassicCalls:
         Raises:
             ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
                 any depth; a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError: as of `run_single_worker_single_data`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         plan = self.sharding_annotations.plan(
             in_sharded_axes=as_axes(in_sharded_axes),

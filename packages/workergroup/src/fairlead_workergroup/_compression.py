@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the ways to compress gradients; what they do is in `torch`."""
 
-__all__ = ["COMPRESSIONS", "check_compression"]
+from typing import Literal, get_args
 
-COMPRESSIONS = ("fp16", "bf16", "powersgd")
+__all__ = ["COMPRESSIONS", "Compression", "check_compression"]
+
+Compression = Literal["fp16", "bf16", "powersgd"]
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 
-def check_compression(wanted: str | bool) -> str | None:
+def check_compression(wanted: bool | Compression) -> Compression | None:
     """A way to compress gradients: True stands for "fp16", False for none.
 
     Raises:

@@ -5,9 +5,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from fairlead_sharding import NamedSharding
+
+from ._compression import Compression
 
 __all__ = ["CurrentWorker", "current_worker", "report_progress"]
 
@@ -32,8 +34,8 @@ class CurrentWorker:
     name: str
     coords: Mapping[str, int]
     incarnation: int
-    communication_backend: str | None
-    gradient_compression: str | None
+    communication_backend: Literal["nccl", "gloo"] | None
+    gradient_compression: Compression | None
     layout: Mapping[str, Any]
 
     @cached_property
@@ -67,6 +69,8 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
     Args:
         step: a number that grows, such as the training step; shown until there is another.
         message: a line for people; what does not fit in 256 bytes is cut off.
+
+    >>> report_progress(step=3, message="nobody is told, outside a worker")
     """
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:

@@ -22,7 +22,7 @@ from ray.exceptions import (
 
 from fairlead_placement import alive_nodes
 
-from .exceptions import RemoteError, WorkerFailure, WorkerFailureError
+from .exceptions import FailureKind, RemoteError, WorkerFailure, WorkerFailureError
 
 __all__ = ["WorkerFacts", "as_failure", "explained", "remote_traceback"]
 
@@ -54,7 +54,7 @@ class WorkerFacts:
         """Its pid and when it started: a pid alone may be somebody else's by now."""
         return self.pid, self.started
 
-    def failure(self, kind: str, cause: str) -> WorkerFailure:
+    def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
         """What is told of it when it has been lost."""
         return WorkerFailure(self.rank, kind, self.coords, self.node_id, self.pid, cause)
 
@@ -67,6 +67,7 @@ def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | Non
     """What became of a worker, if this error says that it was lost."""
     if not isinstance(error, _LOST):
         return None
+    kind: FailureKind
     if isinstance(error, OutOfMemoryError):
         kind = "out-of-memory"
     elif getattr(error, "preempted", False):

@@ -16,9 +16,9 @@ from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._builder import RayWorkerBuilder
+from ._builder import ClassLike, RayWorkerBuilder
 from ._classic import ClassicCalls
-from ._compression import check_compression
+from ._compression import Compression, check_compression
 from ._deadline import check_timeout
 from ._dispatching import Dispatching
 from ._environment import check_env_vars
@@ -78,7 +78,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         enable_gradient_compression: what `fairlead_workergroup.torch.wrap_ddp` uses in the workers: True or "fp16",
             "bf16", "powersgd", or False for none.
         call_timeout_s: seconds that a `call` may take when it says nothing else; None: no limit.
-        start_timeout_s: how long all constructors together may take.
+        start_timeout_s: seconds that all constructors together may take.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing has been launched.
@@ -92,12 +92,18 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     Attributes:
         workers: the actor handles, by rank: `group.workers[0].step.remote(x)`.
         worker_metadata: a dict per worker; empty after `shutdown`.
+        world_size: how many workers there are.
+        master_address: of the node of rank 0, where the workers' process group has its store.
+        master_port: the port that was leased there for it.
     """
+
+    master_address: str
+    master_port: int
 
     def __init__(
         self,
         cluster: RayVirtualCluster | Sequence[Slot],
-        worker: Any,
+        worker: RayWorkerBuilder | ClassLike,
         /,
         workers_per_node: int | Sequence[int] | None = None,
         name_prefix: str = "",
@@ -114,7 +120,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         async_communication: bool = False,
         enable_load_balancing: bool = False,
         load_balancing_strategy: Strategy = "round_robin",
-        enable_gradient_compression: bool | str = False,
+        enable_gradient_compression: bool | Compression = False,
         call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -142,8 +148,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         )
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self.world_size = len(self._places)
-        self.sharding_annotations = _sharding(sharding_annotations, self.world_size)
+        self.world_size: int = len(self._places)
+        self.sharding_annotations: NamedSharding = _sharding(sharding_annotations, self.world_size)
         self.workers: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
         self._mesh = Mesh(self.sharding_annotations)
@@ -267,6 +273,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         Raises:
             WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
                 "start-failed"). What is dead stays dead, and can be tried again.
+            WorkerGroupError: the group has been shut down.
         """
         return restart(self)
 

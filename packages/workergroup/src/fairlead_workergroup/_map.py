@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ray
 from ray import ObjectRef
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Strategy", "check_strategy", "mapped"]
 
-Strategy = str | Callable[[Sequence[int]], int]
+Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
 STRATEGIES = ("round_robin", "least_loaded")
 # Items that are handed out ahead of the oldest that is not done, in multiples of what can be under way.
@@ -146,7 +146,7 @@ class _Balancer:
         elif self._strategy == "least_loaded":
             at = min(range(len(ranks)), key=lambda one: self._loads[ranks[one]])
         else:
-            at = self._strategy(tuple(self._loads.values()))  # type: ignore[operator]
+            at = self._strategy(tuple(self._loads.values()))
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(ranks):
                 raise ValueError(
                     f"the load balancing strategy returned {at!r}; it must return which of {len(ranks)} workers gets "

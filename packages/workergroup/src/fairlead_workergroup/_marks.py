@@ -60,4 +60,4 @@ class PerWorker:
     [1, 2]
     """
 
-    values: Sequence[Any]
+    values: Sequence[Any] | PassedOn

@@ -32,9 +32,9 @@ class CallStatistics:
     Attributes:
         requests: method calls sent to workers.
         puts: values stored in the object store for it.
-        bytes_put: their size, as stored.
+        bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver so far.
-        bytes_fetched: their size, as sent.
+        bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
     """
 

@@ -38,6 +38,10 @@ class MultiWorkerFuture:
 
     Raises:
         ValueError: a rank is called twice, or there is not one rank per future.
+
+    >>> MultiWorkerFuture(["a", "b"], called_workers=[0, 0])
+    Traceback (most recent call last):
+    ValueError: called_workers names a rank twice: [0, 0]
     """
 
     futures: list[Any]

@@ -14,9 +14,12 @@ class GroupStatistics:
         calls: calls made on the group.
         requests: method calls sent to workers.
         puts: values stored in the object store for them.
-        bytes_put: their size, as stored.
+        bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver.
-        bytes_fetched: their size, as sent.
+        bytes_fetched: their size in bytes, as sent.
+
+    >>> print(GroupStatistics(calls=1, requests=8, puts=2, bytes_put=4000, fetched=4, bytes_fetched=100))
+    put 2 values (4 kB), sent 8 requests in 1 calls, fetched 4 results (100 B)
     """
 
     calls: int = 0

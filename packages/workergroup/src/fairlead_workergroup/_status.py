@@ -84,6 +84,9 @@ class StuckWorker:
         where: the innermost Python frame of the thread that runs the method, `file:line in function`; empty without
             stacks. When the worker hangs in native code, that is the frame that called it.
         note: what else is known: who else waits there and which rank does not, or why there are no stacks.
+
+    >>> print(StuckWorker(1, {"dp": 0}, "abcdef0123", 77, "step", 62.0, 61.0, where="train.py:3 in step"))
+    rank 1 (dp=0) on node abcdef01, pid 77: in 'step' for 62 s, no progress for 61 s, at train.py:3 in step
     """
 
     rank: int

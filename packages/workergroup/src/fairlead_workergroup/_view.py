@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fairlead_sharding import NamedSharding
 
@@ -30,6 +30,16 @@ class CallOptions:
     timeout: float | None = None
     retries: int = 0
     discard: bool = False
+
+
+class _Options(TypedDict, total=False):
+    """The fields of `CallOptions`, of which any may be missing."""
+
+    collect: Axes
+    first_along: Axes
+    timeout: float | None
+    retries: int
+    discard: bool
 
 
 class Addressed:
@@ -79,6 +89,9 @@ class Addressed:
 
         Args:
             collect, first_along, timeout, retries, discard: as of `call`.
+
+        Raises:
+            TypeError, ValueError: an axis that does not exist, or options that contradict each other.
         """
         options = CallOptions(_kept(collect), as_axes(first_along), check_timeout("timeout", timeout), retries, discard)
         plan_call(self._mesh, collect=options.collect, first_along=options.first_along, discard=discard)
@@ -120,8 +133,10 @@ class Addressed:
 
         Raises:
             AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            ValueError: an axis that does not exist, or too few or too many pieces or values.
-            WorkerFailureError: a worker that would be called is known to be dead.
+            ValueError: an axis that does not exist, too few or too many pieces or values, or options that contradict
+                each other or the group.
+            WorkerFailureError: a worker that would be called is known to be dead, and not restarted.
+            WorkerGroupError: the group has been shut down.
         """
         return self._called(method, CallOptions(collect, first_along, timeout, retries, discard), args, kwargs)
 
@@ -174,7 +189,9 @@ class Addressed:
                 `call_timeout_s`.
 
         Raises:
-            TypeError, ValueError: a bad argument.
+            AttributeError, TypeError, ValueError: there is no such method, or a bad argument.
+            WorkerGroupError: the group has been shut down.
+            CallTimeoutError: an item took longer than `timeout`.
             WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
                 so that an item may be worked on twice; an item that three workers were lost with is given up.
             Exception: a worker's own exception, with its type and a note that names the item. What other workers have
@@ -272,7 +289,7 @@ class GroupView(Addressed):
         """The actor handles of its workers, by ascending rank."""
         return [self._group.workers[rank] for rank in self.ranks] if self._group.workers else []
 
-    def with_options(self, **options: Any) -> GroupView:
+    def with_options(self, **options: Unpack[_Options]) -> GroupView:
         """As of the group; options that are not given stay as they are."""
         view = super().with_options(**options)
         if self._bound is not None and view._bound is not None:

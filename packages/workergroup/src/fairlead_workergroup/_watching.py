@@ -44,7 +44,7 @@ class Watched:
         they are busy or hang. Who is dead is known from Ray.
 
         Args:
-            stuck_after_s: a busy worker without progress for so long is "stuck".
+            stuck_after_s: a busy worker without progress for so many seconds is "stuck".
 
         Raises:
             ValueError: `stuck_after_s` is not a positive number.
@@ -86,7 +86,7 @@ class Watched:
         waits at one place, the notes name the ranks that are not there.
 
         Args:
-            timeout_s: how long.
+            timeout_s: seconds without progress.
             dump_stacks: have those that are stuck, and nobody else, write their Python stacks, which works while they
                 hang in native code and hold the GIL. The signal for it (SIGRTMIN+5) makes a sleep or a poll in native
                 code return early, with EINTR.
@@ -113,9 +113,10 @@ class Watched:
 
         Args:
             interval_s: seconds between two looks, of one request a node each.
-            stuck_after_s: "worker-stuck" when a worker has made no progress for so long, as of `detect_stuck_workers`.
+            stuck_after_s: "worker-stuck" when a worker has made no progress for so many seconds, as of
+                `detect_stuck_workers`.
             on_event: called with each event, on the watch's own thread; what it raises is logged.
-            slow_after_s: "call-slow", once a call, when it has made no progress for so long.
+            slow_after_s: "call-slow", once a call, when it has made no progress for so many seconds.
 
         Returns:
             A handle to close; a context manager. The end of the group ends it too.

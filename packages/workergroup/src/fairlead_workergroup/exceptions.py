@@ -6,6 +6,7 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = [
     "CallCancelledError",
@@ -23,6 +24,9 @@ __all__ = [
 MOST_SHOWN = 16
 
 
+FailureKind = Literal["killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled"]
+
+
 class WorkerGroupError(Exception):
     """Base of everything this package raises once something has been launched."""
 
@@ -38,10 +42,13 @@ class WorkerFailure:
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
         cause: what Ray said of it.
+
+    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
+    rank 3 (dp=1): killed: it was killed
     """
 
     rank: int
-    kind: str
+    kind: FailureKind
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)
     node_id: str = ""
     pid: int = 0
@@ -57,6 +64,7 @@ class WorkerFailureError(WorkerGroupError):
 
     Attributes:
         failures: one `WorkerFailure` per lost worker that is known of.
+        remedy: what to do about it; empty for the usual.
     """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "") -> None:
@@ -82,6 +90,9 @@ class LateWorker:
         method: what it is running now: the method that was called, an earlier one, or None when it is idle or cannot
             be looked at.
         running_s: seconds since it started that.
+
+    >>> print(LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25))
+    rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s
     """
 
     rank: int
@@ -170,7 +181,7 @@ class WorkerStartError(WorkerGroupError):
         super().__init__(reason, rank, coords, node_id, remote_traceback, others)
         self.reason = reason
         self.rank = rank
-        self.coords = dict(coords or {})
+        self.coords: dict[str, int] = dict(coords or {})
         self.node_id = node_id
         self.remote_traceback = remote_traceback
         self.others = others

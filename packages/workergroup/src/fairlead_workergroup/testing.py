@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import ray
 
@@ -38,7 +38,8 @@ __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
 ray.cloudpickle.register_pickle_by_value(_faults)
 
-WAYS = ("sleep", "native", "native-gil", "stop")
+Way = Literal["sleep", "native", "native-gil", "stop"]
+WAYS: tuple[Way, ...] = get_args(Way)
 # Agents wait within their requests.
 WITHIN_S = 0.8 * ANSWER_S
 
@@ -55,11 +56,16 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 
 
 class Hang:
-    """A worker that hangs until this is closed; made by `hang`. A context manager."""
+    """A worker that hangs until this is closed; made by `hang`. A context manager.
 
-    def __init__(self, worker: WorkerFacts, how: str, token: str = "", ref: ray.ObjectRef | None = None) -> None:
-        self.how = how
-        self.rank = worker.rank
+    Attributes:
+        rank: the worker's number in its group.
+        how: as of `hang`.
+    """
+
+    def __init__(self, worker: WorkerFacts, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
+        self.how: Way = how
+        self.rank: int = worker.rank
         self._worker: WorkerFacts | None = worker
         self._token = token
         self._ref = ref
@@ -90,7 +96,7 @@ class Hang:
 def hang(
     group: "RayWorkerGroup",
     rank: int,
-    how: Literal["sleep", "native", "native-gil", "stop"] = "sleep",
+    how: Way = "sleep",
     *,
     timeout_s: float = 60.0,
 ) -> Hang:
@@ -101,7 +107,7 @@ def hang(
         rank: the worker's number in it.
         how: "sleep": in Python; "native": in a system call that does not return; "native-gil": the same, holding the
             GIL; "stop": the whole process, whatever it is doing (SIGSTOP).
-        timeout_s: how long to wait until the worker has finished what it is doing; "stop" does not wait for that.
+        timeout_s: seconds to wait until the worker has finished what it is doing; "stop" does not wait for that.
 
     Returns:
         A handle whose `close` lets the worker go on.
@@ -134,6 +140,12 @@ def hang(
 def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
     """Have each following call of a worker take so much longer; 0 ends that. Returns when it is so.
 
+    Args:
+        group: the worker's.
+        rank: the worker's number in it.
+        seconds: how much longer.
+        timeout_s: seconds to wait until the worker has finished what it is doing.
+
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
         TimeoutError: the worker was busy for too long; it will not be slow later.
@@ -148,6 +160,12 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
 
 def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
     """Have a worker hold so much memory more than it did, in use and not only asked for; 0 gives it back.
+
+    Args:
+        group: the worker's.
+        rank: the worker's number in it.
+        size_bytes: how much.
+        timeout_s: seconds to wait until the worker has finished what it is doing, and holds it.
 
     Returns:
         Whether the worker has lived to hold it: something may end it for that.

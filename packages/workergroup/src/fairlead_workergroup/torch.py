@@ -25,9 +25,8 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from ._compression import check_compression
+from ._compression import Compression, check_compression
 from ._current import current_worker
 
 __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_process_group", "wrap_ddp"]
@@ -48,7 +47,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     Args:
         backend: "nccl", "gloo" or another of torch's; None: the cluster's `communication_backend`, and "gloo" for a
             group on bare slots.
-        timeout_s: how long workers wait for each other, here and in collectives.
+        timeout_s: seconds that workers wait for each other, here and in collectives.
 
     Raises:
         RuntimeError: this process runs no worker of a group.
@@ -82,7 +81,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def axis_group(*axes: str) -> Any:
+def axis_group(*axes: str) -> dist.ProcessGroup:
     """The process group of the workers that differ from this one along these axes only.
 
     Made at the first use: every worker has to call it, and in the same order as other collectives. After that it is
@@ -132,8 +131,8 @@ _counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary(
 
 
 def wrap_ddp(
-    model: torch.nn.Module, *, compression: str | bool | None = None, group: Any = None, **options: Any
-) -> DistributedDataParallel:
+    model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
+) -> torch.nn.parallel.DistributedDataParallel:
     """A `DistributedDataParallel` of a model, whose gradients travel compressed if the group says so.
 
     Args:
@@ -153,7 +152,7 @@ def wrap_ddp(
     device = next(model.parameters()).device
     if device.type == "cuda":
         options.setdefault("device_ids", [device])
-    wrapped = DistributedDataParallel(model, process_group=group, **options)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, **options)
     if chosen is not None:
         counter = _Counter(chosen, group)
         wrapped.register_comm_hook(None, counter.hook)
@@ -161,7 +160,7 @@ def wrap_ddp(
     return wrapped
 
 
-def gradient_bytes(model: DistributedDataParallel) -> GradientBytes:
+def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> GradientBytes:
     """What has been handed to collectives for a model that `wrap_ddp` wrapped with a compression.
 
     Raises:

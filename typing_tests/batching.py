@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Usage of fairlead-batching as type checkers see it. Never run: `nox -s typecheck` checks that these types hold.
+
+Where a comment ignores an error, there is one: what is wrong there is refused, and an ignore without need is an error.
+"""
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypedDict, assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import fairlead_batching
+from fairlead_batching import (
+    BatchedDataDict,
+    DynamicBatchingArgs,
+    Order,
+    Packer,
+    PackingMetrics,
+    SequencePackingArgs,
+    SlicedDataDict,
+    get_packer,
+)
+
+assert_type(fairlead_batching.__version__, str)
+
+
+class Content(TypedDict):
+    tokens: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+
+
+Algorithm = Literal[
+    "balanced", "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+]
+Batch = BatchedDataDict[Content]
+Part = SlicedDataDict[Content]
+
+
+def make() -> None:
+    # Nobody has to annotate a batch.
+    assert_type(BatchedDataDict(x=[1], y=[2]), BatchedDataDict[Any])
+    assert_type(BatchedDataDict({"x": [1]}), BatchedDataDict[Any])
+    assert_type(BatchedDataDict([("x", [1])]), BatchedDataDict[Any])
+    batch: Batch = BatchedDataDict({"tokens": [1], "length": [1]})
+    assert_type(batch["tokens"], Any)
+    assert_type(list(batch), list[str])
+    assert_type(batch.data, dict[str, Any])
+    assert_type(Batch.from_batches([batch, {"tokens": [2]}], {"tokens": -1}), Batch)
+
+
+def take(batch: Batch) -> None:
+    assert_type(batch.size, int)
+    assert_type(batch.padding, npt.NDArray[np.bool_] | None)
+    assert_type(batch.slice(0, 2), Part)
+    assert_type(batch.chunk(0, chunks=2), Part)
+    assert_type(batch.select_indices([3, 1]), Part)
+    assert_type(batch.get_batch(0, 4), Part)
+    assert_type(batch.repeat_interleave(2), Batch)
+    assert_type(batch.reorder_data(np.array([1, 0]).tolist()), Batch)
+    assert_type(batch.truncate_tensors(dim=1, truncated_len=4), None)
+    assert_type(batch.get_dict(), dict[str, Any])
+    assert_type(batch.to("cpu"), Batch)
+    assert_type(batch.to_device("cpu"), Batch)
+    assert_type(batch.read_only(), Batch)
+    assert_type(batch.all_gather(), Batch)
+    assert_type(batch.pad_to_multiple(8, mask_key="mask"), Batch)
+    assert_type(batch.drop_padding(like=batch), Batch)
+    assert_type(batch.drop_padding(mask_key="mask"), Batch)
+    assert_type(batch.slice(0, 2).read_only(), Part)
+
+
+def shard(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingArgs) -> None:
+    assert_type(batch.shard_by_batch_size(2), list[Part])
+    assert_type(batch.shard_by_batch_size(shards=2, batch_size=4, allow_uneven_shards=True), list[Part])
+    # What leads back comes with the shards only where samples change places.
+    assert_type(batch.shard_by_batch_size(2, dynamic_batching_args=dynamic), tuple[list[Part], Order])
+    assert_type(batch.shard_by_batch_size(2, sequence_packing_args=packing), tuple[list[Part], Order])
+    shards, order = batch.shard_by_batch_size(2, dynamic_batching_args={"max_tokens_per_microbatch": 8})
+    assert_type(order.restore([shard.get_dict() for shard in shards], {"tokens": 0}), BatchedDataDict[Any])
+    assert_type(order[0], int)
+
+
+def planned(part: Part) -> None:
+    assert_type(part.micro_batch_indices, list[list[list[int]]] | None)
+    assert_type(part.micro_batch_lengths, list[list[int]] | None)
+    assert_type(part.elem_counts_per_gb, list[int] | None)
+    assert_type(part.shard_sizes, list[int] | None)
+    assert_type(part.make_microbatch_iterator(4), Iterator[Part])
+    assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=1), Iterator[Part])
+    assert_type(part.get_microbatch_iterator_dynamic_shapes_len(), int)
+    assert_type(part.make_microbatch_iterator_for_packable_sequences(), Iterator[Part])
+    assert_type(part.get_microbatch_iterator_for_packable_sequences_len(), tuple[int, int])
+
+
+def arguments() -> None:
+    dynamic = DynamicBatchingArgs(
+        max_tokens_per_microbatch=8, sequence_length_round=2, input_key="tokens", input_lengths_key="length"
+    )
+    assert_type(dynamic.max_tokens_per_microbatch, int)
+    assert_type(dynamic.sequence_length_round, int)
+    assert_type(dynamic.input_key, str)
+    assert_type(dynamic.input_lengths_key, str)
+    packing = SequencePackingArgs(
+        max_tokens_per_microbatch=8,
+        input_key="tokens",
+        input_lengths_key="length",
+        algorithm="balanced",
+        sequence_length_pad_multiple=1,
+        microbatch_order="largest_first",
+    )
+    assert_type(packing.max_tokens_per_microbatch, int)
+    assert_type(packing.input_key, str)
+    assert_type(packing.input_lengths_key, str)
+    assert_type(packing.algorithm, Algorithm)
+    assert_type(packing.sequence_length_pad_multiple, int)
+    assert_type(packing.microbatch_order, Literal["packer", "largest_first"])
+
+
+def pack() -> None:
+    packer = get_packer("first_fit_shuffle", 10, min_bin_count=2, bin_count_multiple=2, seed=1)
+    assert_type(packer, Packer)
+    assert_type(packer.algorithm, Algorithm)
+    assert_type(packer.bin_capacity, int)
+    assert_type(packer.min_bin_count, int | None)
+    assert_type(packer.bin_count_multiple, int | None)
+    assert_type(packer.seed, int)
+    bins = packer.pack([7, 2, 6])
+    assert_type(bins, list[list[int]])
+    metrics = packer.metrics([7, 2, 6], bins)
+    assert_type(metrics, PackingMetrics)
+    assert_type(PackingMetrics.of([7], [[0]], capacity=10), PackingMetrics)
+    for number in (metrics.sequences, metrics.tokens, metrics.capacity, metrics.bins, metrics.bound, metrics.largest):
+        assert_type(number, int)
+    for ratio in (metrics.efficiency, metrics.waste, metrics.imbalance):
+        assert_type(ratio, float)
+
+
+def wrong(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingArgs) -> None:
+    batch[0]  # type: ignore[index]
+    batch.slice(0)  # type: ignore[call-arg]
+    batch.select_indices(["a"])  # type: ignore[list-item]
+    batch.repeat_interleave(num_repeats=2)  # type: ignore[call-arg]
+    batch.drop_padding(batch)  # type: ignore[call-arg]
+    batch.shard_by_batch_size("2")  # type: ignore[call-overload]
+    batch.shard_by_batch_size(2, dynamic_batching_args=packing)  # type: ignore[call-overload]
+    DynamicBatchingArgs(8, 2, "tokens", "length")  # type: ignore[call-arg]
+    SequencePackingArgs(max_tokens_per_microbatch=8)  # type: ignore[call-arg]
+    get_packer(10, "balanced")  # type: ignore[arg-type]
+    get_packer("balanced", 10, None, None, 1)  # type: ignore[call-arg]
+    get_packer("best_fit", 10)  # type: ignore[arg-type]
+    dynamic.input_key = "other"  # type: ignore[misc]
