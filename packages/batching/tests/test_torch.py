@@ -272,6 +272,8 @@ def gather(rank, path):
         flag=torch.tensor([True] * (rank + 1)),
         array=np.full(rank + 1, rank),
         name=[f"rank {rank}"] * (rank + 1),
+        conjugate=torch.full((rank + 1,), 1 + 2j).conj(),
+        negative=torch._neg_view(torch.ones(rank + 1)),
     )
     everything = batch.all_gather()
     assert everything["ids"].dtype == torch.bfloat16
@@ -279,6 +281,8 @@ def gather(rank, path):
     assert everything["flag"].tolist() == [True] * 3
     assert everything["array"].tolist() == [0, 1, 1]
     assert everything["name"] == ["rank 0", "rank 1", "rank 1"]
+    assert everything["conjugate"].tolist() == [1 - 2j] * 3
+    assert everything["negative"].tolist() == [-1.0] * 3
     padded = batch.pad_to_multiple(3).all_gather()
     assert padded.size == 6
     assert padded.drop_padding()["name"] == everything["name"]

@@ -109,7 +109,7 @@ def all_gather(tensor: Any, shapes: Sequence[tuple[int, ...]], group: Any) -> li
     """The tensors of all ranks of a process group, given their shapes."""
     torch = require_torch()
     # Bytes, since no backend knows every dtype; padded to the largest, since not every one takes different sizes.
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     sent = flat.new_zeros(max(sizes))
     sent[: flat.numel()] = flat
