@@ -29,6 +29,7 @@ from fairlead_venvs import (
 from fairlead_venvs._asking import alive_nodes, on_nodes
 from fairlead_venvs._node_task import build_here, look_here, probe_here
 from fairlead_venvs._plan import planned
+from fairlead_venvs._prefetch import prefetch
 from fairlead_venvs._uv import Deadline
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -95,6 +96,21 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
     assert first == third
     assert count.read_text() == "once "
     assert tools.says(second, "import proj; print(proj.answer)") == "42"
+
+
+def test_too_large(spec_of, monkeypatch):
+    """What is too much to ship is told as an environment that is not ready, and stops no other one."""
+    monkeypatch.setattr("fairlead_venvs._provision.LIMIT_BYTES", 100)
+    register_actor_env("package.module.Large", spec_of("alpha"))
+    register_actor_env("package.module.Small", VenvSpec(requirements=[]))
+    try:
+        large, small = prefetch(["package.module.Large", "package.module.Small"], cluster=True)
+    finally:
+        actor_environments.clear()
+    assert (large.status, small.status) == ("failed", "built")
+    assert "too much to ship" in large.detail
+    with pytest.raises(VenvBuildError, match="too much to ship"):
+        create_local_venv_on_each_node(spec_of("alpha"))
 
 
 def test_worker(worker_spec, tmp_path, monkeypatch):
