@@ -82,6 +82,25 @@ def test_from_bad_batches(batches, pad_values, error, message):
         BatchedDataDict.from_batches(batches, pad_values)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
+@pytest.mark.parametrize("value", [-1, 0.5, np.nan, 300])
+def test_pad_values_that_are_none(dtype, value):
+    """An integer leaf is not padded with what would become another number."""
+    batches = [{"x": np.ones((1, width), dtype)} for width in (2, 1)]
+    with pytest.raises(ValueError, match="Leaf 'x' cannot be padded with"):
+        BatchedDataDict.from_batches(batches, {"x": value})
+    assert BatchedDataDict.from_batches(batches, {"x": np.int8(1)})["x"].tolist() == [[1, 1], [1, 1]]
+
+
+def test_small_numbers():
+    """Numbers of few bits count as well as any."""
+    batch = BatchedDataDict(x=np.arange(300))
+    assert [shard.size for shard in batch.shard_by_batch_size(np.uint8(2), np.uint8(150))] == [150, 150]
+    assert [part.size for part in batch.make_microbatch_iterator(np.uint8(100))] == [100, 100, 100]
+    assert batch.chunk(np.uint8(2), np.uint8(3))["x"][0] == batch.get_batch(np.uint8(2), np.uint8(100))["x"][0] == 200
+    assert batch.pad_to_multiple(np.uint8(7)).size == 301
+
+
 def test_parts():
     """Slices and chunks are views, selections are copies; all are SlicedDataDict."""
     batch = example()

@@ -118,6 +118,13 @@ def test_balanced_beats_dealing_longest_first():
     assert sum(ours) < sum(greedy)
 
 
+def test_balanced_with_one_that_outweighs_the_rest():
+    """Many short sequences beside a very long one are dealt without copying what has been dealt for each of them."""
+    bins = get_packer("balanced", 2_000_000, min_bin_count=2).pack([1_000_000] + [1] * 400_000)
+    assert [len(bin_) for bin_ in bins] == [1, 400_000]
+    assert sorted(index for bin_ in bins for index in bin_) == list(range(400_001))
+
+
 def test_documented_algorithms():
     """What each algorithm does to a few lengths."""
     lengths = [6, 5, 4, 3, 2]
@@ -189,8 +196,18 @@ def test_bad_lengths(algorithm):
         packer.pack([])
     with pytest.raises(ValueError, match="whole numbers, found float64"):
         packer.pack([1.5])
+    with pytest.raises(ValueError, match="must fit into int64, found 9223372036854775808"):
+        packer.pack(np.array([1, 2**63], np.uint64))
     with pytest.raises(ValueError, match=r"2 sequences cannot fill 4 bins .* bin_count_multiple=4"):
         get_packer(algorithm, 10, bin_count_multiple=4).pack([1, 2])
+
+
+@each_algorithm
+def test_small_numbers(algorithm):
+    """A capacity of few bits counts as well as any."""
+    packer = get_packer(algorithm, np.int8(100), np.int8(2), np.int8(2))
+    assert packer == get_packer(algorithm, 100, 2, 2)
+    assert packer.metrics([99, 98, 97, 96], packer.pack([99, 98, 97, 96])).bins == 4
 
 
 def test_bad_arguments():

@@ -103,6 +103,12 @@ def test_results_made_anew():
         results.drop_padding(like=padded.slice(0, 2))
 
 
+def test_mask_of_nothing():
+    """A batch without samples has no dummy rows, whatever the shape of its mask."""
+    for mask in ([], np.zeros(0), np.zeros((0, 3)), np.zeros((0, 0))):
+        assert BatchedDataDict(x=[], mask=mask).drop_padding(mask_key="mask")["x"] == []
+
+
 def test_misuse():
     """There is no multiple of 0, and no dummy row of nothing."""
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):

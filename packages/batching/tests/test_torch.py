@@ -223,6 +223,38 @@ def test_padding_mask():
     assert padded.drop_padding()["y"].equal(torch.ones(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.bool])
+def test_mask_of_any_dtype(dtype):
+    """Also of those that numpy lacks."""
+    batch = BatchedDataDict(x=[1, 2, 3], mask=torch.tensor([[1, 0], [0, 0], [0, 1]]).to(dtype))
+    assert batch.drop_padding(mask_key="mask")["x"] == [1, 3]
+    assert batch.slice(0, 0).drop_padding(mask_key="mask")["x"] == []
+
+
+def test_lengths_that_numpy_lacks():
+    """Lengths are whole numbers; others are refused with their dtype."""
+    batch = BatchedDataDict(x=BASE, length=torch.ones(4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="'length' must be whole numbers, found bfloat16"):
+        batch.shard_by_batch_size(
+            2,
+            dynamic_batching_args={
+                "max_tokens_per_microbatch": 12,
+                "sequence_length_round": 1,
+                "input_key": "x",
+                "input_lengths_key": "length",
+            },
+        )
+
+
+def test_pad_values_that_are_none():
+    """A tensor of integers is not padded with what would become another number."""
+    batches = [{"x": torch.ones((1, width), dtype=torch.uint8)} for width in (2, 1)]
+    for value in (-1, 0.5, 300, float("nan")):
+        with pytest.raises(ValueError, match=r"Leaf 'x' cannot be padded with .*: its dtype is torch.uint8"):
+            BatchedDataDict.from_batches(batches, {"x": value})
+    assert BatchedDataDict.from_batches(batches, {"x": 255})["x"].tolist() == [[1, 1], [1, 255]]
+
+
 def test_devices():
     """to moves tensors in place, to_device into another batch."""
     batch = BatchedDataDict(x=BASE, y=np.ones(4))
@@ -240,6 +272,8 @@ def gather(rank, path):
         flag=torch.tensor([True] * (rank + 1)),
         array=np.full(rank + 1, rank),
         name=[f"rank {rank}"] * (rank + 1),
+        conjugate=torch.full((rank + 1,), 1 + 2j).conj(),
+        negative=torch._neg_view(torch.ones(rank + 1)),
     )
     everything = batch.all_gather()
     assert everything["ids"].dtype == torch.bfloat16
@@ -247,6 +281,8 @@ def gather(rank, path):
     assert everything["flag"].tolist() == [True] * 3
     assert everything["array"].tolist() == [0, 1, 1]
     assert everything["name"] == ["rank 0", "rank 1", "rank 1"]
+    assert everything["conjugate"].tolist() == [1 - 2j] * 3
+    assert everything["negative"].tolist() == [-1.0] * 3
     padded = batch.pad_to_multiple(3).all_gather()
     assert padded.size == 6
     assert padded.drop_padding()["name"] == everything["name"]

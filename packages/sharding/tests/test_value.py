@@ -92,6 +92,8 @@ def test_small_when_pickled():
         ({"shape": [2], "names": ["x"], "ranks": [0, 1, 2]}, "cannot reshape"),
         ({"shape": [2], "names": ["x"], "ranks": [0, True]}, "only integer rank IDs"),
         ({"shape": [2], "names": ["x"], "ranks": [1, 1]}, "Duplicate ranks found"),
+        ({"shape": 2, "names": ["x"], "start": 0}, "no dict of a sharding .*not iterable"),
+        ([2, 0], "no dict of a sharding .*indices must be integers"),
     ],
 )
 def test_bad_dict(data, message):

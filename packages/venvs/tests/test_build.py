@@ -33,7 +33,7 @@ def test_requirements(spec_of, tools, root):
 def test_warm(spec_of, make_project, project_spec):
     """What is there is found without starting a process, also for a project whose wheel is part of it."""
     started = []
-    sys.addaudithook(lambda event, args: started.append(args[0]) if event in ("subprocess.Popen", "os.fork") else None)
+    sys.addaudithook(lambda event, args: started.append(args) if event in ("subprocess.Popen", "os.fork") else None)
     specs = [spec_of("alpha"), project_spec(make_project())]
     paths = [create_local_venv(spec) for spec in specs]
     assert started

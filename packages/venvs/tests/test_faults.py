@@ -9,14 +9,26 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSpec, create_local_venv
-from fairlead_venvs._layout import BUILDING, host_tag, look
+from fairlead_venvs import (
+    UvUnavailableError,
+    VenvBuildError,
+    VenvError,
+    VenvSpec,
+    VenvTimeoutError,
+    create_local_venv,
+)
+from fairlead_venvs._build import locked
+from fairlead_venvs._kernel_lock import KernelLock
+from fairlead_venvs._layout import BUILDING, host_tag, lock_path, look
+from fairlead_venvs._progress import Bars
+from fairlead_venvs._uv import Deadline, Runner
 
 ASK = """
     import sys
@@ -162,6 +174,50 @@ def test_many_projects_at_once(make_project, project_spec, tmp_path):
     (answer,) = {process.communicate(timeout=120)[0] for process in asking}
     assert answer.endswith("/bin/python\n")
     assert count.read_text() == "once "
+
+
+def test_input_that_is_not_read(tmp_path):
+    """A command that does not read what it is given is ended at the deadline; one that reads less of it is fine."""
+    with pytest.raises(VenvTimeoutError):
+        Runner(Deadline(0.5)).run(["sleep", "60"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000)
+    assert Runner(Deadline(60)).run(["head", "-n", "1"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "x"
+    assert Runner(Deadline(60)).run(["wc", "-l"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "1000000"
+
+
+def test_waiting_is_patient(root):
+    """The longer another process builds, the more seldom who waits looks: the folder may be shared by many nodes."""
+    root.mkdir()
+    looks = []
+    lock = KernelLock(lock_path(root / "venv"))
+    assert lock.acquire()
+    with pytest.raises(VenvTimeoutError), locked(root / "venv", Deadline(4), lambda: looks.append(1) or False):
+        pass
+    lock.release()
+    assert 1 < len(looks) < 100
+
+
+def test_bars_from_many_threads(monkeypatch):
+    """Several builds tell of themselves at once: one display has a bar for each."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("fairlead_venvs._progress.QUIET_S", 0.0)
+    names = [f"venv-{number}" for number in range(8)]
+    together = threading.Barrier(len(names))
+
+    def tell(bars, name):
+        together.wait(60)
+        bars.update(name, 0, 1, "Resolved")
+        bars.update(name, 0, 1, "Installed")
+
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            with Bars() as bars, ThreadPoolExecutor(len(names)) as pool:
+                for told in [pool.submit(tell, bars, name) for name in names]:
+                    told.result()
+                assert sorted(task.description for task in bars._progress.tasks) == names
+    finally:
+        sys.setswitchinterval(often)
 
 
 def test_no_locks(spec_of, monkeypatch, tools, tmp_path):

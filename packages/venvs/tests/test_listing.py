@@ -102,6 +102,58 @@ def test_prune(spec_of, age, root):
     assert create_local_venv(specs[-1]) == str(gone / "bin" / "python")
 
 
+def test_prune_beside_another(spec_of, age, root):
+    """What another prune removes meanwhile is no error, and counts as removed by that one."""
+    folders = [Path(create_local_venv(spec_of(name))).parent.parent for name in ("alpha", "gamma")]
+    age(3600)
+    elsewhere = []
+
+    def kept():
+        elsewhere.extend(prune())
+        yield "nothing"
+
+    assert prune(keep=kept()) == []
+    assert sorted(venv.path for venv in elsewhere) == sorted(folders)
+
+
+def test_lock_of_a_forked_process(root):
+    """A lock that is given back is free, also while a process forked meanwhile still has the file open."""
+    root.mkdir()
+    ours, theirs = KernelLock(lock_path(root / "venv")), KernelLock(lock_path(root / "venv"))
+    assert ours.acquire()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        os.close(reading)
+        assert not theirs.acquire()
+        ours.release()
+        assert theirs.acquire()
+        theirs.release()
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_wheels_in_use_stay(make_project, project_spec, root):
+    """The wheel of a project that was asked for of late is not removed, nor are the locks beside it."""
+    spec = project_spec(make_project())
+    spec.fingerprint()
+    (store,) = (root / ".wheels").glob("[!.]*")
+    for path in (store, root / ".wheels" / ".locks"):
+        os.utime(path, (0, 0))
+    spec.fingerprint()
+    prune()
+    assert store.exists()
+    assert (root / ".wheels" / ".locks").exists()
+    os.utime(store, (0, 0))
+    prune()
+    assert not store.exists()
+
+
 def test_shared_folder(spec_of, age):
     """Where another host asks for environments, too, nothing goes unless it is said how long it was not asked for."""
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent

@@ -26,8 +26,11 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
-from fairlead_venvs._node_task import build_here, look_here
+from fairlead_venvs._asking import alive_nodes, on_nodes
+from fairlead_venvs._node_task import build_here, look_here, probe_here
 from fairlead_venvs._plan import planned
+from fairlead_venvs._prefetch import prefetch
+from fairlead_venvs._uv import Deadline
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -95,6 +98,21 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
     assert tools.says(second, "import proj; print(proj.answer)") == "42"
 
 
+def test_too_large(spec_of, monkeypatch):
+    """What is too much to ship is told as an environment that is not ready, and stops no other one."""
+    monkeypatch.setattr("fairlead_venvs._provision.LIMIT_BYTES", 100)
+    register_actor_env("package.module.Large", spec_of("alpha"))
+    register_actor_env("package.module.Small", VenvSpec(requirements=[]))
+    try:
+        large, small = prefetch(["package.module.Large", "package.module.Small"], cluster=True)
+    finally:
+        actor_environments.clear()
+    assert (large.status, small.status) == ("failed", "built")
+    assert "too much to ship" in large.detail
+    with pytest.raises(VenvBuildError, match="too much to ship"):
+        create_local_venv_on_each_node(spec_of("alpha"))
+
+
 def test_worker(worker_spec, tmp_path, monkeypatch):
     """An actor runs in the environment: its Python, its packages, its scripts on the path, wherever that is."""
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "it's a folder"))
@@ -140,6 +158,11 @@ def test_interpreters(tmp_path):
             ensure_worker_env(str(path))
         assert said in str(only(caught))
     assert only(caught).output == ()
+    for line, status in (("hello", "ready"), ("5", "ready")):
+        broken.write_text(f'#!/bin/sh\necho {line}; exec {sys.executable} "$@"\n')
+        assert probe_here(str(broken), 60)[0] == status
+    broken.write_text("#!/bin/sh\necho 5\n")
+    assert probe_here(str(broken), 60)[:2] == ("failed", "VenvBuildError")
     other = create_local_venv(VenvSpec(requirements=[]))
     with pytest.raises(VenvNodesError) as caught:
         ensure_worker_env(other)
@@ -193,6 +216,27 @@ def test_deadline(spec_of):
         create_local_venv_on_each_node(spec_of("alpha", setup=["sleep", "6544"]), timeout_s=3)
     assert isinstance(only(caught), VenvTimeoutError)
     assert time.monotonic() - began < 30
+
+
+def test_interrupted(spec_of, tools, tmp_path):
+    """A driver that is interrupted while nodes build ends what they have started, and nothing half-built is left."""
+    up = tmp_path / "up"
+    plan = planned(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
+    there = alive_nodes()
+    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files])]
+    calls = [(node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there]
+
+    def interrupt(_):
+        if up.exists():
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_nodes(calls, there, doing="building", deadline=Deadline(120), seen=interrupt)
+        assert tools.running("sleep\0006545") == []
+    finally:
+        for pid in tools.running("sleep\0006545"):
+            os.kill(int(pid), 9)
 
 
 def test_another_platform(spec_of):

@@ -5,7 +5,6 @@ import base64
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -112,7 +111,10 @@ def test_project(make_project, project_spec, root):
     """A project may name its index in its pyproject: the copy that a build makes of it is gone with the build."""
     folder = make_project(more=f'[[tool.uv.index]]\nurl = "https://{USER}:{PASSWORD}@localhost/simple"\n', lock=True)
     spec = project_spec(folder)
-    create_local_venv(spec)
+    python = create_local_venv(spec)
     left = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink() and path.suffix != ".whl"]
     assert [path for path in left if hidden_in(path.read_text(errors="replace"))] == []
-    assert Path(root).is_dir()
+    # Somebody with another password means the same environment, here, too.
+    pyproject = folder / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace(PASSWORD, "another"))
+    assert create_local_venv(spec) == python

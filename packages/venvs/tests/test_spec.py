@@ -2,6 +2,7 @@
 """What may be asked for, in how many ways it can be said, and what is refused before anything is started."""
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -140,6 +141,16 @@ def test_projects_that_cannot_be_read(tmp_path, make_project):
         create_local_venv(VenvSpec(project=folder, extras=["x", "y"]))
     with pytest.raises(ValueError, match=r"has no group test. Found: none"):
         create_local_venv(VenvSpec(project=folder, groups=["test"]))
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock", "uv.toml"])
+@pytest.mark.parametrize("content", [b"source = {", b"\xff"])
+def test_files_that_cannot_be_read(name, content, make_project):
+    """The one among a project's files that is no TOML is named."""
+    folder = make_project()
+    (folder / name).write_bytes(b'source = { editable = "../other" }\n' + content)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(folder / name))} cannot be read: "):
+        VenvSpec(project=folder).fingerprint()
 
 
 def test_a_spec_travels_and_shows_itself(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from ._checks import whole
+from ._checks import made_whole
 from ._packing import Algorithm, Packer
 
 Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
@@ -41,8 +41,7 @@ class DynamicBatchingArgs:
     input_lengths_key: str
 
     def __post_init__(self) -> None:
-        whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)
-        whole("sequence_length_round", self.sequence_length_round, at_least=1)
+        made_whole(self, "max_tokens_per_microbatch", "sequence_length_round")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,7 @@ class SequencePackingArgs:
     microbatch_order: MicrobatchOrder = "packer"
 
     def __post_init__(self) -> None:
-        whole("max_tokens_per_microbatch", self.max_tokens_per_microbatch, at_least=1)
-        whole("sequence_length_pad_multiple", self.sequence_length_pad_multiple, at_least=1)
+        made_whole(self, "max_tokens_per_microbatch", "sequence_length_pad_multiple")
         Packer(self.algorithm, self.max_tokens_per_microbatch)
         if self.microbatch_order not in MICROBATCH_ORDERS:
             choices = ", ".join(MICROBATCH_ORDERS)

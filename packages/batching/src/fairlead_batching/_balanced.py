@@ -6,11 +6,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from ._first_fit import Bins, descending, first_fit_decreasing
 
 # Differencing a problem with many bins can merge long lists for every item: beyond this product it is left out.
 _MOST_WORK = 1 << 21
+
+# An index, or two of what has been put together.
+_Items: TypeAlias = "int | tuple[_Items, _Items]"
+_Bin: TypeAlias = tuple[int, _Items]
 
 
 def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], int]) -> Bins:
@@ -67,11 +72,12 @@ def _longest_first(lengths: Sequence[int], count: int) -> Bins:
 
 def _differencing(lengths: Sequence[int], count: int) -> Bins:
     # A partial solution holds its bins that are not empty, fullest first. The two with the largest spreads are merged,
-    # the fullest of one with the emptiest of the other, until one is left.
+    # the fullest of one with the emptiest of the other, until one is left. Merged items are kept as a pair, for lists
+    # would be copied each time.
     if count == 1:
         return [list(range(len(lengths)))]
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
-        (-length, index, [(length, [index])]) for index, length in enumerate(lengths)
+    heap: list[tuple[int, int, list[_Bin]]] = [
+        (-length, index, [(length, index)]) for index, length in enumerate(lengths)
     ]
     heapq.heapify(heap)
     serial = len(heap)
@@ -81,17 +87,29 @@ def _differencing(lengths: Sequence[int], count: int) -> Bins:
         overlap = max(0, len(one) + len(other) - count)
         alone, other_alone = len(one) - overlap, len(other) - overlap
         merged = one[:alone] + other[:other_alone]
-        for (total, indices), (other_total, others) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
-            merged.append((total + other_total, indices + others))
+        for (total, items), (other_total, others) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
+            merged.append((total + other_total, (items, others)))
         merged.sort(key=_total, reverse=True)
         spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
         heapq.heappush(heap, (-spread, serial, merged))
         serial += 1
-    return [indices for _, indices in heap[0][2]]
+    return [_listed(items) for _, items in heap[0][2]]
 
 
-def _total(part: tuple[int, list[int]]) -> int:
+def _total(part: _Bin) -> int:
     return part[0]
+
+
+def _listed(items: _Items) -> list[int]:
+    found: list[int] = []
+    todo = [items]
+    while todo:
+        next_ = todo.pop()
+        if isinstance(next_, int):
+            found.append(next_)
+        else:
+            todo += reversed(next_)
+    return found
 
 
 def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:

@@ -110,9 +110,9 @@ class BatchedDataDict(Samples[Content]):
         >>> [shard["x"] for shard in batch.shard_by_batch_size(shards=2, batch_size=2)]
         [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
         """
-        whole("shards", shards, at_least=1)
+        shards = whole("shards", shards, at_least=1)
         if batch_size is not None:
-            whole("batch_size", batch_size, at_least=1)
+            batch_size = whole("batch_size", batch_size, at_least=1)
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
         group = _sharding.group_size(self.size, shards, batch_size, allow_uneven_shards)
@@ -157,7 +157,7 @@ class BatchedDataDict(Samples[Content]):
         [[1, 2], [3, 4]]
         """
         starts = _microbatches.equal(self, microbatch_size)
-        return (self.slice(start, min(start + microbatch_size, self.size)) for start in starts)
+        return (self.slice(start, min(start + starts.step, self.size)) for start in starts)
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[Content]]:
         """The microbatches of dynamic batching, as views: arrays and tensors truncated to the padded length.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -45,9 +46,19 @@ def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def has_numpy_dtype(tensor: Any) -> bool:
+    return hasattr(np, dtype_name(tensor))
+
+
 def carried(tensor: Any) -> Any:
     """The tensor, or its bits as integers if numpy lacks its dtype."""
-    return tensor if hasattr(np, dtype_name(tensor)) else _bits(tensor)
+    return tensor if has_numpy_dtype(tensor) else _bits(tensor)
+
+
+def nonzero(tensor: Any) -> Array:
+    """Where a tensor of any dtype, on whatever device, is not 0; an array of its shape."""
+    array: Array = tensor.detach().bool().cpu().numpy()
+    return array
 
 
 def _bits(tensor: Any) -> Any:
@@ -70,13 +81,23 @@ def concatenate(tensors: Sequence[Any]) -> Any:
     return require_torch().cat(list(tensors))
 
 
-def full_like_kind(example: Any, shape: Sequence[int], value: Any, tensors: Sequence[Any]) -> Any:
-    """A tensor of ``value`` with the dtype that concatenating ``tensors`` would have."""
+def common_dtype(tensors: Sequence[Any]) -> Any:
+    """The dtype that concatenating the tensors would give."""
+    return functools.reduce(require_torch().promote_types, (tensor.dtype for tensor in tensors))
+
+
+def bounds(dtype: Any) -> tuple[int, int] | None:
     torch = require_torch()
-    dtype = example.dtype
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.full(tuple(shape), value, dtype=dtype, device=example.device)
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype.is_floating_point or dtype.is_complex:
+        return None
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
+    """A tensor of ``value``, on the device of ``like``."""
+    return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 
 def ones(size: int, like: Any) -> Any:
@@ -88,7 +109,7 @@ def all_gather(tensor: Any, shapes: Sequence[tuple[int, ...]], group: Any) -> li
     """The tensors of all ranks of a process group, given their shapes."""
     torch = require_torch()
     # Bytes, since no backend knows every dtype; padded to the largest, since not every one takes different sizes.
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     sent = flat.new_zeros(max(sizes))
     sent[: flat.numel()] = flat

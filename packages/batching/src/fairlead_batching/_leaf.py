@@ -81,15 +81,25 @@ def concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
     if len({shape[1:] for shape in shapes}) == 1:
         return np.concatenate(leaves) if arrays else _interop.concatenate(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    if arrays:
-        joined: Any = np.full(total, pad_value, dtype=np.result_type(*leaves))
-    else:
-        joined = _interop.full_like_kind(leaves[0], total, pad_value, leaves)
+    dtype = np.result_type(*leaves) if arrays else _interop.common_dtype(leaves)
+    bounds = _bounds(dtype)
+    if bounds is not None and not (bounds[0] <= pad_value <= bounds[1] and pad_value == int(pad_value)):
+        raise ValueError(f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}.")
+    joined: Any = np.full(total, pad_value, dtype) if arrays else _interop.full(total, pad_value, dtype, leaves[0])
     start = 0
     for leaf, shape in zip(leaves, shapes, strict=True):
         joined[start : start + shape[0], : shape[1]] = leaf
         start += shape[0]
     return joined
+
+
+def _bounds(dtype: Any) -> tuple[int, int] | None:
+    """The least and the largest of an integer dtype, of which bool counts as one; None of others."""
+    if not isinstance(dtype, np.dtype):
+        return _interop.bounds(dtype)
+    if dtype.kind == "b":
+        return 0, 1
+    return (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) if dtype.kind in "iu" else None
 
 
 def describe(leaf: Any) -> str:

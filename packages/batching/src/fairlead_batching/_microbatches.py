@@ -69,7 +69,7 @@ def cut(
 
 def equal(batch: BatchedDataDict[Any], samples: int) -> range:
     """Where microbatches of ``samples`` start, checked: every shard has as many."""
-    whole("microbatch_size", samples, at_least=1)
+    samples = whole("microbatch_size", samples, at_least=1)
     size = batch.size
     if batch.elem_counts_per_gb is not None:
         raise ValueError(

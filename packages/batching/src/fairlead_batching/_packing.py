@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _first_fit
 from ._balanced import balanced, split_to
-from ._checks import whole, whole_numbers
+from ._checks import made_whole, whole_numbers
 from ._first_fit import Bins
 
 Algorithm = Literal[
@@ -82,10 +82,8 @@ class Packer:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"Unknown packing algorithm {self.algorithm!r}; there are: {', '.join(ALGORITHMS)}.")
-        whole("bin_capacity", self.bin_capacity, at_least=1)
-        for name in ("min_bin_count", "bin_count_multiple"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), at_least=1)
+        counts = [name for name in ("min_bin_count", "bin_count_multiple") if getattr(self, name) is not None]
+        made_whole(self, "bin_capacity", *counts)
 
     def pack(self, lengths: Iterable[int]) -> Bins:
         """Bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.

@@ -20,7 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 def padded(batch: Samples[Any], n: int, mask_key: str) -> tuple[dict[str, Any], BoolArray]:
     """The leaves with copies of the last sample up to a multiple of ``n``, and which samples are such copies."""
-    whole("n", n, at_least=1)
+    n = whole("n", n, at_least=1)
     size = batch.size
     if not size:
         raise ValueError("An empty batch cannot be padded: there is no sample to make dummy rows of.")
@@ -55,8 +55,8 @@ def real_rows(batch: Samples[Any], like: Samples[Any] | None, mask_key: str | No
         if mask_key not in batch.data:
             raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(batch.data)}.")
         mask = batch.data[mask_key]
-        values = _interop.to_numpy(mask) if _interop.is_tensor(mask) else np.asarray(mask)
-        return np.flatnonzero(values.reshape(size, -1).any(axis=1))
+        values = _interop.nonzero(mask) if _interop.is_tensor(mask) else np.asarray(mask)
+        return np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
     record = batch.padding if like is None else like.padding
     if record is None:
         raise ValueError(

@@ -95,7 +95,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
             pad_value_dict: what to pad with, by key; 0 for others.
 
         Raises:
-            ValueError: no batches, different keys, keys in ``pad_value_dict`` that no batch has, or other dims differ.
+            ValueError: no batches, different keys, or other dims differ; in ``pad_value_dict`` keys that no batch has,
+                or a value that a leaf of whole numbers cannot hold.
             TypeError: a key has a list in one batch and a tensor in another.
 
         >>> joined = BatchedDataDict.from_batches([{"x": np.array([[1, 2]])}, {"x": np.array([[3]])}], {"x": -1})
@@ -146,10 +147,10 @@ class Samples(UserDict[str, Any], Generic[Content]):
         [3, 4]
         """
         size = self.size
-        whole("chunks", chunks, at_least=1)
+        rank, chunks = whole("rank", rank, at_least=0), whole("chunks", chunks, at_least=1)
         if size % chunks:
             raise ValueError(f"{size} samples are no multiple of chunks={chunks}: use pad_to_multiple({chunks}).")
-        if not 0 <= rank < chunks:
+        if rank >= chunks:
             raise ValueError(f"There is no chunk {rank} of {chunks}.")
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
@@ -172,12 +173,13 @@ class Samples(UserDict[str, Any], Generic[Content]):
             ValueError: there is no such group or batch, or ``batch_size`` is missing.
         """
         size = self.size
-        whole("batch_idx", batch_idx, at_least=0)
+        batch_idx = whole("batch_idx", batch_idx, at_least=0)
         cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if cuts is None or lengths is None:
             if batch_size is None:
                 raise ValueError("batch_size is needed: no plan says how large groups are.")
-            start = batch_idx * whole("batch_size", batch_size, at_least=1)
+            batch_size = whole("batch_size", batch_size, at_least=1)
+            start = batch_idx * batch_size
             if start >= size:
                 raise ValueError(f"There is no batch {batch_idx} of {batch_size} among {size} samples.")
             return self.slice(start, min(start + batch_size, size))

@@ -227,6 +227,8 @@ class NamedSharding(Grid):
             return cls(as_layout(data["ranks"]).reshape(shape), data["names"])
         except KeyError as missing:
             raise ValueError(f"The dict of a sharding lacks {missing}; it has {list(data)}.") from None
+        except TypeError as error:
+            raise ValueError(f"This is no dict of a sharding ({error}): {data!r}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_dict, (self.to_dict(),)

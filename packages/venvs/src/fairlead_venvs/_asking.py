@@ -15,7 +15,7 @@ __all__ = ["alive_nodes", "on_nodes", "some"]
 
 # fairlead-venvs need not be installed on the nodes.
 SHIPPED = (_build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions)
-# How long a node that has to answer for itself may take longer than the driver waits for it.
+# How long a node that has to answer for itself may take longer than the driver waits for it, and to end what it does.
 GRACE_S = 2.0
 
 
@@ -81,13 +81,23 @@ def on_nodes(
             if seen is not None:
                 seen([numbers[ref] for ref in pending])
     finally:
-        for ref in pending:
-            ray.cancel(ref, force=True)
+        _cancel(pending)
     late = set(pending)
     return [
         VenvTimeoutError(doing, deadline.timeout_s, labels[node]) if ref in late else _answer(ref, labels[node])
         for ref, (node, _, _) in zip(refs, calls, strict=True)
     ]
+
+
+def _cancel(refs: Sequence[Any]) -> None:
+    """End what runs. It is interrupted first, so that it ends what it has started: a process that is killed cannot."""
+    import ray
+
+    for ref in refs:
+        ray.cancel(ref)
+    _, stubborn = ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S) if refs else ([], [])
+    for ref in stubborn:
+        ray.cancel(ref, force=True)
 
 
 @functools.cache

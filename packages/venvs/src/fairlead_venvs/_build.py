@@ -21,8 +21,9 @@ from .exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeou
 
 __all__ = ["ensure", "found", "locked"]
 
-# What a waiter may lose after another process has finished what it waits for.
-POLL_S = 0.02
+# What a waiter may lose after another process has finished what it waits for: at first in seconds, later as a share of
+# what it has waited, for the nodes of a cluster may all look at one shared folder; at most, in seconds.
+POLL_S, POLL_SHARE, POLL_AT_MOST_S = 0.02, 0.05, 1.0
 
 
 def found(folder: str, fingerprint: str) -> Outcome | None:
@@ -80,11 +81,13 @@ def locked(folder: Path, deadline: Deadline, done: Callable[[], bool]) -> Iterat
     It saves work, no more: what is right does not depend on it. Where the file system knows no locks there is none.
     """
     lock = KernelLock(lock_path(folder))
+    began = time.monotonic()
     while not done() and not lock.acquire():
         if not deadline.left():
             doing = f"waiting for another process that builds {folder}"
             raise VenvTimeoutError(doing, deadline.timeout_s)
-        time.sleep(POLL_S)
+        pause = min(max(POLL_S, POLL_SHARE * (time.monotonic() - began)), POLL_AT_MOST_S)
+        time.sleep(min(pause, deadline.left()))
     try:
         yield
     finally:

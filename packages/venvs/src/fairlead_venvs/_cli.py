@@ -137,9 +137,7 @@ def _prefetch(options: argparse.Namespace) -> int:
     style = {"built": "green", "failed": "red", "skipped": "dim"}
     for one in fetched:
         table.add_row(Text(one.fqn), Text(one.status, style.get(one.status, "")), Text(one.detail))
-    counts = [
-        (status, sum(one.status == status for one in fetched)) for status in ("built", "reused", "skipped", "failed")
-    ]
+    counts = [(status, sum(one.status == status for one in fetched)) for status in STATUSES]
     console = _console()
     console.print(table)
     console.print(", ".join(f"{count} {status}" for status, count in counts))

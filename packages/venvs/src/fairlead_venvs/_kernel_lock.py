@@ -5,6 +5,7 @@ Not filelock's: where a file system has no such locks that one raises, or takes 
 on its version, which is each node's own.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -44,5 +45,8 @@ class KernelLock:
     def release(self) -> None:
         """Give it back; can be repeated."""
         if self._file is not None:
+            # Closing alone gives back nothing that a process forked meanwhile still has open.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = None

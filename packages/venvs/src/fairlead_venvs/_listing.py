@@ -134,13 +134,21 @@ def prune(
     gone = [venv for venv in going if _removed(venv.path, limit)]
     for path in _folders(root):
         # Damaged ones; nothing that only has such a name.
-        if look(path) is None and (path / "pyvenv.cfg").is_file() and time.time() - path.stat().st_mtime >= limit:
+        if look(path) is None and (path / "pyvenv.cfg").is_file() and _age(path) >= limit:
             _removed(path, limit)
     remove_leftovers(leftovers(root), older_than_s=max(limit, RECENT_S))
-    for path in (root / WHEELS).glob("*"):
-        if time.time() - path.stat().st_mtime >= max(limit, WHEELS_S):
+    for path in (root / WHEELS).glob("[!.]*"):
+        if _age(path) >= max(limit, WHEELS_S):
             shutil.rmtree(path, ignore_errors=True)
     return gone
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was made or marked; none if it goes away."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _folders(root: Path) -> list[Path]:
@@ -207,6 +215,8 @@ def _removed(path: Path, limit: float) -> bool:
             return False
         aside = leftover_name(path, TRASH)
         os.rename(path, aside)
+    except FileNotFoundError:
+        return False  # somebody else has removed it
     finally:
         lock.release()
     shutil.rmtree(aside, ignore_errors=True)

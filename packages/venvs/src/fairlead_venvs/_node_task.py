@@ -60,12 +60,13 @@ def probe_here(python: str, timeout_s: float) -> Answer:
     command = [python, "-I", "-c", PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
-        version, _, _, ray = json.loads(done.stdout)
+        # The last line: what the interpreter runs on its own at start may print as well.
+        version, _, _, ray = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return ("failed", "VenvTimeoutError", (f"asking {python} for its version", timeout_s, None))
     except OSError as error:
         return ("failed", "VenvBuildError", (f"{python} does not run: {error}", "", (), None))
-    except ValueError:
+    except (IndexError, TypeError, ValueError):
         reason = f"{python} exits with {done.returncode} and does not tell its version"
         return ("failed", "VenvBuildError", (reason, "", tuple(done.stderr.splitlines()[-50:]), None))
     return ("ready", python, False, version, ray)

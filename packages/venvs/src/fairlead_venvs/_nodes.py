@@ -41,7 +41,8 @@ def create_local_venv_on_each_node(
 
     Raises:
         TypeError, ValueError: nothing that could be built; no such deadline; no Ray; a node that is not there.
-        VenvBuildError: the project's wheel cannot be built, or its lock does not match: no node was asked to build.
+        VenvBuildError: the project's wheel cannot be built, its lock does not match, or there is too much to ship: no
+            node was asked to build.
         VenvNodesError: nodes on which it went wrong, each with its own error. The others have it.
     """
     (python,) = ensure_venvs([py_executable], venv_name=venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)

@@ -117,11 +117,13 @@ def planned(
             no_groups=spec.no_groups,
             python=python,
         )
+        deciding = json.dumps(project.deciding, sort_keys=True, default=str)
+        secrets |= secrets_of([deciding])
         folder, hashes = _lock_files(project, files)
         runner = _runner(spec, secrets, deadline, show)
         wheels, built = _wheels(project, spec, root, python, implementation, runner, deadline, files)
         facts["project"] = {
-            "deciding": project.deciding,
+            "deciding": redacted(deciding, secrets),
             "extras": project.extras,
             "files": hashes,
             "groups": project.groups,

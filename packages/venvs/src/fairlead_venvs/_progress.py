@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars on the terminal, once something takes over a second."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ class Bars:
         self._shown = shown
         self._began = time.monotonic()
         self._tasks: dict[str, TaskID] = {}
+        # Several builds tell of themselves at once, each from its own thread.
+        self._lock = threading.Lock()
         # Made when first needed: what is there already is found in less time than rich takes to begin.
         self._progress: Progress | None = None
 
@@ -39,6 +42,10 @@ class Bars:
         """
         if not self._shown or time.monotonic() - self._began < QUIET_S:
             return
+        with self._lock:
+            self._update(name, done, total, detail)
+
+    def _update(self, name: str, done: int, total: int, detail: str) -> None:
         if self._progress is None:
             console = Console(stderr=True)
             self._shown = console.is_terminal

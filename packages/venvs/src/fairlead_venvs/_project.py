@@ -70,7 +70,7 @@ def read_project(
     own = _pyproject(folder)
     if own is None:
         raise ValueError(f"there is no pyproject.toml in {folder}")
-    pyproject = tomllib.loads(own.decode())
+    pyproject = _read(own, folder / "pyproject.toml")
     root = _root(folder)
     lock = (root / "uv.lock").read_bytes()
     name = pyproject.get("project", {}).get("name", "")
@@ -79,12 +79,17 @@ def read_project(
     _known("group", groups, known_groups, folder)
     chosen = {*groups, *(_defaults(pyproject, known_groups) if default_groups else ())} - set(no_groups)
     ordered = tuple(sorted(chosen))
-    folders, files = local_parts(lock, name, tuple(extras), ordered, python)
+    try:
+        folders, files = local_parts(lock, name, tuple(extras), ordered, python)
+    except ValueError as error:
+        raise ValueError(f"{root / 'uv.lock'} cannot be read: {error}") from None
     settings = {name: path.read_bytes() for name in ("pyproject.toml", "uv.toml") if (path := root / name).is_file()}
-    parts = [own] if root == folder else [own, settings["pyproject.toml"]]
-    deciding = [_deciding(tomllib.loads(part.decode())) for part in parts]
+    parts = [pyproject]
+    if root != folder:
+        parts.append(_read(settings["pyproject.toml"], root / "pyproject.toml"))
+    deciding = [_deciding(part) for part in parts]
     if "uv.toml" in settings:
-        deciding.append(tomllib.loads(settings["uv.toml"].decode()))
+        deciding.append(_read(settings["uv.toml"], root / "uv.toml"))
     return Project(name, folder, root, lock, settings, deciding, tuple(extras), ordered, folders, files)
 
 
@@ -95,13 +100,22 @@ def _pyproject(folder: Path) -> bytes | None:
         return None
 
 
+def _read(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(content.decode())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
 def _root(folder: Path) -> Path:
     """Where the lock of a project is: with it, or with the workspace above."""
     if (folder / "uv.lock").is_file():
         return folder
     for above in folder.parents:
         content = _pyproject(above)
-        if content is not None and "workspace" in tomllib.loads(content.decode()).get("tool", {}).get("uv", {}):
+        if content is None:
+            continue
+        if "workspace" in _read(content, above / "pyproject.toml").get("tool", {}).get("uv", {}):
             if (above / "uv.lock").is_file():
                 return above
             break

@@ -38,6 +38,7 @@ def provisioned(
     for folder, nodes in missing.items():
         try:
             if nodes:
+                _check_size(plans[folder])
                 plans[folder].check(deadline, bars.line(Path(folder).name))
         except VenvError as error:
             errors[folder, DRIVER] = error
@@ -83,7 +84,7 @@ def _made(
     calls = []
     for folder in dict.fromkeys(folder for folder, _ in asked):
         plan = plans[folder]
-        shipped = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in _fitting(plan)]
+        shipped = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
         # Stored once, whatever the number of nodes.
         files = [ray.put(shipped)] if shipped else []
         recipe = dataclasses.asdict(plan.recipe)
@@ -107,11 +108,10 @@ def _made(
     return errors
 
 
-def _fitting(plan: Plan) -> Sequence[tuple[str, bytes | Path]]:
+def _check_size(plan: Plan) -> None:
     total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.files)
     if total > LIMIT_BYTES:
-        raise ValueError(
+        raise VenvBuildError(
             f"the files of this spec have {total / 2**30:.1f} GiB, too much to ship to each node: put them into a "
             "folder that every node has, and name it in env={'UV_FIND_LINKS': ...}"
         )
-    return plan.files

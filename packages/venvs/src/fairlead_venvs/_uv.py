@@ -142,7 +142,7 @@ class Runner:
                 command,
                 cwd=cwd,
                 env={**self.env, **(env or {})},
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -154,11 +154,10 @@ class Runner:
         lines: deque[str] = deque(maxlen=LINES)
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
+        if stdin:
+            # Not here: what is not read does not fit into the pipe, and nothing would look at the deadline.
+            threading.Thread(target=_write, args=(process, stdin), daemon=True).start()
         try:
-            with contextlib.suppress(BrokenPipeError):
-                assert process.stdin is not None
-                process.stdin.write(stdin)
-                process.stdin.close()
             code = process.wait(self._deadline.left())
         except subprocess.TimeoutExpired:
             raise VenvTimeoutError(shown, self._deadline.timeout_s) from None
@@ -180,3 +179,9 @@ class Runner:
                 lines.append(redacted(line.rstrip("\n"), self._secrets))
                 if self._show is not None:
                     self._show(lines[-1])
+
+
+def _write(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(text)

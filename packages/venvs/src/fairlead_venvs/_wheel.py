@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A project's own code as a wheel: built by uv when the source has changed, known by its content."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -51,6 +52,8 @@ def _kept(store: Path) -> tuple[Path, str] | None:
         (name,) = os.listdir(store / content)
     except (OSError, ValueError):
         return None
+    with contextlib.suppress(OSError):  # a folder that may be read only
+        os.utime(store)  # `prune` looks at it
     return store / content / name, content
 
 
