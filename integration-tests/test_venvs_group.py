@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -109,8 +110,10 @@ def test_registered(local_ray, specs):
         ):
             assert group.call("facts", collect=()).result()[0] == "2.0"
             os.kill(group._workers_now[0].pid, 9)
+            deadline = time.monotonic() + 60
             while not group.restart_failed_workers():
-                pass
+                assert time.monotonic() < deadline, "the death of the worker was never seen"
+                time.sleep(0.05)
             assert group.call("facts", collect=()).result()[0] == "2.0"
     finally:
         del actor_environments["far_away.Worker"]

@@ -156,6 +156,13 @@ def test_quality(algorithm, median, sigma, most):
         assert metrics.bins <= most * metrics.bound
 
 
+@pytest.mark.parametrize("seed", [None, -1, 1.5, True])
+def test_seeds(seed):
+    """No seed that would make the order another one each time, or none at all."""
+    with pytest.raises(ValueError, match="seed must be a whole number of at least 0"):
+        get_packer("first_fit_shuffle", 50, seed=seed)
+
+
 def test_shuffle_is_seeded():
     """The seed decides the order, and nothing else does."""
     lengths = list(range(1, 40))

@@ -84,6 +84,8 @@ class Packer:
             raise ValueError(f"Unknown packing algorithm {self.algorithm!r}; there are: {', '.join(ALGORITHMS)}.")
         counts = [name for name in ("min_bin_count", "bin_count_multiple") if getattr(self, name) is not None]
         made_whole(self, "bin_capacity", *counts)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}.")
 
     def pack(self, lengths: Iterable[int]) -> Bins:
         """Bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.

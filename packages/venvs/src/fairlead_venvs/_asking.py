@@ -134,7 +134,9 @@ def _answer(ref: Any, label: str) -> Outcome | VenvError | None:
     try:
         answer = ray.get(ref)
     except ray.exceptions.RayError as error:
-        reason = f"the node could not do it ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        reason = (
+            f"the node could not do it ({type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]})"
+        )
         return VenvBuildError(reason, node=label)
     if answer[0] == "failed":
         *arguments, _ = answer[2]

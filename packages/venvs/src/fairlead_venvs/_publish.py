@@ -120,4 +120,15 @@ def _is_abandoned(path: Path, older_than_s: float) -> bool:
         return True
     if TRASH in path.name and on_shared_file_system(path):
         return False
-    return tag.endswith(host_tag()) and not os.path.exists(f"/proc/{pid}") and os.path.exists("/proc/self")
+    return tag.endswith(host_tag()) and pid.isdigit() and not _lives(int(pid))
+
+
+def _lives(pid: int) -> bool:
+    # Not by /proc, which may hide the processes of others.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -65,12 +65,15 @@ def ensure_worker_env(
     if what == sys.executable:
         return WorkerEnv(sys.executable, {})
     if isinstance(what, str) and not is_uv_command(what):
-        outcomes = _probed(what, nodes, Deadline(checked_seconds("timeout_s", timeout_s)))
+        deadline = Deadline(checked_seconds("timeout_s", timeout_s))
+        there = alive_nodes(nodes)
+        outcomes = _probed(what, there, deadline)
     else:
         spec = as_spec(what)
         _same_python(spec)
-        (outcomes,) = ensure_on_nodes([spec], nodes=nodes, timeout_s=timeout_s, progress=progress)
-    _same_ray(outcomes, alive_nodes(list(outcomes)))
+        there = alive_nodes(nodes)
+        (outcomes,) = ensure_on_nodes([spec], nodes=list(there), timeout_s=timeout_s, progress=progress)
+    _same_ray(outcomes, there)
     path = next(iter(outcomes.values())).python
     return WorkerEnv(path, _runtime_env(path, built=not isinstance(what, str) or is_uv_command(what)))
 
@@ -106,9 +109,8 @@ def _same_python(spec: VenvSpec) -> None:
         raise VenvMismatchError("python", spec.python, wanted, repr(spec))
 
 
-def _probed(python: str, nodes: Sequence[str] | None, deadline: Deadline) -> dict[str, Outcome]:
+def _probed(python: str, there: Mapping[str, str], deadline: Deadline) -> dict[str, Outcome]:
     """An interpreter that is not ours: ask it, on each node. One that does not run would fail only after minutes."""
-    there = alive_nodes(nodes)
     calls = [(node, _node_task.probe_here, (python, max(1.0, deadline.left()))) for node in there]
     answers = dict(zip(there, on_nodes(calls, there, doing=f"asking {python}", deadline=deadline), strict=True))
     _raise_for({node: answer for node, answer in answers.items() if isinstance(answer, VenvError)}, there)
