@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker, and its places, that the tests of calls share."""
+"""What tests of calls share: a worker, its places, and what is in the object store."""
 
 import asyncio
 import os
 import time
 
 import numpy as np
+import ray
 
 from fairlead_sharding import NamedSharding
 
@@ -77,3 +78,22 @@ class Worker:
     def die(self, ranks):
         if self.rank() in ranks:
             os._exit(1)
+
+    def lose_a_child(self, ranks):
+        if self.rank() in ranks:
+            child = ray.remote(Child).options(num_cpus=0).remote()
+            ray.get(child.die.remote())
+
+
+class Child:
+    def die(self):
+        os._exit(1)
+
+
+def store_used() -> int:
+    """Bytes in use, by the object store's own count."""
+    from ray._private.internal_api import node_stats
+
+    (node,) = ray.nodes()
+    told = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return told.store_stats.object_store_bytes_used

@@ -10,7 +10,7 @@ import ray
 
 from fairlead_workergroup import PerWorker, Shard
 
-from .calling import MB
+from .calling import MB, store_used
 
 
 class TestCopies:
@@ -41,7 +41,7 @@ class TestCopies:
             # The store frees a moment after the last reference is gone.
             gc.collect()
             deadline = time.monotonic() + 30
-            while (now := _store_used()) > at_most and time.monotonic() < deadline:
+            while (now := store_used()) > at_most and time.monotonic() < deadline:
                 time.sleep(0.1)
             return now
 
@@ -94,11 +94,3 @@ class TestCopies:
         """A call that gets another's failure raises that, with its type."""
         with pytest.raises(ValueError, match="would not"):
             group.call("echo", group.call("fail", [5], collect=())).result()
-
-
-def _store_used() -> int:
-    from ray._private.internal_api import node_stats
-
-    (node,) = ray.nodes()
-    told = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-    return told.store_stats.object_store_bytes_used

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import CallCancelledError, CallTimeoutError, RayWorkerGroup, WorkerFailureError
@@ -153,6 +154,17 @@ class TestErrors:
             doomed.call("rank")
         assert doomed.statistics().requests == requests
         assert doomed.at(dp=0).call("rank").result() == [0, 1]
+
+    def test_deaths_that_are_not_the_workers(self, group, doomed):
+        """What a method meets, a dead actor of its own or an argument lost with its maker, is no loss of its worker."""
+        with pytest.raises(ActorDiedError) as caught:
+            group.call("lose_a_child", [3]).result()
+        assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3"]
+        answer = doomed.at(dp=0, tp=0).call("die", [0], collect=())
+        with pytest.raises(ActorDiedError):
+            group.call("echo", answer).result()
+        assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
+        assert group.call("rank").result() == list(range(8))
 
 
 class TestCancel:
