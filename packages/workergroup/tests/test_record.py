@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import ray
 
@@ -50,6 +51,16 @@ def test_what_it_says(record):
     assert read(record)["message"] == "x" * 256
     record.end(key)
     assert (read(record)["method"], read(record)["running_s"], read(record)["step"]) == (None, 0.0, 7)
+
+
+@pytest.mark.parametrize(("step", "error"), [(1.5, TypeError), (2**63, ValueError), (-(2**63), ValueError)])
+def test_a_step_that_is_none(record, step, error):
+    """It is refused, and what the worker does afterwards is recorded as before."""
+    record.progress(step=np.int64(3))
+    with pytest.raises(error):
+        record.progress(step=step)
+    record.end(record.begin(1))
+    assert (read(record)["calls"], read(record)["step"]) == (1, 3)
 
 
 def test_a_cancelled_call_does_not_start(record):

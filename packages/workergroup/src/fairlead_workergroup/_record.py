@@ -8,6 +8,7 @@ that nothing is left behind however the worker ends. Shipped by value: the stand
 
 import json
 import mmap
+import operator
 import os
 import struct
 import time
@@ -78,8 +79,16 @@ class Record:
         self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
-        """It goes on: a step, and a line of text for people."""
+        """It goes on: a step, and a line of text for people.
+
+        Raises:
+            TypeError, ValueError: the step is no whole number, or does not fit in 64 bits.
+        """
         if step is not None:
+            # Before it is kept: the start and end of every further method write it.
+            step = operator.index(step)
+            if not NO_STEP < step < -NO_STEP:
+                raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
         if message is not None:
             text = message.encode()[:MESSAGE_BYTES]
