@@ -124,6 +124,15 @@ class TestViews:
         with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):
             group.with_options(collect="pp")
 
+    def test_options_that_contradict_each_other(self, group):
+        """Refused where they are set, also one after the other."""
+        with pytest.raises(ValueError, match="nothing to collect along"):
+            group.with_options(collect="dp").with_options(discard=True)
+        with pytest.raises(ValueError, match="cannot be collected"):
+            group.with_options(first_along="tp").with_options(collect=("dp", "tp"))
+        with pytest.raises(ValueError, match="retries must be a whole number"):
+            group.with_options(retries=-1)
+
 
 class TestExplain:
     def test_table(self, group):
