@@ -74,6 +74,9 @@ def test_a_cancelled_call_does_not_start(record):
         assert read(record)["method"] is None
     record.task = b"u" * 24
     record.end(record.begin(1))
+    write_cancelled(record._file, [b"a" + b"b" * 23, b"a" + b"c" * 23])
+    record.task = b"b" * 23 + b"a"  # in the list as the end of one and the start of another
+    record.end(record.begin(1))
 
 
 def test_overlapping_calls(local_ray, monkeypatch):

@@ -104,10 +104,11 @@ class Record:
 
     def _is_cancelled(self, task: bytes) -> bool:
         # Not noted as seen: calls queued behind this one may be in it too.
-        count = struct.unpack_from("<Q", self._page, CANCELLED_AT)[0]
-        kept = min(count, CANCELLED_KEPT) * TASK_BYTES
-        ring = self._page[CANCELLED_AT + 8 : CANCELLED_AT + 8 + kept]
-        return any(ring[at : at + TASK_BYTES] == task for at in range(0, kept, TASK_BYTES))
+        ring = CANCELLED_AT + 8
+        at = self._page.find(task, ring, ABOUT_AT) if task else -1
+        while at >= 0 and (at - ring) % TASK_BYTES:  # across two of them
+            at = self._page.find(task, at + 1, ABOUT_AT)
+        return at >= 0
 
 
 class OverlappingRecord(Record):
