@@ -86,6 +86,9 @@ class Worker:
     def raise_error(self):
         raise ValueError("mine")
 
+    def raise_loss(self):
+        raise WorkerFailureError((), "of a group of mine")
+
     def grow(self, size):
         self.block = np.ones(size // 8)
         time.sleep(30)
@@ -246,6 +249,17 @@ def test_retries_while_several_wait(made, scope):
         assert [result.result(timeout=120) for result in results] == [[6] * 4] * 2
     started_and_repeated = 2 if scope == "worker" else 8
     assert group.statistics().requests - before == started_and_repeated
+
+
+def test_a_loss_that_a_worker_tells_of(made):
+    """The error of a worker that has lost workers of its own is not taken for its loss: nothing is repeated."""
+    group = made(restart_on_failure=True, restart_scope="group")
+    call = group.call("raise_loss", retries=2)
+    with pytest.raises(WorkerFailureError, match="of a group of mine"):
+        call.result()
+    assert group.call("state").result()[0][1] == 0
+    assert call.statistics().requests == 4
+    assert group.statistics().requests == 12  # starts, this call, and the last one
 
 
 def test_a_look_during_a_restart(made, monkeypatch):

@@ -23,7 +23,7 @@ from ray.exceptions import (
 
 from fairlead_placement import alive_nodes
 
-from .exceptions import FailureKind, RemoteError, WorkerFailure, WorkerFailureError
+from .exceptions import FailureKind, RemoteError, WorkerFailure
 
 __all__ = ["WorkerFacts", "as_failure", "as_failures", "explained", "remote_traceback"]
 
@@ -97,26 +97,20 @@ def _judged(error: BaseException, worker: WorkerFacts, alive: Collection[str]) -
 
 
 def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
-    """One exception for what failing ranks raised, to be raised by the caller.
+    """One exception for what ranks that live raised, to be raised by the caller.
 
     Args:
         errors: what Ray raised, by rank; the first is the one that is shown.
         workers: who the ranks are.
 
     Returns:
-        `WorkerFailureError` if workers were lost; else the first rank's own exception, with its type, the remote
-        traceback as its cause, and a note for each failing rank; `RemoteError` if its class is not known here.
+        The first rank's own exception, with its type, the remote traceback as its cause, and a note for each failing
+        rank; `RemoteError` if its class is not known here.
     """
-    lost = as_failures(errors, workers)
     rank, first = next(iter(errors.items()))
-    shown: BaseException
-    if lost:
-        shown = WorkerFailureError(tuple(lost))
-        shown.__cause__ = first
-        return shown
     if type(first) is ActorUnavailableError or not isinstance(first, RayError):
         return first
-    shown = first
+    shown: BaseException = first
     cause = getattr(first, "cause", None)
     if isinstance(first, UnserializableException) or (isinstance(cause, RayError) and type(cause) is RayError):
         trace = remote_traceback(first)

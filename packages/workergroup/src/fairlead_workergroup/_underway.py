@@ -111,8 +111,10 @@ class Underway(MultiWorkerFuture):
                 return True
             if not self._repeats.left:
                 return False
-            self._repeats.left -= 1
             lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
+            if not lost:  # it is a worker's own error, of a group of its own
+                return False
+            self._repeats.left -= 1
             if self._group._restart_scope == "group":
                 lost = list(range(len(self.futures)))
             asked = [self._repeats.requests[at] for at in lost]
