@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reserved cluster for the tests that need workers."""
+"""A reserved cluster for the tests that need workers, and groups for the tests of calls."""
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from fairlead_workergroup import RayWorkerGroup
 
 # No deadline and no health check of speed: on a busy machine they would fail tests for being slow. No database: a test
 # run leaves no files.
@@ -22,6 +26,43 @@ def cluster(local_ray: None) -> Iterator[object]:
 
     with RayVirtualCluster([8], use_gpus=False) as reserved:
         yield reserved
+
+
+@pytest.fixture(scope="module")
+def shared(local_ray: None) -> Iterator["RayWorkerGroup"]:
+    """One group for the tests that leave it as it was."""
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_workergroup import RayWorkerGroup
+
+    from .calling import AXES, Worker
+
+    with (
+        RayVirtualCluster([8], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=AXES) as group,
+    ):
+        yield group
+
+
+@pytest.fixture
+def group(shared: "RayWorkerGroup") -> "RayWorkerGroup":
+    """The shared group."""
+    return shared
+
+
+@pytest.fixture
+def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
+    """A group of four workers for the tests that lose some of them."""
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_sharding import NamedSharding
+    from fairlead_workergroup import RayWorkerGroup
+
+    from .calling import Worker
+
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
+    ):
+        yield group
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_placement import RayVirtualCluster
+from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError
 
 
@@ -121,6 +121,17 @@ def test_an_error(group):
     with pytest.raises(ValueError, match="bad item 1") as caught:
         next(results)
     assert caught.value.__notes__[-1] == "item 1 of map('work')"
+    assert group.call("done").result() == [True] * 4
+
+
+def test_the_rest_is_given_up_at_once(group):
+    """When nobody wants more, the node is asked once for an item of every worker, however many workers there are."""
+    results = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
+    assert next(results) == (0, 0)
+    agent = NodeAgent(group.worker_metadata[0]["node_id"])
+    before = agent.requests().get("run", 0)
+    results.close()
+    assert agent.requests()["run"] - before == 2
     assert group.call("done").result() == [True] * 4
 
 

@@ -137,6 +137,19 @@ FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed
             CallCancelledError("step", (1, 3)),
             "the call of 'step' was cancelled before rank(s) 1, 3 finished it",
         ),
+        (
+            WorkerFailureError((FAILURE,) * 2000, "do this"),
+            "2000 worker(s) lost:"
+            + "\n  rank 3 (dp=1) on node abcdef01, pid 77: killed: it was killed" * 16
+            + "\n  and 1984 others\ndo this",
+        ),
+        (
+            CallCancelledError("step", tuple(range(2000))),
+            (
+                "the call of 'step' was cancelled before rank(s) "
+                "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 1984 others finished it"
+            ),
+        ),
         (RemoteError("pkg.Odd", "text", "Traceback", 4), "rank 4 raised pkg.Odd: text\nTraceback"),
     ],
 )

@@ -131,6 +131,14 @@ class TestTiedGroups:
         with pytest.raises(error, match=message):
             lay_out(slots(2, 2), prefix="p", bundle_indices_list=groups)
 
+    @pytest.mark.parametrize("options", [{"workers_per_node": 1}, {"bundle_indices_list": [(0, [0])]}])
+    def test_slots_of_several_clusters(self, options):
+        """What has the same numbers in two clusters cannot be named by them."""
+        there = [*slots(2), *(dataclasses.replace(slot, placement_group=Group("other")) for slot in slots(2))]
+        assert where(lay_out(there, prefix="p")) == [(0, 0), (0, 1)] * 2
+        with pytest.raises(ValueError, match="2 slots are bundle 0 of logical node 0"):
+            lay_out(there, prefix="p", **options)
+
     def test_exclusive(self):
         """Not together with workers_per_node."""
         with pytest.raises(ValueError, match="not both"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import ray
 
@@ -52,6 +53,16 @@ def test_what_it_says(record):
     assert (read(record)["method"], read(record)["running_s"], read(record)["step"]) == (None, 0.0, 7)
 
 
+@pytest.mark.parametrize(("step", "error"), [(1.5, TypeError), (2**63, ValueError), (-(2**63), ValueError)])
+def test_a_step_that_is_none(record, step, error):
+    """It is refused, and what the worker does afterwards is recorded as before."""
+    record.progress(step=np.int64(3))
+    with pytest.raises(error):
+        record.progress(step=step)
+    record.end(record.begin(1))
+    assert (read(record)["calls"], read(record)["step"]) == (1, 3)
+
+
 def test_a_cancelled_call_does_not_start(record):
     """A task in the list is refused, however many are in it; others run."""
     write_cancelled(record._file, [i.to_bytes(24, "little") for i in range(CANCELLED_KEPT)])
@@ -62,6 +73,9 @@ def test_a_cancelled_call_does_not_start(record):
             record.begin(1)
         assert read(record)["method"] is None
     record.task = b"u" * 24
+    record.end(record.begin(1))
+    write_cancelled(record._file, [b"a" + b"b" * 23, b"a" + b"c" * 23])
+    record.task = b"b" * 23 + b"a"  # in the list as the end of one and the start of another
     record.end(record.begin(1))
 
 

@@ -2,6 +2,7 @@
 """Lost workers are started again: the same ranks, the same slots, the same arguments."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -21,8 +22,12 @@ from fairlead_workergroup import (
     Shard,
     WorkerFailureError,
     WorkerGroupError,
+    _watching,
     current_worker,
 )
+from fairlead_workergroup.testing import kill
+
+from .calling import MB, store_used
 
 AXES = NamedSharding.from_shape(dp=2, tp=2)
 
@@ -81,9 +86,26 @@ class Worker:
     def raise_error(self):
         raise ValueError("mine")
 
+    def raise_loss(self):
+        raise WorkerFailureError((), "of a group of mine")
+
     def grow(self, size):
         self.block = np.ones(size // 8)
         time.sleep(30)
+
+
+class Configured:
+    """Gets an argument of 8 MB that it was not given."""
+
+    def __init__(self, block):
+        self.block = block
+
+    @staticmethod
+    def configure_worker(num_gpus, bundle_indices):
+        return {}, {}, {"block": np.ones(MB)}
+
+    def total(self):
+        return int(self.block.sum())
 
 
 VALUE = np.ones(20_000)
@@ -130,6 +152,17 @@ def test_the_same_rank_again(made):
     now = group.call("pid").result()
     assert [rank for rank in range(4) if now[rank] != pids[rank]] == [1]
     assert group.restart_failed_workers() == []
+
+
+def test_nothing_is_kept_of_earlier_starts(local_ray, eventually):
+    """What `configure_worker` adds is stored for each start, and for no longer than somebody uses it."""
+    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Configured) as group:
+        assert 8 * MB <= store_used() < 9 * MB
+        for _ in range(2):
+            kill(group, 0)
+            assert eventually(lambda: group.restart_failed_workers() == [0])  # once Ray knows
+            assert group.call("total").result() == [MB]
+        assert eventually(lambda: gc.collect() >= 0 and store_used() < 9 * MB)
 
 
 def test_a_death_that_no_call_has_met(made):
@@ -203,6 +236,50 @@ def test_retries_of_a_whole_group(made):
     group = made(restart_on_failure=True, restart_scope="group")
     assert group.call("double", 3, die_at=[2], retries=1).result() == [6] * 4
     assert [state[1] for state in group.call("state").result()] == [1] * 4
+
+
+@pytest.mark.parametrize("scope", ["worker", "group"])
+def test_retries_while_several_wait(made, scope):
+    """A call whose result two threads wait for is repeated once, and costs one of its retries."""
+    group = made(restart_on_failure=True, restart_scope=scope)
+    call = group.call("double", 3, die_at=[1], retries=1)
+    before = group.statistics().requests
+    with ThreadPoolExecutor() as pool:
+        results = [pool.submit(call.result) for _ in range(2)]
+        assert [result.result(timeout=120) for result in results] == [[6] * 4] * 2
+    started_and_repeated = 2 if scope == "worker" else 8
+    assert group.statistics().requests - before == started_and_repeated
+
+
+def test_a_loss_that_a_worker_tells_of(made):
+    """The error of a worker that has lost workers of its own is not taken for its loss: nothing is repeated."""
+    group = made(restart_on_failure=True, restart_scope="group")
+    call = group.call("raise_loss", retries=2)
+    with pytest.raises(WorkerFailureError, match="of a group of mine"):
+        call.result()
+    assert group.call("state").result()[0][1] == 0
+    assert call.statistics().requests == 4
+    assert group.statistics().requests == 12  # starts, this call, and the last one
+
+
+def test_a_look_during_a_restart(made, monkeypatch):
+    """What is told of a worker is of one of its lives."""
+    group = made()
+    die(group, 1)
+    pid = group.get_worker_status()[1].pid
+    ask = _watching.looked_at
+
+    def restart_meanwhile(*args):
+        group.restart_failed_workers()
+        return ask(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_watching, "looked_at", restart_meanwhile)
+        before = group.get_worker_status()[1]
+    assert (before.pid, before.state, before.incarnation, before.restarts) == (pid, "dead", 0, 0)
+    assert group.worker_metadata[1]["state"] == "alive"
+    now = group.get_worker_status()[1]
+    assert (now.pid != pid, now.state, now.incarnation, now.restarts) == (True, "idle", 1, 1)
 
 
 def test_max_restarts(made):
@@ -325,6 +402,19 @@ def test_memory_limit(made):
         assert "memory_limit of 600,000,000 bytes" in failure.cause
         assert int(failure.cause.split("resident memory was ")[1].split(" bytes")[0].replace(",", "")) > 600_000_000
         assert group.call("state").result()[2][1] == incarnation
+
+
+def test_slots_of_two_clusters(local_ray):
+    """Slots that have the same numbers, each in its own cluster, are different ones."""
+    with (
+        RayVirtualCluster([1], use_gpus=False) as one,
+        RayVirtualCluster([1], use_gpus=False) as other,
+        RayWorkerGroup([*one.slots(), *other.slots()], Worker) as group,
+    ):
+        before = group.call("pid").result()
+        die(group, 0)
+        assert group.restart_failed_workers() == [0]
+        assert [now == pid for now, pid in zip(group.call("pid").result(), before, strict=True)] == [False, True]
 
 
 def test_bare_slots(local_ray):

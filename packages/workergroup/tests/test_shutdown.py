@@ -13,7 +13,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching
 
 
 class Cleaner:
@@ -43,6 +43,10 @@ class Cleaner:
         yield "first"
         self.cleanup()
 
+    async def cleanup_in_async_steps(self):
+        yield "first"
+        self.cleanup()
+
     def spin(self):
         while True:
             pass
@@ -53,8 +57,6 @@ class Cleaner:
 
 @pytest.fixture
 def group(cluster, tmp_path):
-    from fairlead_workergroup import RayWorkerBuilder
-
     made = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=4)
     yield made
     made.shutdown(force=True)
@@ -102,9 +104,12 @@ def test_cleanup(group, tmp_path):
     assert cleaned(tmp_path) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps"])
-def test_cleanup_of_other_kinds(group, tmp_path, method):
-    """A coroutine is awaited, and a generator run to its end."""
+@pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps", "cleanup_in_async_steps"])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_cleanup_of_other_kinds(cluster, tmp_path, method, overlapping):
+    """A coroutine is awaited, and a generator run to its end, whether or not async methods overlap."""
+    builder = RayWorkerBuilder(Cleaner, str(tmp_path))
+    group = RayWorkerGroup(cluster, builder, workers_per_node=4, async_communication=overlapping)
     assert group.shutdown(cleanup_method=method) is True
     assert cleaned(tmp_path) == ["0", "1", "2", "3"]
 
@@ -172,6 +177,21 @@ def test_hung_worker(group, how):
 def test_twice(group):
     """The second time does nothing and answers the same."""
     assert (group.shutdown(), group.shutdown()) == (True, True)
+
+
+def test_while_another_thread_calls(group, monkeypatch):
+    """A call that is being sent when the group ends has lost its workers."""
+    send = _dispatching.send
+
+    def end_and_send(handle, request):
+        group.shutdown()
+        return send(handle, request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_dispatching, "send", end_and_send)
+        call = group.call("pid")
+    with pytest.raises(WorkerFailureError):
+        call.result(timeout=60)
 
 
 def test_context_manager(cluster):

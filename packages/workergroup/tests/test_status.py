@@ -2,6 +2,7 @@
 """What workers are doing and using, asked of their nodes while the workers are busy, hang or are gone."""
 
 import os
+import pathlib
 import signal
 import time
 
@@ -11,7 +12,7 @@ from ray.cluster_utils import Cluster
 
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, WorkerGroupError, _inspect, report_progress
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, _inspect, report_progress
 from fairlead_workergroup.testing import fill_memory, hang, kill
 
 
@@ -22,6 +23,9 @@ class Worker:
 
     def rank(self):
         return int(os.environ["RANK"])
+
+    def answer(self, size):
+        return bytes(size)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +175,30 @@ def test_a_dead_worker(cluster):
             ask()
 
 
+def test_nodes_are_asked_at_once_who_is_gone(cluster, monkeypatch, tmp_path):
+    """A shutdown waits for all nodes together, however many there are."""
+
+    def meet(processes, folder=str(tmp_path)):
+        """Nobody is there, once all four nodes are being asked."""
+        mine = pathlib.Path(folder, str(os.getpid()))
+        mine.touch()
+        deadline = time.monotonic() + 4
+        while len(os.listdir(folder)) < 4:
+            if time.monotonic() > deadline:
+                mine.unlink()
+                return [pid for pid, _ in processes]
+            time.sleep(0.01)
+        return []
+
+    group = RayWorkerGroup(cluster, Worker, workers_per_node=1)
+    monkeypatch.setattr("fairlead_workergroup._processes.still_there", meet)
+    assert group.shutdown()
+
+
 def test_a_node_that_is_gone(raylets, group, eventually):
-    """Its workers are dead as soon as Ray has noticed, and nobody waits for it."""
+    """Its workers are dead as soon as Ray has noticed, and nobody waits for it; what they had answered is gone too."""
+    answers = group.call("answer", 1_000_000)
+    assert answers.wait(60)
     raylet = raylets.list_all_nodes()[-1]
     lost = [rank for rank, worker in enumerate(group.worker_metadata) if worker["node_id"] == raylet.node_id]
     raylets.remove_node(raylet, allow_graceful=False)
@@ -180,4 +206,7 @@ def test_a_node_that_is_gone(raylets, group, eventually):
     assert len(lost) == 2
     assert [rank for rank, state in enumerate(states(group)) if state == "dead"] == lost
     assert [usage.rank for usage in group.get_resource_usage()] == [rank for rank in range(8) if rank not in lost]
+    with pytest.raises(WorkerFailureError) as caught:
+        answers.result()
+    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(rank, "node-lost") for rank in lost]
     ray.shutdown()  # what the node held cannot be as it was before this test

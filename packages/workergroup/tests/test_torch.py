@@ -45,6 +45,13 @@ class Member:
         dist.all_gather(gathered, torch.tensor([float(current_worker().rank)]), group=group)
         return [int(value) for value in gathered]
 
+    def timeout_along(self, *axes):
+        import torch
+
+        from fairlead_workergroup.torch import axis_group
+
+        return axis_group(*axes)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
     def bad_axis(self):
         from fairlead_workergroup.torch import axis_group
 
@@ -77,6 +84,7 @@ def test_groups_along_axes(local_ray):
         # Row-major over the axes in the order given, whatever the ranks.
         assert group.call("gather_along", "tp").result() == [[3, 0], [1, 2], [1, 2], [3, 0]]
         assert group.call("gather_along", "tp", "dp").result() == [[3, 1, 0, 2]] * 4
+        assert group.call("timeout_along", "dp").result() == [60] * 4
         with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):
             group.call("bad_axis").result()
         assert group.call("leave").result() == [False] * 4

@@ -17,7 +17,7 @@ import weakref
 import pytest
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, _watch, report_progress
 from fairlead_workergroup._occurrences import Occurrences
 from fairlead_workergroup.testing import hang, kill
 
@@ -114,6 +114,25 @@ def test_a_dead_worker(cluster, eventually):
     assert len(events) == 4
 
 
+def test_a_look_that_fails(cluster, eventually, monkeypatch, caplog):
+    """What it had found out is told of by the next one."""
+    events = []
+    note_causes, failed = _watch.note_causes, []
+
+    def fail_once(group, dead, **options):
+        if dead and not failed:
+            failed.append(dead)
+            raise OSError("Ray does not say")
+        note_causes(group, dead, **options)
+
+    monkeypatch.setattr(_watch, "note_causes", fail_once)
+    with RayWorkerGroup(cluster, Worker) as group, group.watch(0.05, on_event=events.append):
+        assert eventually(lambda: told(events) == STARTED)
+        kill(group, 1)
+        assert eventually(lambda: told(events) == [*STARTED, ("worker-dead", 1)])
+    assert "Ray does not say" in caplog.text
+
+
 def test_close(group, eventually):
     """It can be closed twice, also from `on_event`; nothing is told afterwards; others watch on."""
     events, others = [], []
@@ -127,6 +146,16 @@ def test_close(group, eventually):
     other.close()
     other.close()
     assert watch_threads() == []
+
+
+def test_nothing_is_kept_of_closed_watches(group, eventually):
+    """A watch for each epoch of a long run costs nothing once it is closed."""
+    closed = []
+    for _ in range(3):
+        with group.watch() as watch:
+            closed.append(weakref.ref(watch))
+    del watch
+    assert eventually(lambda: gc.collect() >= 0 and not any(one() for one in closed))
 
 
 def test_shutdown_from_on_event(cluster, eventually):

@@ -22,11 +22,12 @@ __all__ = ["as_completed", "awaited"]
 async def awaited(call: Call) -> Any:
     """What `Call.result` returns; the first failure ends the wait, or has the call repeated."""
     while True:
+        attempt = call._attempt
         try:
             return call._shaped(await _collected(call))
-        except WorkerFailureError as error:
+        except WorkerFailureError:
             # A restart takes seconds.
-            if not await asyncio.to_thread(call._repeated, error):
+            if not await asyncio.to_thread(call._repeated, attempt):
                 raise
 
 

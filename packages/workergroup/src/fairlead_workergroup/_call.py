@@ -68,10 +68,11 @@ class Call(Underway, PassedOn):
         """
         deadline = self._until(timeout)
         while True:
+            attempt = self._attempt
             try:
                 return self._shaped(self._collected(deadline))
-            except WorkerFailureError as error:
-                if not self._repeated(error):
+            except WorkerFailureError:
+                if not self._repeated(attempt):
                     raise
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from ._failures import WorkerFacts, as_failure
+from ._failures import WorkerFacts, as_failures
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -24,12 +24,11 @@ def note_causes(group: RayWorkerGroup, dead: Sequence[WorkerFacts], *, within_s:
     # Of a dead actor this is answered at once, with what it died of.
     asked = {workers[who.rank].__ray_ready__.remote(): who for who in unknown}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within_s) if asked else ([], [])
-    failures = []
+    errors: dict[int, BaseException] = {}
     for ref in answered:
         try:
             ray.get(ref)
         except ray.exceptions.RayError as error:
-            if (failure := as_failure(error, asked[ref])) is not None:
-                failures.append(failure)
-    if failures:
+            errors[asked[ref].rank] = error
+    if failures := as_failures(errors, {who.rank: who for who in unknown}):
         group._note_lost(failures)

@@ -67,8 +67,11 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
     group.
 
     Args:
-        step: a number that grows, such as the training step; shown until there is another.
+        step: a whole number that grows, such as the training step; shown until there is another.
         message: a line for people; what does not fit in 256 bytes is cut off.
+
+    Raises:
+        TypeError, ValueError: in a worker, a step that is no whole number, or does not fit in 64 bits.
 
     >>> report_progress(step=3, message="nobody is told, outside a worker")
     """

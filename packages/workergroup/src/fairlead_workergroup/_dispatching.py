@@ -56,6 +56,13 @@ class Dispatching:
     def _has_ended(self) -> WorkerGroupError:
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
+    def _living(self) -> list[Any]:
+        """The handles, which a restart changes in place; those of a group that another thread shuts down are dead."""
+        workers = self.workers
+        if not workers:
+            raise self._has_ended()
+        return workers
+
     @property
     def _remedy(self) -> str:
         return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
@@ -83,8 +90,7 @@ class Dispatching:
             raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
         found = self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
-            if not self.workers:
-                raise self._has_ended()
+            workers = self._living()
             if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
                 if not self._restart_on_failure:
                     raise WorkerFailureError(lost, self._remedy)
@@ -92,7 +98,7 @@ class Dispatching:
             stored = Arguments()
             asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
             kept = list(asked) if retries else None
-            futures = [send(self.workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
+            futures = [send(workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
         puts, bytes_put = stored.puts, stored.bytes_put
         self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
         return Call(
@@ -119,7 +125,8 @@ class Dispatching:
         """Start lost workers again and repeat requests; their new futures."""
         with self._submitting:
             self.restart_failed_workers()
-            futures = [send(self.workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
+            workers = self._living()
+            futures = [send(workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
         self._count(requests=len(futures))
         return futures
 
@@ -139,9 +146,10 @@ class Dispatching:
     def _cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop what has not started of a call, given by rank; the ranks that are running it."""
         running = cancelled([(self._workers_now[rank], future) for rank, future in futures.items()])
-        if force and running:
+        workers = self.workers
+        if force and running and workers:  # a shutdown ends them anyway
             for rank in running:
-                ray.kill(self.workers[rank])
+                ray.kill(workers[rank])
             self._note_lost(
                 [
                     self._workers_now[rank].failure("cancelled", f"its call of {method!r} was cancelled with force")

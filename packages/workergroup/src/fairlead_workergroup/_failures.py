@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what Ray raises to what a caller can act on. Decided from exception types and node liveness, never from text."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from ray.exceptions import (
     ActorUnavailableError,
     ActorUnschedulableError,
     NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     OwnerDiedError,
     RayError,
@@ -22,9 +23,9 @@ from ray.exceptions import (
 
 from fairlead_placement import alive_nodes
 
-from .exceptions import FailureKind, RemoteError, WorkerFailure, WorkerFailureError
+from .exceptions import FailureKind, RemoteError, WorkerFailure
 
-__all__ = ["WorkerFacts", "as_failure", "explained", "remote_traceback"]
+__all__ = ["WorkerFacts", "as_failure", "as_failures", "explained", "remote_traceback"]
 
 _LOST = (
     ActorDiedError,
@@ -65,46 +66,51 @@ class WorkerFacts:
 
 def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | None:
     """What became of a worker, if this error says that it was lost."""
-    if not isinstance(error, _LOST):
-        return None
+    return next(iter(as_failures({worker.rank: error}, {worker.rank: worker})), None)
+
+
+def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> list[WorkerFailure]:
+    """What became of the workers that these errors, by rank, say were lost; one look at the nodes."""
+    # What a method met itself, a child's death or an argument lost with its maker, is a RayTaskError too: it lives.
+    said = {rank: error for rank, error in errors.items() if not isinstance(error, RayTaskError)}
+    said = {rank: error for rank, error in said.items() if isinstance(error, (*_LOST, ObjectLostError))}
+    alive = alive_nodes() if said else frozenset()
+    judged = [_judged(error, workers[rank], alive) for rank, error in said.items()]
+    return [failure for failure in judged if failure is not None]
+
+
+def _judged(error: BaseException, worker: WorkerFacts, alive: Collection[str]) -> WorkerFailure | None:
+    node_gone = bool(worker.node_id) and worker.node_id not in alive
     kind: FailureKind
     if isinstance(error, OutOfMemoryError):
         kind = "out-of-memory"
     elif getattr(error, "preempted", False):
         kind = "preempted"
-    elif isinstance(error, (NodeDiedError, ActorUnschedulableError)) or _node_gone(worker.node_id):
+    elif isinstance(error, (NodeDiedError, ActorUnschedulableError)) or node_gone:
         kind = "node-lost"
-    else:
+    elif isinstance(error, _LOST):
         kind = "killed"
+    else:
+        return None  # an answer can be lost otherwise than with its maker's node
     cause = " ".join(str(error).split("\n\t")[0].split())
     return worker.failure(kind, cause)
 
 
-def _node_gone(node_id: str) -> bool:
-    return bool(node_id) and node_id not in alive_nodes()
-
-
 def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
-    """One exception for what failing ranks raised, to be raised by the caller.
+    """One exception for what ranks that live raised, to be raised by the caller.
 
     Args:
         errors: what Ray raised, by rank; the first is the one that is shown.
         workers: who the ranks are.
 
     Returns:
-        `WorkerFailureError` if workers were lost; else the first rank's own exception, with its type, the remote
-        traceback as its cause, and a note for each failing rank; `RemoteError` if its class is not known here.
+        The first rank's own exception, with its type, the remote traceback as its cause, and a note for each failing
+        rank; `RemoteError` if its class is not known here.
     """
-    lost = [failure for rank, error in errors.items() if (failure := as_failure(error, workers[rank])) is not None]
     rank, first = next(iter(errors.items()))
-    shown: BaseException
-    if lost:
-        shown = WorkerFailureError(tuple(lost))
-        shown.__cause__ = first
-        return shown
-    if isinstance(first, ActorUnavailableError) or not isinstance(first, RayError):
+    if type(first) is ActorUnavailableError or not isinstance(first, RayError):
         return first
-    shown = first
+    shown: BaseException = first
     cause = getattr(first, "cause", None)
     if isinstance(first, UnserializableException) or (isinstance(cause, RayError) and type(cause) is RayError):
         trace = remote_traceback(first)

@@ -16,6 +16,7 @@ from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from ._arguments import Arguments
 from ._builder import ClassLike, RayWorkerBuilder
 from ._classic import ClassicCalls
 from ._compression import Compression, check_compression
@@ -169,7 +170,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._incarnations = [0] * self.world_size
         self._restarts = [0] * self.world_size
         self._group_restarts = 0
-        self._watches: list[Watch] = []
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._ending = False
         self._shut: bool | None = None
 
@@ -224,7 +225,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         lease = self._held.lease
         self.master_address, self.master_port = lease.address, lease.port
 
-        configured = recipe.another_start()
+        configured = Arguments()
         started = [
             recipe.start(
                 actor,

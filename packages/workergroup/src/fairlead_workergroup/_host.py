@@ -116,11 +116,11 @@ class WorkerHost:
 
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
-        if inspect.iscoroutine(result):
-            self._fairlead_loop().run_until_complete(result)
-        elif inspect.isgenerator(result):
+        if inspect.isgenerator(result):
             for _ in result:
                 pass
+        else:
+            self._fairlead_loop().run_until_complete(_run_to_its_end(result))
 
     def _fairlead_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of a worker whose async methods run one at a time."""
@@ -144,15 +144,7 @@ class ConcurrentHost(WorkerHost):
         return self._fairlead_made(cls, _filled(args, values), _filled(kwargs, values))
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        result = getattr(self, method)(*args, **kwargs)
-        if inspect.isawaitable(result):
-            await result
-        elif inspect.isasyncgen(result):
-            async for _ in result:
-                pass
-        elif inspect.isgenerator(result):
-            for _ in result:
-                pass
+        await _run_to_its_end(getattr(self, method)(*args, **kwargs))
 
     async def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
         args, kwargs = _regrouped(plan, flat)
@@ -170,9 +162,19 @@ class ConcurrentHost(WorkerHost):
                 yield item
 
     async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
-        result = getattr(self._fairlead_instance, method)()
-        if inspect.isawaitable(result):
-            await result
+        await _run_to_its_end(getattr(self._fairlead_instance, method)())
+
+
+async def _run_to_its_end(result: Any) -> None:
+    """What a method of any kind has returned, run where nobody wants what it gives."""
+    if inspect.isawaitable(result):
+        await result
+    elif inspect.isasyncgen(result):
+        async for _ in result:
+            pass
+    elif inspect.isgenerator(result):
+        for _ in result:
+            pass
 
 
 def _values(arguments: Iterable[Any], get: Any) -> dict[Any, Any]:

@@ -200,6 +200,12 @@ class _Balancer:
 
     def close(self) -> None:
         """Nobody wants the rest."""
-        for sent in self._sent.values():
-            sent.call.cancel()
+        if not ray.is_initialized():
+            return
+        waiting: dict[int, list[ObjectRef]] = {}
+        for ref, sent in self._sent.items():
+            waiting.setdefault(sent.rank, []).append(ref)
         self._sent.clear()
+        while waiting:  # an item of every worker at a time: one request a node
+            self._group._cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method, force=False)
+            waiting = {rank: refs for rank, refs in waiting.items() if refs}

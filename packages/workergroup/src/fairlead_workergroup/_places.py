@@ -84,6 +84,8 @@ def lay_out(
         raise ValueError("a worker group needs at least one slot, got none")
     if bundle_indices_list is not None and workers_per_node is not None:
         raise ValueError("give workers_per_node or bundle_indices_list, not both")
+    if workers_per_node is not None or bundle_indices_list is not None:
+        _check_numbers(slots)
     if bundle_indices_list is None:
         chosen = [(slot, (slot.node_idx, [slot.bundle_index])) for slot in _some(slots, workers_per_node)]
         tied = [(slot, number, 0, bundles) for number, (slot, bundles) in enumerate(chosen)]
@@ -138,6 +140,20 @@ def _on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
         found.append({**there, "local_world_size": size[slot.node_id]})
         seen[slot.node_id] += 1
     return found
+
+
+def _check_numbers(slots: Sequence[Slot]) -> None:
+    """Refuse slots whose numbers do not say which is meant.
+
+    Raises:
+        ValueError: two of them have the same.
+    """
+    (numbers, count), *_ = Counter((slot.node_idx, slot.bundle_index) for slot in slots).most_common(1)
+    if count > 1:
+        raise ValueError(
+            f"{count} slots are bundle {numbers[1]} of logical node {numbers[0]}, each of a cluster of its own: give "
+            "the slots alone that are to hold workers, without workers_per_node and bundle_indices_list"
+        )
 
 
 def _some(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:

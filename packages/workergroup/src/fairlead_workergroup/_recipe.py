@@ -2,7 +2,7 @@
 """What the workers of a group are made from: the first time, and each time one is started again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ray import ObjectRef
@@ -27,7 +27,6 @@ class Recipe:
         target: what the class is loaded from.
         facts: what every worker is told, whatever its rank.
         stored: the references that keep all of it in the store, and what they cost.
-        configured: those of what `configure_worker` adds, for each start.
     """
 
     args: Sequence[Any]
@@ -35,12 +34,6 @@ class Recipe:
     target: Any
     facts: Mapping[str, Any]
     stored: Arguments
-    configured: list[Arguments] = field(default_factory=list)
-
-    def another_start(self) -> Arguments:
-        """What stores the values that `configure_worker` adds, as long as the group lives."""
-        self.configured.append(Arguments())
-        return self.configured[-1]
 
     def start(
         self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int, configured: Arguments
@@ -52,7 +45,8 @@ class Recipe:
             plan: what it is to be.
             incarnation: how often its rank has been started before.
             master_port: the group's.
-            configured: of `another_start`, the same for all that start together: it tells values by identity.
+            configured: what stores the values that `configure_worker` adds, to be kept until the worker has started;
+                the same for all that start together: it tells values by identity.
         """
         facts = {
             **self.facts,

@@ -8,6 +8,7 @@ that nothing is left behind however the worker ends. Shipped by value: the stand
 
 import json
 import mmap
+import operator
 import os
 import struct
 import time
@@ -78,8 +79,16 @@ class Record:
         self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
-        """It goes on: a step, and a line of text for people."""
+        """It goes on: a step, and a line of text for people.
+
+        Raises:
+            TypeError, ValueError: the step is no whole number, or does not fit in 64 bits.
+        """
         if step is not None:
+            # Before it is kept: the start and end of every further method write it.
+            step = operator.index(step)
+            if not NO_STEP < step < -NO_STEP:
+                raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
         if message is not None:
             text = message.encode()[:MESSAGE_BYTES]
@@ -95,10 +104,11 @@ class Record:
 
     def _is_cancelled(self, task: bytes) -> bool:
         # Not noted as seen: calls queued behind this one may be in it too.
-        count = struct.unpack_from("<Q", self._page, CANCELLED_AT)[0]
-        kept = min(count, CANCELLED_KEPT) * TASK_BYTES
-        ring = self._page[CANCELLED_AT + 8 : CANCELLED_AT + 8 + kept]
-        return any(ring[at : at + TASK_BYTES] == task for at in range(0, kept, TASK_BYTES))
+        ring = CANCELLED_AT + 8
+        at = self._page.find(task, ring, ABOUT_AT) if task else -1
+        while at >= 0 and (at - ring) % TASK_BYTES:  # across two of them
+            at = self._page.find(task, at + 1, ABOUT_AT)
+        return at >= 0
 
 
 class OverlappingRecord(Record):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from ._failures import WorkerFacts, explained
+from ._failures import WorkerFacts, as_failures, explained
 from ._inspect import gone
 from ._ray_private import actor_id_of_ref
 from .exceptions import WorkerFailureError
@@ -157,12 +157,12 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
                 who[worker.rank] = worker
     if not failed:
         return first
-    shown = explained(dict(sorted(failed.items())), who)
-    if isinstance(shown, WorkerFailureError):
-        judged = WorkerFailureError(group._note_lost(shown.failures), group._remedy)
-        judged.__cause__ = shown.__cause__
-        return judged
-    return shown
+    errors = dict(sorted(failed.items()))
+    if lost := as_failures(errors, who):
+        told = WorkerFailureError(group._note_lost(lost), group._remedy)
+        told.__cause__ = next(iter(errors.values()))
+        return told
+    return explained(errors, who)
 
 
 def _finished(refs: Sequence[ObjectRef], first: BaseException, known: Mapping[str, WorkerFacts]) -> list[ObjectRef]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import NodeAgent, PlacementError, alive_nodes
+from fairlead_placement import alive_nodes, run_on_nodes
 
 from . import _processes
 
@@ -19,6 +19,8 @@ ray.cloudpickle.register_pickle_by_value(_processes)
 
 # Ray takes about 5 s at worst to end a process that does not end itself.
 GONE_S = 15.0
+# Nodes are asked once more when that is over.
+LAST_LOOK_S = 5.0
 
 
 def clean_up(workers: Mapping[int, Any], method: str, timeout: float | None) -> bool:
@@ -58,29 +60,23 @@ def kill_and_wait(workers: Mapping[int, Any], processes: Sequence[tuple[str, int
 
 
 def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> list[int]:
-    """The pids that are still there at the deadline; one request a node each time."""
+    """The pids that are still there at the deadline; all nodes are asked at once each time."""
     by_node: dict[str, list[tuple[int, int]]] = {}
     for node_id, pid, started in processes:
         by_node.setdefault(node_id, []).append((pid, started))
     pause = 0.01
     while True:
-        living = alive_nodes()
-        for node_id in list(by_node):
-            there = set(_ask(node_id, by_node[node_id])) if node_id in living else set()
-            by_node[node_id] = [one for one in by_node[node_id] if one[0] in there]
-            if not by_node[node_id]:
-                del by_node[node_id]
+        alive = alive_nodes()
+        asks = {node_id: (there,) for node_id, there in by_node.items() if node_id in alive}
+        left = max(LAST_LOOK_S, deadline - time.monotonic())
+        by_node = {}
+        for node_id, there in run_on_nodes(_processes.still_there, asks, timeout_s=left).items():
+            if isinstance(there, Exception):
+                logger.warning("cannot ask node %s which workers are still there: %s", node_id[:8], there)
+                by_node[node_id] = asks[node_id][0]
+            elif there:
+                by_node[node_id] = [one for one in asks[node_id][0] if one[0] in there]
         if not by_node or time.monotonic() >= deadline:
             return [pid for ones in by_node.values() for pid, _ in ones]
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-
-
-def _ask(node_id: str, processes: list[tuple[int, int]]) -> list[int]:
-    """Which of these are still there; all of them when the node does not say."""
-    try:
-        there: list[int] = NodeAgent(node_id).run(_processes.still_there, processes, timeout_s=GONE_S)
-    except PlacementError as error:
-        logger.warning("cannot ask node %s which workers are still there: %s", node_id[:8], error)
-        return [pid for pid, _ in processes]
-    return there

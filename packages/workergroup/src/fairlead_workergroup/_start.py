@@ -94,8 +94,9 @@ def create(
     return [
         described.actor_class.options(
             **plan.options,
-            # Ray refuses a second actor of one name: two groups may have the same prefix, and a rank several lives.
-            name=f"{plan.place.name}-{group_id}" + (f"-{again}" if (again := incarnations[plan.place.rank]) else ""),
+            # Ray refuses a second actor of one name: two groups may have the same prefix, two slots the same numbers
+            # in clusters of their own, and a rank several lives.
+            name="-".join(map(str, (plan.place.name, group_id, plan.place.rank, incarnations[plan.place.rank]))),
             # The group restarts workers itself: Ray's restarts stay RESTARTING for ever once a placement group is gone.
             max_restarts=0,
             max_task_retries=0,

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +18,7 @@ from ._deadline import Deadline, check_timeout
 from ._outcome import Outcome
 from ._results import REPORT_EVERY_S, MultiWorkerFuture, not_here_yet, positions, what_failed
 from ._submit import Request
-from .exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError
+from .exceptions import CallCancelledError, CallTimeoutError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -35,10 +36,14 @@ class Repeats:
     Attributes:
         left: how often it still may be.
         requests: what each called worker was asked.
+        made: how often it has been.
+        lock: held while it is: others that wait for the same call are not to do it again.
     """
 
     left: int
     requests: Sequence[Request]
+    made: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Underway(MultiWorkerFuture):
@@ -88,21 +93,37 @@ class Underway(MultiWorkerFuture):
             self._count_once(wanted, refs)
         return values
 
-    def _repeated(self, error: WorkerFailureError) -> bool:
-        """Repeat what was lost, if it may be: on the workers that were, or on all that were started again."""
+    @property
+    def _attempt(self) -> int:
+        """How often it has been repeated."""
+        return 0 if self._repeats is None else self._repeats.made
+
+    def _repeated(self, attempt: int) -> bool:
+        """Repeat what was lost in an attempt, unless another thread has; whether there is another attempt.
+
+        On the workers that were lost, or on all that were started again.
+        """
         self._check_cancelled()
-        if self._repeats is None or not self._repeats.left:
+        if self._repeats is None:
             return False
-        self._repeats.left -= 1
-        lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
-        if self._group._restart_scope == "group":
-            lost = list(range(len(self.futures)))
-        asked = [self._repeats.requests[at] for at in lost]
-        again = self._group._send_again([self._ranks[at] for at in lost], asked)
-        for at, future in zip(lost, again, strict=True):
-            self.futures[at] = future
-            self._items.pop(at, None)
-        self.__dict__.pop("_completions", None)
+        with self._repeats.lock:
+            if self._repeats.made != attempt:
+                return True
+            if not self._repeats.left:
+                return False
+            lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
+            if not lost:  # it is a worker's own error, of a group of its own
+                return False
+            self._repeats.left -= 1
+            if self._group._restart_scope == "group":
+                lost = list(range(len(self.futures)))
+            asked = [self._repeats.requests[at] for at in lost]
+            again = self._group._send_again([self._ranks[at] for at in lost], asked)
+            for at, future in zip(lost, again, strict=True):
+                self.futures[at] = future
+                self._items.pop(at, None)
+            self.__dict__.pop("_completions", None)
+            self._repeats.made += 1
         return True
 
     def _shaped(self, values: list[Any]) -> Any:

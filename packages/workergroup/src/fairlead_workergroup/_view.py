@@ -93,9 +93,15 @@ class Addressed:
         Raises:
             TypeError, ValueError: an axis that does not exist, or options that contradict each other.
         """
-        options = CallOptions(_kept(collect), as_axes(first_along), check_timeout("timeout", timeout), retries, discard)
-        plan_call(self._mesh, collect=options.collect, first_along=options.first_along, discard=discard)
-        return GroupView(self._of_group, self._mesh, options)
+        return self._with(CallOptions(collect, first_along, timeout, retries, discard))
+
+    def _with(self, options: CallOptions) -> GroupView:
+        """A view with these options, once they have been checked."""
+        collect, first_along = _kept(options.collect), as_axes(options.first_along)
+        check_timeout("timeout", options.timeout)
+        _checked_retries(options.retries)
+        plan_call(self._mesh, collect=collect, first_along=first_along, discard=options.discard)
+        return GroupView(self._of_group, self._mesh, replace(options, collect=collect, first_along=first_along))
 
     @property
     def _bound_options(self) -> CallOptions | None:
@@ -287,14 +293,12 @@ class GroupView(Addressed):
     @property
     def workers(self) -> list[Any]:
         """The actor handles of its workers, by ascending rank."""
-        return [self._group.workers[rank] for rank in self.ranks] if self._group.workers else []
+        workers = self._group.workers  # which a shutdown on another thread empties
+        return [workers[rank] for rank in self.ranks] if workers else []
 
     def with_options(self, **options: Unpack[_Options]) -> GroupView:
         """As of the group; options that are not given stay as they are."""
-        view = super().with_options(**options)
-        if self._bound is not None and view._bound is not None:
-            view._bound = replace(self._bound, **{name: getattr(view._bound, name) for name in options})
-        return view
+        return self._with(replace(self._bound or CallOptions(), **options))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
         """As of the group. With options set by `with_options`, all keywords are the method's."""

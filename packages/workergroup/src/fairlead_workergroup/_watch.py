@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class Watch:
         self._stuck_after_s = stuck_after_s
         self._on_event = on_event
         self._occurrences = Occurrences(slow_after_s)
+        self._untold: deque[tuple[str, WorkerStatus]] = deque()
         self._counter: Any = None
         self._end = end
         self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
@@ -121,14 +123,16 @@ class Watch:
 
     def _look(self, group: RayWorkerGroup) -> None:
         statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
-        happened = list(self._occurrences.new(statuses))
-        dead = [now for kind, now in happened if kind == "worker-dead"]
+        # Kept until it is told: what fails here is made up for by the next look.
+        self._untold.extend(self._occurrences.new(statuses))
+        dead = [now for kind, now in self._untold if kind == "worker-dead"]
         who = list(group._workers_now)
         note_causes(group, [who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
         stuck: dict[int, StuckWorker] = {}
-        if any(kind == "worker-stuck" for kind, _ in happened):
+        if any(kind == "worker-stuck" for kind, _ in self._untold):
             stuck = {one.rank: one for one in group.detect_stuck_workers(self._stuck_after_s)}
-        for kind, now in happened:
+        while self._untold:
+            kind, now = self._untold.popleft()
             cause = group._lost.get(now.rank) if kind == "worker-dead" else None
             found = stuck.get(now.rank) if kind == "worker-stuck" else None
             if kind == "worker-stuck" and found is None:

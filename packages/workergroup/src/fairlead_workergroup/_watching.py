@@ -2,8 +2,10 @@
 """Looking at the workers of a group while they work, or hang: one request a node, and none to a worker."""
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from fairlead_placement import alive_nodes, usage_on_nodes
 
@@ -26,12 +28,13 @@ class Watched:
 
     workers: list[Any]
     worker_metadata: list[dict[str, Any]]
+    _lock: threading.Lock
     _workers_now: list[WorkerFacts]
     _lost: dict[int, WorkerFailure]
     _incarnations: list[int]
     _restarts: list[int]
     _restarting: set[int]
-    _watches: list[Watch]
+    _watches: WeakSet[Watch]
 
     def _has_ended(self) -> WorkerGroupError:
         """See `Dispatching`."""
@@ -133,12 +136,12 @@ class Watched:
             slow_after_s=_seconds("slow_after_s", slow_after_s),
             on_event=on_event,
         )
-        self._watches.append(watch)
+        self._watches.add(watch)
         return watch
 
     def _end_watches(self) -> None:
-        while self._watches:
-            self._watches.pop().close()
+        for watch in list(self._watches):
+            watch.close()
 
     def _known(self) -> list[WorkerFacts]:
         if not self.workers:
@@ -146,50 +149,44 @@ class Watched:
         return list(self._workers_now)
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
-        who, workers = self._known(), list(self.workers)
+        # Before anybody is asked: who is replaced meanwhile is told of by the next look, not half in this one.
+        with self._lock:
+            who, workers, lost = self._known(), list(self.workers), set(self._lost)
+            incarnations, restarts, restarting = list(self._incarnations), list(self._restarts), set(self._restarting)
         gone = dead_actors()
-        dead = {rank for rank, worker in enumerate(workers) if rank in self._lost or actor_id_of(worker) in gone}
-        asked = [worker for worker in who if worker.rank not in dead and worker.rank not in self._restarting]
+        dead = {rank for rank, worker in enumerate(workers) if rank in lost or actor_id_of(worker) in gone}
+        asked = [worker for worker in who if worker.rank not in dead and worker.rank not in restarting]
         answers = looked_at(asked, _records.look, lambda worker: worker.process, stuck_after_s, dump)
         rows: dict[int, Mapping[str, Any]] = {}
-        lost = self._on_lost_nodes([one for one, row in zip(asked, answers, strict=True) if row is None])
+        cut_off = self._on_lost_nodes([one for one, row in zip(asked, answers, strict=True) if row is None])
         for worker, row in zip(asked, answers, strict=True):
-            if worker.rank in lost or (row is not None and row["gone"]):
+            if worker.rank in cut_off or (row is not None and row["gone"]):
                 dead.add(worker.rank)
             elif row is not None:
                 rows[worker.rank] = row
         names = {worker["global_rank"]: worker["name"] for worker in self.worker_metadata}
-        statuses = [self._status(worker, names.get(worker.rank, ""), dead, rows.get(worker.rank, {})) for worker in who]
-        states = {status.rank: status.state for status in statuses}
-        for shown in list(self.worker_metadata):  # nothing after a shutdown
-            shown["state"] = states.get(shown["global_rank"], shown["state"])
+        states: dict[int, State] = {rank: _state(rank in dead, rows.get(rank, {})) for rank in range(len(who))}
+        states.update(dict.fromkeys(restarting, "restarting"))
+        statuses = [
+            WorkerStatus(
+                rank=rank,
+                name=names.get(rank, ""),
+                coords=worker.coords,
+                state=states[rank],
+                node_id=worker.node_id,
+                pid=worker.pid,
+                incarnation=incarnations[rank],
+                restarts=restarts[rank],
+                **{name: value for name, value in rows.get(rank, {}).items() if name in _SHOWN},
+            )
+            for rank, worker in enumerate(who)
+        ]
+        with self._lock:
+            for shown in self.worker_metadata:  # nothing after a shutdown
+                rank = shown["global_rank"]
+                if self._workers_now[rank] is who[rank]:
+                    shown["state"] = states[rank]
         return statuses, [_stuck(worker, rows[worker.rank]) for worker in who if states[worker.rank] == "stuck"]
-
-    def _status(self, worker: WorkerFacts, name: str, dead: set[int], row: Mapping[str, Any]) -> WorkerStatus:
-        return WorkerStatus(
-            rank=worker.rank,
-            name=name,
-            coords=worker.coords,
-            state=self._state(worker.rank, dead, row),
-            node_id=worker.node_id,
-            pid=worker.pid,
-            incarnation=self._incarnations[worker.rank],
-            restarts=self._restarts[worker.rank],
-            **{name: row[name] for name in _SHOWN if name in row},
-        )
-
-    def _state(self, rank: int, dead: set[int], row: Mapping[str, Any]) -> State:
-        if rank in self._restarting:
-            return "restarting"
-        if rank in dead:
-            return "dead"
-        if "method" not in row:
-            return "unknown"
-        if row["stuck"]:
-            return "stuck"
-        if row["method"] == "__init__":
-            return "starting"
-        return "busy" if row["method"] else "idle"
 
     @staticmethod
     def _on_lost_nodes(workers: Sequence[WorkerFacts]) -> set[int]:
@@ -200,6 +197,18 @@ class Watched:
 
 
 _SHOWN = ("method", "running_s", "since_progress_s", "step", "message", "calls")
+
+
+def _state(dead: bool, row: Mapping[str, Any]) -> State:
+    if dead:
+        return "dead"
+    if "method" not in row:
+        return "unknown"
+    if row["stuck"]:
+        return "stuck"
+    if row["method"] == "__init__":
+        return "starting"
+    return "busy" if row["method"] else "idle"
 
 
 def _stuck(worker: WorkerFacts, row: Mapping[str, Any]) -> StuckWorker:

@@ -4,7 +4,7 @@
 A user's own exception is not among them: it reaches the caller with its own type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,9 +73,9 @@ class WorkerFailureError(WorkerGroupError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        lost = "\n".join(f"  {failure}" for failure in self.failures)
+        lost = _listed(self.failures)
         remedy = self.remedy or "Look at the logs of these workers; shut the group down and start it again."
-        return f"{len(self.failures)} worker(s) lost:\n{lost}\n{remedy}"
+        return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,10 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         return type(self), (self.method, self.waited_s, self.called, self.late)
 
     def __str__(self) -> str:
-        shown = "".join(f"\n  {worker}" for worker in self.late[:MOST_SHOWN])
-        more = f"\n  and {len(self.late) - MOST_SHOWN} others" if len(self.late) > MOST_SHOWN else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
-            f"called {self.waited_s:.1f} s ago:{shown}{more}\nThe call goes on: ask for its result again, or cancel it."
+            f"called {self.waited_s:.1f} s ago:{_listed(self.late)}\n"
+            "The call goes on: ask for its result again, or cancel it."
         )
 
 
@@ -154,7 +153,9 @@ class CallCancelledError(WorkerGroupError):
         self.ranks = ranks
 
     def __str__(self) -> str:
-        return f"the call of {self.method!r} was cancelled before rank(s) {', '.join(map(str, self.ranks))} finished it"
+        more = f" and {len(self.ranks) - MOST_SHOWN} others" if len(self.ranks) > MOST_SHOWN else ""
+        ranks = ", ".join(map(str, self.ranks[:MOST_SHOWN])) + more
+        return f"the call of {self.method!r} was cancelled before rank(s) {ranks} finished it"
 
 
 class WorkerStartError(WorkerGroupError):
@@ -220,3 +221,8 @@ class RemoteError(WorkerGroupError):
 
 def _at(coords: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
+
+
+def _listed(workers: Sequence[object]) -> str:
+    shown = "".join(f"\n  {worker}" for worker in workers[:MOST_SHOWN])
+    return shown + (f"\n  and {len(workers) - MOST_SHOWN} others" if len(workers) > MOST_SHOWN else "")

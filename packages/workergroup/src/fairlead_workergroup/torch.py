@@ -34,6 +34,8 @@ __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_pro
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 _groups: dict[tuple[str, ...], Any] = {}
+# Of `init_process_group`; torch gives later groups the backend's default.
+_timeout: timedelta | None = None
 # Before torch 2.10 groups kept the order they were given, and there was nothing to say.
 _UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
@@ -53,6 +55,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         RuntimeError: this process runs no worker of a group.
         torch.distributed.DistStoreError: the others did not come in time.
     """
+    global _timeout
     worker = current_worker()
     backend = backend or worker.communication_backend or "gloo"
     if "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -66,6 +69,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         world_size=worker.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    _timeout = timedelta(seconds=timeout_s)
 
 
 def _interface_of(address: str) -> str | None:
@@ -100,7 +104,7 @@ def axis_group(*axes: str) -> dist.ProcessGroup:
         worker = current_worker()
         for members in worker.sharding.groups(*axes):
             # Not sorted: a rank's number in the group is its coordinate, also when ranks do not count up.
-            made = dist.new_group(members, **_UNSORTED)
+            made = dist.new_group(members, timeout=_timeout, **_UNSORTED)
             if worker.rank in members:
                 _groups[axes] = made
     return _groups[axes]
@@ -108,7 +112,9 @@ def axis_group(*axes: str) -> dist.ProcessGroup:
 
 def destroy() -> None:
     """Leave the process group and all groups made from it. Can be repeated."""
+    global _timeout
     _groups.clear()
+    _timeout = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of calls share: a worker, its places, and what is in the object store."""
+
+import asyncio
+import os
+import time
+
+import numpy as np
+import ray
+
+from fairlead_sharding import NamedSharding
+
+# Rank 5 is at dp=0, tp=0, and so on: nothing may depend on ranks counting up.
+LAYOUT = [[5, 1, 6, 2], [0, 7, 3, 4]]
+AXES = NamedSharding(LAYOUT, ["dp", "tp"])
+MB = 1_000_000
+
+
+class Worker:
+    """Answers, waits, fails and counts as it is told."""
+
+    def __init__(self):
+        self.ran = []
+
+    def rank(self):
+        return int(os.environ["RANK"])
+
+    def echo(self, *args, **kwargs):
+        return args, kwargs
+
+    def total(self, value):
+        return float(sum(part.sum() for part in value) if isinstance(value, list) else value.sum())
+
+    def make(self, megabytes):
+        return np.full(megabytes * MB // 8, float(os.environ["RANK"]))
+
+    def fail(self, ranks):
+        if self.rank() in ranks:
+            raise ValueError(f"rank {self.rank()} would not")
+        return "fine"
+
+    def sleep(self, seconds, ranks=range(8), tag=None):
+        self.ran.append(tag)
+        if self.rank() in ranks:
+            time.sleep(seconds)
+        return tag
+
+    def hold(self, value):
+        self.held = value
+
+    def what_ran(self):
+        return self.ran
+
+    def items(self, count, pause_s=0.0):
+        for i in range(count):
+            time.sleep(pause_s)
+            yield self.rank() * 100 + i
+
+    def items_then_fail(self, count):
+        yield from range(count)
+        raise KeyError("no more")
+
+    def items_then_die(self, ranks):
+        yield 1
+        if self.rank() in ranks:
+            os._exit(1)
+
+    async def slow_echo(self, value, seconds=0.01):
+        await asyncio.sleep(seconds)
+        return value
+
+    def with_our_names(self, collect, timeout, discard=None, first_along=None):
+        return collect, timeout, discard, first_along
+
+    def gathered_items(self, values):
+        yield from values
+
+    def die(self, ranks):
+        if self.rank() in ranks:
+            os._exit(1)
+
+    def lose_a_child(self, ranks):
+        if self.rank() in ranks:
+            child = ray.remote(Child).options(num_cpus=0).remote()
+            ray.get(child.die.remote())
+
+
+class Child:
+    def die(self):
+        os._exit(1)
+
+
+def store_used() -> int:
+    """Bytes in use, by the object store's own count."""
+    from ray._private.internal_api import node_stats
+
+    (node,) = ray.nodes()
+    told = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return told.store_stats.object_store_bytes_used

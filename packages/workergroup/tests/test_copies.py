@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call stores and fetches, and what passes from worker to worker."""
+
+import gc
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from fairlead_workergroup import PerWorker, Shard
+
+from .calling import MB, store_used
+
+
+class TestCopies:
+    """Everything distinct is stored once, nothing is fetched that is not asked for; all of it is counted."""
+
+    def test_one_put_per_distinct_value(self, group):
+        """By identity, over all arguments; each worker reads the one copy."""
+        a, b = np.zeros(MB), np.ones(MB)
+        call = group.call("echo", a, Shard([a, b], "dp"), PerWorker([b] * 8), same=a, discard=True)
+        call.result()
+        assert (call.statistics().puts, call.statistics().requests) == (2, 8)
+        assert 16 * MB <= call.statistics().bytes_put < 16.1 * MB
+
+    def test_only_collected_answers_are_fetched(self, group):
+        """Two of eight answer with 8 MB each: so much is fetched, once, and the others return nothing."""
+        call = group.call("make", 8, collect="dp")
+        assert [value[0] for value in call.result()] == [5.0, 0.0]
+        call.result()
+        assert call.statistics().fetched == 2
+        assert 16 * MB <= call.statistics().bytes_fetched < 16.1 * MB
+        silent = [at for at, rank in enumerate(call.called_workers) if rank not in (0, 5)]
+        assert ray.get([call.futures[at] for at in silent]) == [None] * 6
+
+    def test_the_store_holds_one_copy(self, group):
+        """By the object store's own count, 64 MB sent to eight workers are 64 MB more, and then again none."""
+
+        def used(at_most):
+            # The store frees a moment after the last reference is gone.
+            gc.collect()
+            deadline = time.monotonic() + 30
+            while (now := store_used()) > at_most and time.monotonic() < deadline:
+                time.sleep(0.1)
+            return now
+
+        assert used(at_most=MB) <= MB
+        ref = ray.put(np.ones(8 * MB))
+        assert 64 * MB <= used(at_most=65 * MB) < 65 * MB
+        by_ref = group.call("hold", ref)
+        by_ref.result()
+        assert (by_ref.statistics().puts, used(at_most=65 * MB) < 65 * MB) == (0, True)
+        by_value = group.call("hold", ray.get(ref))
+        by_value.result()
+        assert (by_value.statistics().puts, used(at_most=129 * MB) < 129 * MB) == (1, True)
+        group.call("hold", None).result()
+        del ref, by_ref, by_value
+        assert used(at_most=MB) < MB
+
+    def test_a_call_as_argument(self, group):
+        """Its one answer goes on by reference: nothing is put and nothing but the last result fetched."""
+        made = group.call("make", 16, collect=())
+        call = group.at(dp=1).call("total", made)
+        assert call.result() == [5.0 * 2 * MB] * 4
+        assert (made.statistics().bytes_fetched, call.statistics().puts) == (0, 0)
+        assert call.statistics().bytes_fetched < 10_000
+
+    def test_answers_of_a_call_as_pieces(self, group):
+        """A call's answers go on as shards, one to each worker, or all of them as one list."""
+        made = group.call("make", 1, collect="dp")
+        each = MB // 8
+        assert group.call("total", Shard(made, "dp"), collect="dp").result() == [5.0 * each, 0.0]
+        assert group.call("total", made).result() == [5.0 * each] * 8
+        assert group.call("total", value=made, collect=()).result() == 5.0 * each
+        made = group.call("make", 1)
+        assert group.call("total", PerWorker(made)).result() == [each * float(rank) for rank in range(8)]
+        assert group.call("total", made, discard=True).result() is None
+        assert group.at(dp=0, tp=0).call("gathered_items", made).result()[0][3].tolist()[:1] == [3.0]
+        assert made.statistics().bytes_fetched == 0
+
+    def test_calls_that_cannot_be_passed_on(self, group):
+        """No answer, one answer where several are wanted, or items: refused in words."""
+        with pytest.raises(ValueError, match="no answer to pass on"):
+            group.call("echo", group.call("rank", discard=True))
+        with pytest.raises(ValueError, match="has one answer"):
+            group.call("echo", Shard(group.call("rank", collect=()), "dp"))
+        with pytest.raises(ValueError, match="4 answers, but 2 pieces"):
+            group.call("echo", Shard(group.call("rank", collect="tp"), "dp"))
+        with pytest.raises(TypeError, match="is a generator method"):
+            group.call("echo", group.call("items", 2))
+
+    def test_an_error_in_what_is_passed_on(self, group):
+        """A call that gets another's failure raises that, with its type."""
+        with pytest.raises(ValueError, match="would not"):
+            group.call("echo", group.call("fail", [5], collect=())).result()

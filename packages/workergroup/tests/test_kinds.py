@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of other kinds: generators, whose items stream, and async ones."""
+
+import asyncio
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import CallCancelledError, CallTimeoutError, RayWorkerGroup, WorkerFailureError
+
+
+class TestStreams:
+    def test_items_by_arrival(self, group):
+        """The items of all workers come interleaved, each with who made it, in its worker's own order."""
+        outcomes = list(group.call("items", 3, pause_s=0.1).stream())
+        assert sorted(outcome.value for outcome in outcomes) == [100 * rank + i for rank in range(8) for i in range(3)]
+        assert {outcome.rank for outcome in outcomes[:8]} != {outcomes[0].rank}
+        for rank in range(8):
+            assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
+
+    def test_as_results(self, group):
+        """result() has a list of items per answer; the classic path has them flat, or proxies."""
+        call = group.call("items", 2, collect="dp")
+        assert call.result() == call.result() == [[500, 501], [0, 1]]
+        assert call.get_results() == [500, 501, 0, 1]
+        proxies = group.call("items", 2, collect="dp").get_results(return_generators_as_proxies=True)
+        assert [ray.get(ref) for ref in proxies[0]] == [500, 501]
+
+    def test_items_are_handed_out_once(self, group):
+        """What was streamed is not kept; streaming again goes on where it ended."""
+        call = group.at(dp=0, tp=0).call("items", 4)
+        stream = call.stream()
+        assert [next(stream).value, next(stream).value] == [500, 501]
+        assert [outcome.value for outcome in call.stream()] == [502, 503]
+
+    def test_a_timeout_is_of_the_next_item(self, group):
+        """A stream may last as long as it likes, as long as its items come."""
+        view = group.at(dp=0, tp=0)
+        assert [outcome.value for outcome in view.call("items", 4, pause_s=0.6).stream(timeout=1.5)] == [
+            500,
+            501,
+            502,
+            503,
+        ]
+
+    def test_errors(self, group, doomed):
+        """An error in the middle comes at its place with its type; a worker's end is no quiet end of its stream."""
+        stream = group.at(dp=0, tp=0).call("items_then_fail", 2).stream()
+        assert [next(stream).value, next(stream).value] == [0, 1]
+        with pytest.raises(KeyError, match="no more"):
+            next(stream)
+        with pytest.raises(KeyError, match="no more"):
+            group.call("items_then_fail", 2).result()
+        with pytest.raises(TypeError, match="'rank' is no generator method"):
+            group.call("rank").stream()
+        with pytest.raises(CallTimeoutError):
+            list(group.at(dp=0, tp=0).call("items", 2, pause_s=1.0).stream(timeout=0.2))
+        with pytest.raises(WorkerFailureError, match="rank 3"):
+            list(doomed.call("items_then_die", [3]).stream())
+        classic = doomed.at(dp=0).call("items_then_die", [1])
+        with pytest.raises(WorkerFailureError, match="rank 1"):
+            doomed.get_all_worker_results([classic.futures[1]])
+
+
+class TestAsync:
+    def test_one_at_a_time(self, group):
+        """Without async_communication async methods run to their end, one after the other, and answer as others do."""
+        assert group.call("slow_echo", "x").result() == ["x"] * 8
+
+    def test_overlapping(self, local_ray):
+        """With async_communication they overlap, are cancelled while they run, and all other kinds work as before."""
+        with (
+            RayVirtualCluster([2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Overlapping, async_communication=True) as group,
+        ):
+            waiting = group.call("wait_for_it")
+            assert group.call("let_go").result() == ["went", "went"]  # while the other one runs
+            assert waiting.result() == ["done", "done"]
+            assert group.call("plain", 3).result() == [3, 3]
+            assert group.call("items", 3).result() == [[0, 1, 2]] * 2
+            assert group.call("async_items", 3).result() == [[0, 1, 2]] * 2
+            assert group.call("async_items", 3, discard=True).result() is None
+            assert group.call("plain", group.call("plain", 4)).result() == [[4, 4]] * 2
+            assert group.call("late", group.call("plain", 4)).result() == [[4, 4]] * 2
+            endless = group.call("forever")
+            time.sleep(0.3)
+            with pytest.raises(CallTimeoutError, match="in 'forever' for"):
+                endless.result(timeout=0.1)
+            endless.cancel()
+            with pytest.raises(CallCancelledError):
+                endless.result()
+            assert group.call("cancelled").result() == [True, True]
+            assert group.shutdown(cleanup_method="let_go")
+
+
+class Overlapping:
+    """A worker whose methods wait for each other."""
+
+    def __init__(self):
+        self.event = asyncio.Event()
+        self.was_cancelled = False
+
+    async def wait_for_it(self):
+        await self.event.wait()
+        return "done"
+
+    async def let_go(self):
+        self.event.set()
+        return "went"
+
+    async def forever(self):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+    async def cancelled(self):
+        return self.was_cancelled
+
+    async def late(self, value):
+        await asyncio.sleep(0.01)
+        return value
+
+    def plain(self, value):
+        return value
+
+    def items(self, count):
+        yield from range(count)
+
+    async def async_items(self, count):
+        for i in range(count):
+            await asyncio.sleep(0.001)
+            yield i

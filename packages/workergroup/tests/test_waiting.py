@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a call: waiting for it, in a coroutine too; its errors; giving it up."""
+
+import asyncio
+import pickle
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import CallCancelledError, CallTimeoutError, RayWorkerGroup, WorkerFailureError
+
+from .calling import MB, Worker
+
+
+class TestWaiting:
+    def test_a_timeout_consumes_nothing(self, group):
+        """After a timeout the same call can be asked again, and has its result."""
+        call = group.call("sleep", 1.0, tag="t")
+        with pytest.raises(CallTimeoutError):
+            call.result(timeout=0.2)
+        assert not call.done()
+        assert call.result() == ["t"] * 8
+        assert call.done()
+
+    def test_who_is_late_and_what_it_does(self, group):
+        """The deadline of a call names the ranks that are not done, and the method each of them is in."""
+        slow = group.at(dp=0, tp=1).call("sleep", 3.0, tag="a")
+        call = group.call("rank", timeout=0.5)
+        with pytest.raises(CallTimeoutError, match="1 of 8 workers have not finished 'rank'") as caught:
+            call.result()
+        (late,) = caught.value.late
+        assert (late.rank, late.coords, late.method) == (1, {"dp": 0, "tp": 1}, "sleep")
+        assert 0.2 < late.running_s < 60
+        assert re.search(r"rank 1 \(dp=0, tp=1\) on node \w{8}, pid \d+: in 'sleep' for \d", str(caught.value))
+        assert isinstance(caught.value, TimeoutError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.late) == (str(caught.value), caught.value.late)
+        outcomes = call.outcomes()
+        assert [outcome.value for outcome in outcomes if outcome.error is None] == [0, 2, 3, 4, 5, 6, 7]
+        assert isinstance(outcomes[1].error, CallTimeoutError)
+        slow.result()
+        while not call.done():  # its deadline is over: it is not waited for any more
+            time.sleep(0.05)
+        assert call.result() == list(range(8))  # nothing was lost
+
+    def test_outcomes(self, group):
+        """Every worker's own, those that failed too; nothing is raised."""
+        outcomes = group.call("fail", [1, 6]).outcomes()
+        assert [outcome.rank for outcome in outcomes] == list(range(8))
+        assert [outcome.value for outcome in outcomes] == ["fine" if r not in (1, 6) else None for r in range(8)]
+        assert [type(outcome.error) for outcome in outcomes if outcome.error] == [ValueError, ValueError]
+        assert outcomes[6].coords == {"dp": 0, "tp": 2}
+        silent = group.call("fail", [6], collect="dp").outcomes()
+        assert [(outcome.rank, outcome.value) for outcome in silent] == [(5, "fine"), (0, "fine"), (6, None)]
+
+    def test_as_completed(self, group):
+        """Iterating gives the quick ones first."""
+        ranks = [outcome.rank for outcome in group.call("sleep", 0.7, ranks=[0, 5])]
+        assert sorted(ranks[:6]) == [1, 2, 3, 4, 6, 7]
+        assert sorted(ranks[6:]) == [0, 5]
+        with pytest.raises(CallTimeoutError):
+            list(group.call("sleep", 1.0, ranks=[3], timeout=0.2))
+
+    def test_await_and_async_for(self, group):
+        """In a coroutine: the result, the outcomes as they complete, errors and deadlines; the loop runs on."""
+
+        async def main():
+            ticks = 0
+
+            async def tick():
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            assert await group.call("sleep", 0.3, tag="x") == ["x"] * 8
+            assert ticks > 5
+            assert await group.call("rank", collect=()) == 5
+            assert await group.call("items", 2, collect="dp") == [[500, 501], [0, 1]]
+            first, *_, last = [outcome.rank async for outcome in group.call("sleep", 0.7, ranks=[4])]
+            assert (first != 4, last) == (True, 4)
+            with pytest.raises(ValueError, match="rank 2 would not") as caught:
+                await group.call("fail", [2])
+            assert "rank 2 (dp=0, tp=3)" in caught.value.__notes__[0]
+            assert [type(o.error) async for o in group.call("fail", [2], collect=()) if o.rank == 2] == [ValueError]
+            late = group.call("sleep", 1.0, timeout=0.2, tag="y")
+            with pytest.raises(CallTimeoutError):
+                await late
+            results = await asyncio.gather(*(group.call("rank", collect=()) for _ in range(20)))
+            assert results == [5] * 20
+            ticking.cancel()
+
+        asyncio.run(main())
+
+    def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
+        """A call without a deadline says now and then whom it waits for."""
+        monkeypatch.setattr("fairlead_workergroup._underway.REPORT_EVERY_S", 0.3)
+        assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
+        assert "1 of 8 workers have not finished 'sleep'" in caplog.text
+        assert "rank 2 (dp=0, tp=3)" in caplog.text
+
+    def test_statistics(self, group):
+        """Requests, puts and bytes of one call, and how long sending it took."""
+        call = group.call("total", np.ones(MB))
+        call.result()
+        told = call.statistics()
+        assert (told.requests, told.puts, told.fetched) == (8, 1, 8)
+        assert 0 < told.submit_s < 60
+        assert repr(call) == "Call('total', 8 of 8 workers done, 8 answer)"
+
+    def test_group_timeout(self, local_ray):
+        """call_timeout_s is the deadline of calls that set none."""
+        with (
+            RayVirtualCluster([2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Worker, call_timeout_s=0.3) as group,
+        ):
+            call = group.call("sleep", 1.5, tag=2)
+            with pytest.raises(CallTimeoutError):
+                call.result()
+            assert group.call("sleep", 0.5, tag=3, timeout=60).result() == [3, 3]
+
+
+class TestErrors:
+    def test_type_and_ranks(self, group):
+        """A worker's exception keeps its type, and a note names each failing rank with where it is."""
+        with pytest.raises(ValueError, match="would not") as caught:
+            group.call("fail", [3]).result()
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(r"rank 3 \(dp=1, tp=2\) on node \w{8} \([\d.]+\), pid \d+", notes)
+
+    def test_all_failing_ranks_are_listed(self, group):
+        """Once all have failed, all are in the notes."""
+        call = group.call("fail", [3, 6])
+        assert call.wait(timeout=60)
+        with pytest.raises(ValueError, match="would not") as caught:
+            call.result()
+        assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3", "6"]
+
+    def test_a_lost_worker(self, doomed):
+        """The first loss ends the wait; outcomes tells of the others; a later call is refused at once."""
+        call = doomed.call("die", [2])
+        with pytest.raises(WorkerFailureError, match=r"rank 2 \(dp=1, tp=0\)"):
+            call.result()
+        errors = {outcome.rank: outcome.error for outcome in call.outcomes()}
+        assert [rank for rank, error in errors.items() if error is not None] == [2]
+        requests = doomed.statistics().requests
+        with pytest.raises(WorkerFailureError):
+            doomed.call("rank")
+        assert doomed.statistics().requests == requests
+        assert doomed.at(dp=0).call("rank").result() == [0, 1]
+
+    def test_deaths_that_are_not_the_workers(self, group, doomed):
+        """What a method meets, a dead actor of its own or an argument lost with its maker, is no loss of its worker."""
+        with pytest.raises(ActorDiedError) as caught:
+            group.call("lose_a_child", [3]).result()
+        assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3"]
+        answer = doomed.at(dp=0, tp=0).call("die", [0], collect=())
+        with pytest.raises(ActorDiedError):
+            group.call("echo", answer).result()
+        assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
+        assert group.call("rank").result() == list(range(8))
+
+
+class TestCancel:
+    def test_queued_is_dropped_running_runs_on(self, group):
+        """What a rank has not started is never run; which ranks are running it is known exactly."""
+        blocking = group.at(dp=0, tp=0).call("sleep", 2.0, tag="blocks 5")
+        call = group.call("sleep", 1.5, ranks=[0, 5], tag="cancelled")
+        time.sleep(0.3)
+        assert call.cancel() == [0]
+        with pytest.raises(CallCancelledError, match=r"the call of 'sleep' was cancelled before rank\(s\) 0, 5"):
+            call.result()
+        outcomes = {outcome.rank: outcome for outcome in call.outcomes(timeout=0)}
+        assert outcomes[1].value == "cancelled"
+        assert isinstance(outcomes[0].error, CallCancelledError)
+        blocking.result()
+        ran = group.call("what_ran").result()
+        assert "cancelled" in ran[0]
+        assert "cancelled" not in ran[5]
+        assert group.call("rank").result() == list(range(8))
+
+    def test_while_another_thread_waits(self, group):
+        """Who waits for the result is told that it was cancelled, whatever became of its parts."""
+        view = group.at(dp=0, tp=0)
+        running, queued = view.call("sleep", 1.0), view.call("sleep", 1.0, tag="never")
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(queued.result, 30)
+            time.sleep(0.2)
+            assert queued.cancel() == []
+            with pytest.raises(CallCancelledError):
+                waiting.result(timeout=30)
+        running.result()
+
+    def test_when_all_is_done(self, group):
+        """There is nothing left to cancel, and the result stays."""
+        call = group.call("rank")
+        call.wait(30)
+        assert call.cancel() == []
+        assert call.result() == list(range(8))
+
+    def test_with_force(self, doomed):
+        """The workers that are running it are ended; the group has lost them, and says why."""
+        call = doomed.call("sleep", 60, ranks=[1], tag=0)
+        time.sleep(0.5)
+        assert call.cancel(force=True) == [1]
+        with pytest.raises(CallCancelledError):
+            call.result()
+        with pytest.raises(WorkerFailureError, match="cancelled: its call of 'sleep' was cancelled with force"):
+            doomed.call("rank")
+        assert doomed.at(dp=1).call("rank").result() == [2, 3]
