@@ -39,6 +39,7 @@ from fairlead_placement import (
     lease_ports,
     read_holders,
     read_nodes,
+    release_ports,
     remove_placement_groups,
     run_on_nodes,
     select_segment_nodes,
@@ -156,6 +157,7 @@ def hold(slots: Sequence[Slot], groups: Sequence[PlacementGroup]) -> None:
             assert_type(held.node_id, str)
             assert_type(held.lease_id, str)
         assert_type(lease.release(), None)
+    assert_type(release_ports([held], timeout_s=5), None)
     assert_type(remove_placement_groups(groups, timeout_s=5), bool)
 
 

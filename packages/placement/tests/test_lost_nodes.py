@@ -12,9 +12,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError, _holding
 from fairlead_placement.testing import assert_no_leaks
 
 QUICK_DEATHS = {
@@ -116,6 +116,56 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
             assert (new.node_idx, new.node_rank, new.local_rank) == (before[1].node_idx, 1, 0)
             assert [where(slot) for slot in cluster.slots()] == [before[0].node_id, new.node_id]
             assert new.node_id != before[0].node_id
+
+
+def test_a_lost_segment_is_replaced(nodes, eventually):
+    """A segment that has lost all its nodes comes back in one domain, also if another one has a node before that."""
+
+    def add(domain):
+        return nodes.add_node(num_cpus=1, labels={"ray.io/gpu-domain": domain}).node_id
+
+    before = {add("b") for _ in range(2)}
+    with RayVirtualCluster([1, 1], use_gpus=False, segment_size=2) as cluster:
+        assert {slot.node_id for slot in cluster.slots()} == before
+        for node_id in before:
+            kill(nodes, node_id, eventually)
+        add("a")
+        after = {add("c") for _ in range(2)}
+        assert {slot.node_id for slot in cluster.replace_lost_nodes(timeout_s=30)} == after
+        assert {slot.node_id for slot in cluster.slots()} == after
+
+
+def test_a_replacement_is_watched(nodes, eventually):
+    """With `monitor_memory` a node that takes the place of a lost one is sampled from then on."""
+    with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
+        kill(nodes, cluster.slots()[0].node_id, eventually)
+        late = nodes.add_node(num_cpus=2)
+        cluster.replace_lost_nodes(timeout_s=30)
+        assert len(NodeAgent(late.node_id)._ask("watchers")[0]) == 1
+
+
+def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
+    """A node that is to go while it is being reserved is planned around (seam: the moment at which it is drained)."""
+    slots_of = _holding.slots_of
+    drained: list[str] = []
+
+    def drain_first(placed, capacity):
+        if not drained:
+            drained.append(placed[0].node_ids[0])
+            client = ray._private.worker.global_worker.gcs_client
+            assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 60) * 1000))[0]
+        return slots_of(placed, capacity)
+
+    class Busy:  # an idle node goes as soon as it is drained
+        def here(self):
+            return True
+
+    strategies = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes.worker_nodes]
+    busy = [ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    assert ray.get([actor.here.remote() for actor in busy], timeout=60) == [True, True]
+    monkeypatch.setattr(_holding, "slots_of", drain_first)
+    with RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=30) as cluster:
+        assert [slot.node_id in drained for slot in cluster.slots()] == [False]
 
 
 def test_particular_gpus_are_replaced(nodes, eventually):

@@ -19,6 +19,7 @@ from fairlead_placement import (
     RayVirtualCluster,
     ResourceInsufficientError,
     lease_ports,
+    release_ports,
     run_on_nodes,
 )
 
@@ -144,6 +145,43 @@ def test_ports_on_several_nodes(ids):
         assert len({(lease.address, lease.port) for lease in leases}) == 6
         for lease in leases:
             lease.release()
+
+
+@pytest.fixture
+def hung(cluster, ids):
+    """The agent of the first node stands still; `resume` lets it go on."""
+    pid = NodeAgent(ids[0]).run(os.getpid)
+    os.kill(pid, signal.SIGSTOP)
+
+    def resume():
+        os.kill(pid, signal.SIGCONT)
+
+    yield resume
+    resume()
+
+
+def test_ports_where_an_agent_hangs(ids, hung, eventually):
+    """An agent that does not answer keeps no other from giving ports back, and gives its own back when it does."""
+    hung()
+    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
+        leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
+        os.kill(NodeAgent(ids[0]).run(os.getpid), signal.SIGSTOP)
+        with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 1 s"):
+            release_ports(leases, timeout_s=1.0)
+        assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
+        hung()
+        assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
+
+
+def test_ports_that_are_leased_too_late(ids, hung, eventually, monkeypatch):
+    """What an agent leases after nobody waits for it any more is given back (seam: how long it is waited for)."""
+    monkeypatch.setattr("fairlead_placement._ports.ANSWER_S", 1.0)
+    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
+        with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 1 s"):
+            lease_ports(cluster.slots())
+        hung()
+        assert eventually(lambda: NodeAgent(ids[0]).requests() is not None)
+        assert eventually(lambda: [NodeAgent(node_id).leased() for node_id in ids] == [[], [], []])
 
 
 def test_run_on_nodes(ids):

@@ -41,13 +41,13 @@ def agent(node_id):
 def requests(monkeypatch):
     """Every request to an agent, by method. They are all made."""
     made = []
-    request = _agent._request
+    send = _agent._send
 
-    def counted(handle, method, *args, **options):
+    def counted(handle, method, *args):
         made.append(method)
-        return request(handle, method, *args, **options)
+        return send(handle, method, *args)
 
-    monkeypatch.setattr(_agent, "_request", counted)
+    monkeypatch.setattr(_agent, "_send", counted)
     return made
 
 

@@ -5,6 +5,7 @@ import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
+import ray
 
 from fairlead_tpu_executor import CpuAcceleratorConfig, GpuAcceleratorConfig, SlicePool, TpuAcceleratorConfig
 from fairlead_tpu_executor._work import own_options, work_of
@@ -49,6 +50,8 @@ def test_wrong_types(config, options, said):
         (TpuAcceleratorConfig, {"megascale_port": 0}, "1 to 65535"),
         (TpuAcceleratorConfig, {"scale_timeout_s": -1}, "negative"),
         (TpuAcceleratorConfig, {"grace_s": float("nan")}, "negative"),
+        (TpuAcceleratorConfig, {"grace_s": float("inf")}, "infinite"),
+        (TpuAcceleratorConfig, {"queue_timeout_s": float("inf")}, "infinite"),
         (TpuAcceleratorConfig, {"max_retries_preemption": -1}, "at least 0"),
         (TpuAcceleratorConfig, {"resources": {"TPU": 1}}, "cpu_count and the type"),
         (TpuAcceleratorConfig, {"resources": {"x": 0}}, "above 0"),
@@ -94,6 +97,8 @@ def test_pool_takes_either():
     assert repr(SlicePool(config)) == "SlicePool(1 x cpu, 0 held)"
     with pytest.raises(TypeError, match="pod_count"):
         SlicePool(config, 2)
+    with pytest.raises(ValueError, match="give worker_count, not a size"):
+        SlicePool(config).scale(2)
 
 
 def test_what_is_not_a_function():
@@ -110,6 +115,20 @@ def test_what_is_not_a_function():
             work_of(wrong)
     with pytest.raises(TypeError, match="a class is wanted"):
         work_of(print, of_class=True)
+
+
+def test_a_name_that_only_one_can_have():
+    """An actor's name is its own, so a class of which every host has an instance has none; a task's may be shared."""
+
+    def named():
+        pass
+
+    class Named:
+        pass
+
+    with pytest.raises(ValueError, match="Named sets name in "):
+        work_of(ray.remote(name="one")(Named), of_class=True)
+    assert work_of(ray.remote(name="all")(named)).options["name"] == "all"
 
 
 def test_whose_keyword():

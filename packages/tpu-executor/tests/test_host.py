@@ -6,7 +6,7 @@ import subprocess
 import sys
 import uuid
 
-from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, is_over
+from fairlead_tpu_executor._host import _wait_for_predecessor, are_over, clear_lock_file
 
 
 def test_lock_files_that_stay(tmp_path, monkeypatch):
@@ -46,13 +46,13 @@ HOLD = """if True:
 def test_one_process_at_a_time():
     """A host is held from a process's first line until the kernel has ended it, however it ends."""
     name = uuid.uuid4().hex
-    assert is_over(name, 0.1)
+    assert are_over([name], 0.1)
     process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"held\n"
-        assert not is_over(name, 0.1)
+        assert not are_over([name], 0.1)
         process.kill()
-        assert is_over(name, 30.0)
+        assert are_over([name], 30.0)
     finally:
         process.kill()
         process.wait()

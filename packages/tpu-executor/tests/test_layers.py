@@ -97,6 +97,8 @@ def test_decorators_are_strict():
     """A wrong number of slices or an option that does not exist is refused where the decorator stands."""
     with pytest.raises(ValueError, match="one slice"):
         execute(TWO)
+    with pytest.raises(ValueError, match="pod_count is 2, and execute runs on one slice"):
+        execute_resumable(ONE, pod_count=2)
     with pytest.raises(TypeError, match="pod_count"):
         autoscale_execute(ONE, num_slices=2)
 
@@ -265,6 +267,8 @@ def test_references(slices):
     """References are replaced in lists and tuples, at any depth; other values stay."""
     assert resolve_maybe_refs([ray.put(1), (ray.put(2), 3)]) == [1, (2, 3)]
     assert resolve_maybe_refs("text") == "text"
+    named = sys.version_info  # a tuple that cannot be made from another one
+    assert resolve_maybe_refs([named]) == [named]
 
 
 def test_status(slices):

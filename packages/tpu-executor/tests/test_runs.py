@@ -2,6 +2,7 @@
 """Runs on whole slices that stay well: where, in which order, with which variables, and how often."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement import ResourceInsufficientError, claim_slots
+from fairlead_placement import NodeAgent, ResourceInsufficientError, claim_slots
 from fairlead_tpu_executor import (
+    CpuAcceleratorConfig,
     InsufficientSlicesError,
     JobFailed,
     JobSucceeded,
@@ -22,6 +24,7 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuExecutorError,
     _host,
+    _ports,
 )
 
 ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=30)
@@ -339,6 +342,69 @@ def test_closed_meanwhile(slices, record):
     assert pool.slices == ()
 
 
+def test_closed_while_it_waits(slices):
+    """Closing a pool ends the wait for slices, however long it may be."""
+    pool = SlicePool("v4-16", 3, scale_timeout_s=600)
+    raised = []
+
+    def run():
+        try:
+            pool.run(where)
+        except TpuExecutorError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(1)
+    pool.close()
+    thread.join(30)
+    assert "closed" in str(raised[0])
+    assert not isinstance(raised[0], InsufficientSlicesError)
+
+
+def test_closed_beside_an_agent_that_hangs(slices, monkeypatch):
+    """A host that does not answer keeps no pool from giving its slices back (seam: how long it is waited for)."""
+    monkeypatch.setattr(_ports, "_RELEASE_S", 1.0)
+    agent = NodeAgent(slices.node_id("slice-1", 0))
+    pool = SlicePool("v4-16", 2).reserve()
+    pid = agent.run(os.getpid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert pool.close()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while agent.leased():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_others_are_ended_with_one_request_a_node(slices):
+    """When a worker fails each node is asked once whether the others are gone, however many it has."""
+
+    def fail():
+        if os.environ["EXECUTOR_CALL_INDEX"] == "0":
+            raise KeyError("zero")
+        time.sleep(600)
+
+    config = CpuAcceleratorConfig(core_count=1, worker_count=8, grace_s=0.5)
+    with SlicePool(config) as pool:
+        agents = [NodeAgent(node_id) for node_id in {slot.node_id for slot in pool.slots()}]
+        before = [agent.requests().get("run", 0) for agent in agents]
+        assert isinstance(pool.attempt(fail), JobFailed)
+        after = [agent.requests().get("run", 0) for agent in agents]
+        assert len(agents) == 4
+        assert [now - then for now, then in zip(after, before, strict=True)] == [1] * 4
+
+
+def test_a_quarantined_host_without_tpus(slices):
+    """Workers without TPUs go to other hosts: they need not be on any in particular."""
+    with SlicePool(CpuAcceleratorConfig(scale_timeout_s=1)) as pool:
+        first = pool.slots()[0].node_id
+        pool._holding.quarantine([first])
+        assert pool.slots()[0].node_id != first
+
+
 def test_arguments(slices):
     """References arrive as values, in place and by name, as with Ray; what is inside of values stays as it is."""
 
@@ -363,13 +429,13 @@ def test_options_of_ray_remote(slices):
 
 def test_hosts_need_only_ray(slices, tmp_path):
     """What is sent to a host unpickles where nothing of Fairlead is installed."""
-    sent = (_host.call, _host.call_raw, _host.HostActor, _host.is_over, _host.describe_port, _host.call_method)
+    sent = (_host.call, _host.call_raw, _host.HostActor, _host.are_over, _host.describe_port, _host.call_method)
     (tmp_path / "sent").write_bytes(ray.cloudpickle.dumps(sent))
     code = """if True:
         import sys, ray
         sys.modules.update(fairlead_tpu_executor=None, fairlead_placement=None)
-        call, call_raw, actor, is_over, describe_port, call_method = ray.cloudpickle.load(open("sent", "rb"))
-        assert is_over("nobody", 1.0)
+        call, call_raw, actor, are_over, describe_port, call_method = ray.cloudpickle.load(open("sent", "rb"))
+        assert are_over(["nobody"], 1.0)
         assert call_method(str, (5,), {}, "zfill", 3) == "005"
         assert describe_port(1) == "a process that cannot be seen from here"
     """

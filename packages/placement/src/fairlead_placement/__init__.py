@@ -17,7 +17,7 @@ from ._init import init_ray
 from ._inventory import alive_nodes, read_holders, read_nodes
 from ._occupancy import SlotClaim, claim_slots
 from ._planner import Node
-from ._ports import PortLease, lease_ports
+from ._ports import PortLease, lease_ports, release_ports
 from ._ray_private import autoscaler_is_there, draining_nodes
 from ._report import Holder, Report
 from ._slot import Slot
@@ -54,6 +54,7 @@ __all__ = [
     "lease_ports",
     "read_holders",
     "read_nodes",
+    "release_ports",
     "remove_placement_groups",
     "run_on_nodes",
     "select_segment_nodes",

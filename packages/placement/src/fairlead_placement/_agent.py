@@ -4,6 +4,7 @@
 import functools
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,13 +16,23 @@ from ._inventory import alive_nodes
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
-__all__ = ["AGENT_NAME_PREFIX", "NodeAgent", "known_agents", "run_on_nodes", "usage_on_nodes"]
+__all__ = [
+    "AGENT_NAME_PREFIX",
+    "NodeAgent",
+    "ask_nodes",
+    "known_agents",
+    "new_lease_ids",
+    "run_on_nodes",
+    "usage_on_nodes",
+]
 
 _T = TypeVar("_T")
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
-# Just after an agent's death its name may still lead to the dead one.
-PAUSES_S = (0.0, 0.1, 0.3, 1.0)
+# Just after an agent's death its name may still lead to the dead one, on a busy head for seconds.
+PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
+# The second says that it has died, or will answer again: Ray does not know yet.
+_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(_agent_process)
 ray.cloudpickle.register_pickle_by_value(_agent_meters)
@@ -93,8 +104,9 @@ class NodeAgent:
         Returns:
             The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
         """
-        leased: tuple[list[tuple[int, str]], int, int] = self._ask("lease", count, low, high)
-        return leased
+        lease_ids = new_lease_ids(count)
+        ports, leased, in_use = self._ask("lease", lease_ids, low, high)
+        return list(zip(ports, lease_ids, strict=False)), leased, in_use
 
     def release(self, lease_ids: list[str]) -> None:
         """Give ports back, by lease id."""
@@ -146,30 +158,39 @@ class NodeAgent:
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
         try:
             agent = _handle(self.node_id)
             for pause in PAUSES_S:
                 try:
-                    return _request(agent, method, *args, timeout_s=limit)
-                except ray.exceptions.ActorDiedError as error:
+                    return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
+                except _GONE as error:
                     if isinstance(error, ray.exceptions.RayTaskError):
                         raise
-                time.sleep(pause)
-                agent = _handle(self.node_id, instead_of=agent)
-            return _request(agent, method, *args, timeout_s=limit)
+                    died = isinstance(error, ray.exceptions.ActorDiedError)
+                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+                if died:
+                    agent = _handle(self.node_id, instead_of=agent)
+            return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.RayTaskError:
             raise  # the function's own, whatever its class
         except ray.exceptions.GetTimeoutError as error:
             raise _late(self.node_id, method, limit) from error
         except ray.exceptions.RayError as error:
-            raise PlacementError(
-                f"The agent of node {self.node_id} could not do {method!r}: {error}. If the node is gone, "
-                "reserve again."
-            ) from error
+            raise _failed(self.node_id, method, error) from error
+
+
+def new_lease_ids(count: int) -> list[str]:
+    """Ids to lease ports under. The driver's: what was asked for and never answered can be given back too."""
+    return [uuid.uuid4().hex for _ in range(count)]
 
 
 def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
-    return ray.get(getattr(agent, method).remote(*args), timeout=timeout_s)
+    return ray.get(_send(agent, method, *args), timeout=timeout_s)
+
+
+def _send(agent: Any, method: str, *args: Any) -> Any:
+    return getattr(agent, method).remote(*args)
 
 
 def run_on_nodes(
@@ -186,7 +207,7 @@ def run_on_nodes(
         By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
         does not hide what the others say.
     """
-    return _ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
+    return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
 
 
 def usage_on_nodes(
@@ -201,16 +222,17 @@ def usage_on_nodes(
     Returns:
         By node id, a list as of `NodeAgent.usage`; where that failed, the exception, not raised.
     """
-    found = _ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
+    found = ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
     return {
         node_id: rows if isinstance(rows, Exception) else [ProcessUsage(*row) for row in rows]
         for node_id, rows in found.items()
     }
 
 
-def _ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
+def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
+    """The same request to several agents at once; by node id the answer or, not raised, the exception."""
     deadline = time.monotonic() + timeout_s
-    asked = {node_id: getattr(_handle(node_id), method).remote(*args) for node_id, args in arguments.items()}
+    asked = {node_id: _send(_handle(node_id), method, *args) for node_id, args in arguments.items()}
     refs = list(asked.values())
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
@@ -220,7 +242,7 @@ def _ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: f
             found[node_id] = ray.get(ref, timeout=0)
         except ray.exceptions.RayTaskError as error:
             found[node_id] = error  # the function's own, whatever its class
-        except ray.exceptions.ActorDiedError:
+        except _GONE:
             # The agent was gone: the node may still be there, and a new agent too.
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -230,8 +252,14 @@ def _ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: f
         except ray.exceptions.GetTimeoutError:
             found[node_id] = _late(node_id, method, timeout_s)
         except ray.exceptions.RayError as error:
-            found[node_id] = PlacementError(f"The agent of node {node_id} could not do {method!r}: {error}.")
+            found[node_id] = _failed(node_id, method, error)
     return found
+
+
+def _failed(node_id: str, method: str, error: BaseException) -> PlacementError:
+    return PlacementError(
+        f"The agent of node {node_id} could not do {method!r}: {error}. If the node is gone, reserve again."
+    )
 
 
 def _late(node_id: str, method: str, limit: float) -> PlacementTimeoutError:

@@ -9,7 +9,6 @@ import random
 import socket
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,23 +32,26 @@ class AgentProcess:
         # that late connections of its former users do not reach somebody else.
         self._next = random.randrange(1 << 16)
 
-    def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
-        """Hold `count` ports in low..high (both included), or none.
+    def lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
+        """Hold a port in low..high (both included) for each id, or none.
 
-        Returns (port, lease id) pairs and, when there are too few, how many of the range this agent and others
-        hold. The id is what gives a lease back: a port number may be somebody else's by then.
+        Returns the ports and, when there are too few, how many of the range this agent and others hold. The id, which
+        the driver chooses, is what gives a lease back: a port number may be somebody else's by then, and an answer may
+        come too late to be heard.
         """
         with self._lock:
-            return self._lease(count, low, high)
+            return self._lease(lease_ids, low, high)
 
-    def _lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
+    def _lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
+        if all(one in self._held for one in lease_ids):
+            return [self._held[one][0] for one in lease_ids], 0, 0  # asked again, as the answer was lost
         size = high - low + 1
         start = (self._next - low) % size
         mine = {port for port, _ in self._held.values()}
         found: dict[int, socket.socket] = {}
         in_use = 0
         for step in range(size):
-            if len(found) == count:
+            if len(found) == len(lease_ids):
                 break
             port = low + (start + step) % size
             if port in mine:
@@ -59,14 +61,14 @@ class AgentProcess:
                 in_use += 1
             else:
                 found[port] = held
-        if len(found) < count:
+        if len(found) < len(lease_ids):
             for held in found.values():
                 held.close()
             return [], sum(low <= port <= high for port in mine), in_use
-        leases = [(port, uuid.uuid4().hex) for port in found]
-        self._held.update({lease_id: (port, found[port]) for port, lease_id in leases})
-        self._next = leases[-1][0] + 1
-        return leases, 0, 0
+        self._held.update(zip(lease_ids, found.items(), strict=True))
+        ports = list(found)
+        self._next = ports[-1] + 1
+        return ports, 0, 0
 
     def release(self, lease_ids: list[str]) -> None:
         """Give ports back; a lease that is not held is not an error, so that a release can be repeated."""

@@ -62,9 +62,9 @@ def checked_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {nodes} logical nodes")
     for extra in extras:
         for name, amount in extra.items():
-            if name in ("CPU", "GPU") or not amount > 0:
+            if name in ("CPU", "GPU") or not 0 < amount < math.inf:
                 raise ValueError(
-                    f"node_resource_constraints may hold positive amounts of resources other than CPU and GPU, "
+                    f"node_resource_constraints may hold positive, finite amounts of resources other than CPU and GPU, "
                     f"got {name!r}: {amount!r}"
                 )
     return tuple(dict(extra) for extra in extras)

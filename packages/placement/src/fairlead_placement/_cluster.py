@@ -278,7 +278,8 @@ class RayVirtualCluster(Drawn):
         checked_seconds("timeout_s", timeout_s)
         self.slots()
         new = self._holding.replace_lost(timeout_s=timeout_s)
-        return tuple(slot for slot in new if slot in self.slots())
+        mine = set(self.slots())
+        return tuple(slot for slot in new if slot in mine)
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
         """Views over the same reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.

@@ -64,7 +64,8 @@ def filled(nodes: Sequence[Node]) -> Iterator[Fillers]:
                 made.append(Reserved(group, (0,), (node.node_id,), (bundle,)))
         placed = _placed(made)
         # What was free in sum but not as a whole, or has been taken since, must not be taken later.
-        drop([one for one in made if one not in placed])
+        there = {one.group.id for one in placed}
+        drop([one for one in made if one.group.id not in there])
         held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
         for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, timeout_s=IDS_S), strict=True):
             held[one.node_ids[0]][gpu_id] = one
@@ -80,14 +81,17 @@ def drop(made: Sequence[Reserved]) -> None:
 
 
 def _placed(made: Sequence[Reserved]) -> list[Reserved]:
-    """Those that Ray has placed, after all of them have been, or had the time."""
+    """Those that Ray has placed, once it has placed all of them, or no further one for as long as one may take."""
+    placed: list[Reserved] = []
     deadline = time.monotonic() + PLACING_S
-    while True:
-        states = {group_id: row["state"] for group_id, row in placement_group_table().items()} if made else {}
-        placed = [one for one in made if states.get(one.group.id.hex()) == "CREATED"]
-        if len(placed) == len(made) or time.monotonic() >= deadline:
-            return placed
-        time.sleep(0.005)
+    while len(placed) < len(made) and time.monotonic() < deadline:
+        states = {group_id: row["state"] for group_id, row in placement_group_table().items()}
+        now = [one for one in made if states.get(one.group.id.hex()) == "CREATED"]
+        if len(now) > len(placed):
+            placed, deadline = now, time.monotonic() + PLACING_S
+        else:
+            time.sleep(0.005)
+    return placed
 
 
 def _ask_visible() -> Any:

@@ -4,7 +4,9 @@
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -20,8 +22,9 @@ from ._ray_private import free_per_node
 
 __all__ = ["PLACING_S", "Demand", "Reserved", "place", "remove"]
 
-# A pinned group whose node has room is placed within milliseconds. One that is not has lost a race.
-PLACING_S = 1.0
+# Whole seconds. Ray places groups one after the other, a pinned one whose node has room within milliseconds. One that
+# is not placed so long after the one before it has lost a race.
+PLACING_S = 1
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,7 @@ def place(
                 bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids],
             )
             made.append(Reserved(group, node_idx, node_ids, bundles))
-        deadline = time.monotonic() + PLACING_S
-        # wait() takes whole seconds. One call each is enough: all groups are being placed meanwhile.
-        if all(one.group.wait(1 if time.monotonic() < deadline else 0) for one in made):
+        if all(one.group.wait(PLACING_S) for one in made):
             return tuple(made)
     except BaseException:
         _discard([one.group for one in made])
@@ -103,21 +104,19 @@ class Demand:
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
     """Remove groups and wait until Ray has the resources back; whether it had them within `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
+    ids = {group.id.hex() for group in groups}
     try:
         # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.
-        _poll(lambda: all(map(_shown, groups)), min(deadline, time.monotonic() + 1.0))
+        _poll(lambda: _all_shown(ids), min(deadline, time.monotonic() + 1.0))
     finally:
         for group in groups:
             remove_placement_group(group)
-    ids = [group.id.hex() for group in groups]
 
     def returned() -> bool:
-        if any(placement_group_table(group).get("state", "REMOVED") != "REMOVED" for group in groups):
-            return False
         # Removed in the tables is not yet returned on the nodes, which show a group's resources under its id.
-        return not any(i in name for free in free_per_node().values() for name in free for i in ids)
+        return not _rows(ids) and not any(_on(free) & ids for free in free_per_node().values())
 
-    return _poll(returned, deadline)
+    return not ids or _poll(returned, deadline)
 
 
 def _name(name: str, ask: Ask) -> str:
@@ -130,14 +129,28 @@ def _discard(groups: Sequence[PlacementGroup]) -> None:
         remove(groups)
 
 
-def _shown(group: PlacementGroup) -> bool:
-    """Whether the nodes of a group show its resources; also True when it is not placed, or its node is gone."""
-    row = placement_group_table(group)
-    if row.get("state") != "CREATED":
+def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
+    """What Ray says of those of the groups that are not removed."""
+    return [row for group_id, row in placement_group_table().items() if group_id in ids and row["state"] != "REMOVED"]
+
+
+def _on(free: Mapping[str, float]) -> set[str]:
+    """The ids of the groups of which a node shows resources: these are named "CPU_group_0_<id>"."""
+    return {name.rpartition("_")[2] for name in free if "_group_" in name}
+
+
+def _all_shown(ids: AbstractSet[str]) -> bool:
+    """Whether the nodes show the resources of every group that is placed on nodes that are there."""
+    placed = [row for row in _rows(ids) if row["state"] == "CREATED"]
+    if not placed:
         return True
-    free = free_per_node()
-    nodes = set(row["bundles_to_node_id"].values()) & alive_nodes()
-    return all(any(group.id.hex() in name for name in free.get(node_id, {})) for node_id in nodes)
+    shown = {node_id: _on(free) for node_id, free in free_per_node().items()}
+    alive = alive_nodes()
+    return all(
+        row["placement_group_id"] in shown.get(node_id, ())
+        for row in placed
+        for node_id in alive.intersection(row["bundles_to_node_id"].values())
+    )
 
 
 def _poll(done: Callable[[], bool], deadline: float) -> bool:

@@ -19,6 +19,7 @@ from ._inventory import alive_nodes, read_nodes
 from ._monitor import Monitor, read_usage
 from ._planner import Ask, physical_order
 from ._ports import PortLease, lease_ports, release_ports
+from ._ray_private import draining_nodes
 from ._reservation import reserve
 from ._slot import Slot
 from ._slots import slots_of
@@ -98,8 +99,8 @@ class Holding:
                         self._monitor.read()
                 except BaseException as error:
                     self.give_back()
-                    # A node that was lost meanwhile is planned around; anything else is what it is.
-                    lost = {node_id for one in placed for node_id in one.node_ids} - alive_nodes()
+                    # A node that was lost meanwhile, or is about to be, is planned around; anything else is what it is.
+                    lost = {node_id for one in placed for node_id in one.node_ids} - (alive_nodes() - draining_nodes())
                     of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
                     if not (of_ray and lost and time.monotonic() < deadline):
                         raise
@@ -121,11 +122,18 @@ class Holding:
             placed: list[Reserved] = []
             deadline = time.monotonic() + timeout_s
             try:
-                for ask in sorted(asks, key=lambda ask: -ask.count):
+                for batch, segment_size in self._batches(asks, alive):
                     left = max(0.0, deadline - time.monotonic())
-                    avoid = self._taken_by(ask, alive, placed)
+                    avoid = self._taken_by(batch[0], alive, placed)
                     # A new node may be on its way: that is what one waits for after a loss.
-                    placed += self._reserve([ask], unified=False, timeout_s=left, wait_for_nodes_s=left, avoid=avoid)
+                    placed += self._reserve(
+                        batch,
+                        segment_size=segment_size,
+                        unified=False,
+                        timeout_s=left,
+                        wait_for_nodes_s=left,
+                        avoid=avoid,
+                    )
                 found = slots_of(placed, self.capacity)
             except BaseException:
                 remove([one.group for one in placed])
@@ -155,6 +163,26 @@ class Holding:
             return read_usage(node_ids)
         return tuple(usage for usage in self._monitor.read() if usage.node_id in node_ids)
 
+    def _batches(self, asks: Sequence[Ask], alive: AbstractSet[str]) -> list[tuple[list[Ask], int | None]]:
+        """What is reserved in one step, with its segment size: the asks one by one, the most demanding first.
+
+        Of a segment that has lost all its nodes nothing says any more which domain it is in: its asks stay together.
+        """
+        number = self._segments()
+        left = {number[slot.node_idx] for slot in self.slots if slot.node_id in alive}
+        whole: dict[int, list[Ask]] = {}
+        batches: list[tuple[list[Ask], int | None]] = []
+        for ask in sorted(asks, key=lambda ask: -ask.count):
+            if self.segment_size and number[ask.node_idx] not in left:
+                whole.setdefault(number[ask.node_idx], []).append(ask)
+            else:
+                batches.append(([ask], None))
+        return [*batches, *((segment, self.segment_size) for segment in whole.values())]
+
+    def _segments(self) -> dict[int, int]:
+        """The number of each logical node's segment."""
+        return {one.node_idx: at // (self.segment_size or 1) for at, one in enumerate(self.asks)}
+
     def _taken_by(self, ask: Ask, alive: AbstractSet[str], placed: Sequence[Reserved]) -> frozenset[str]:
         """The nodes that what is left of the cluster keeps a replacement from."""
         survivors = [slot for slot in self.slots if slot.node_id in alive]
@@ -169,7 +197,7 @@ class Holding:
         """The nodes that are not in the domain of what is left of a lost logical node's segment."""
         if not self.segment_size:
             return frozenset()
-        number = {one.node_idx: at // self.segment_size for at, one in enumerate(self.asks)}
+        number = self._segments()
         left = {slot.node_id for slot in survivors if number[slot.node_idx] == number[ask.node_idx]}
         domain = {node.node_id: physical_order(node)[0] for node in read_nodes()}
         allowed = {domain[node_id] for node_id in left if node_id in domain}
@@ -178,10 +206,11 @@ class Holding:
     def _put_in(self, lost: Sequence[int], found: Sequence[Slot]) -> None:
         """Each new slot takes the place, and the numbers in the cluster, of a lost one of its logical node."""
         slots = list(self.slots)
+        of_logical_node: dict[int, list[Slot]] = {}
+        for slot in reversed(found):
+            of_logical_node.setdefault(slot.node_idx, []).append(slot)
         for at in lost:
-            old = slots[at]
-            new = next(slot for slot in found if slot.node_idx == old.node_idx and slot not in slots)
-            slots[at] = new
+            slots[at] = of_logical_node[slots[at].node_idx].pop()
         # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
         rank = {node_id: number for number, node_id in enumerate(dict.fromkeys(slot.node_id for slot in slots))}
         seen = dict.fromkeys(rank, 0)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ._agent import NodeAgent
+from ._agent import NodeAgent, ask_nodes
 from ._inventory import alive_nodes
 from ._usage import NodeUsage
 from .exceptions import PlacementError
@@ -28,7 +28,11 @@ class Monitor:
 
     def watch(self, node_ids: Sequence[str]) -> None:
         """Watch these nodes from now on; those that have gone need no stopping."""
+        new = [node_id for node_id in node_ids if node_id not in self._node_ids]
         self._node_ids = tuple(node_ids)
+        # A new one whose agent does not answer now is watched from the next `read` on.
+        with contextlib.suppress(PlacementError):
+            read_usage(new, watcher=self._watcher, name=self._name)
 
     def read(self) -> tuple[NodeUsage, ...]:
         """Samples and peaks since the first call; since the start of its agent where that has died meanwhile."""
@@ -39,10 +43,8 @@ class Monitor:
 
         An agent that does not answer is let be: it ends with the job, and no reservation waits for it.
         """
-        # One after the other: at the end of the interpreter no thread can be started.
-        for node_id in _alive(self._node_ids):
-            with contextlib.suppress(PlacementError):
-                NodeAgent(node_id, timeout_s=STOP_S).unwatch(self._watcher)
+        # Without threads: at the end of the interpreter none can be started.
+        ask_nodes("unwatch", dict.fromkeys(_alive(self._node_ids), (self._watcher,)), STOP_S)
 
 
 def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports that are held, not guessed."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import ray
 
-from ._agent import NodeAgent
+from ._agent import ask_nodes, new_lease_ids
 from ._inventory import alive_nodes
 from ._slot import Slot
 from .exceptions import PlacementError, PortUnavailableError
@@ -17,6 +18,8 @@ __all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports", "release_ports"]
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999
+# Of an agent, whose process may have to start.
+ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class PortLease:
 def lease_ports(
     slots: Sequence[Slot], *, count: int = 1, low: int = PORT_LOW, high: int = PORT_HIGH
 ) -> tuple[tuple[PortLease, ...], ...]:
-    """Lease `count` ports on the node of each slot, asking each node once.
+    """Lease `count` ports on the node of each slot, asking each node once and all at once.
 
     Args:
         slots: where the ports are wanted; several slots of one node get different ports.
@@ -79,19 +82,25 @@ def lease_ports(
     per_node: dict[str, list[int]] = {}
     for at, slot in enumerate(slots):
         per_node.setdefault(slot.node_id, []).append(at)
+    asked = {node_id: new_lease_ids(count * len(wanted)) for node_id, wanted in per_node.items()}
     leases: dict[int, tuple[PortLease, ...]] = {}
     try:
+        found = ask_nodes("lease", {node_id: (ids, low, high) for node_id, ids in asked.items()}, ANSWER_S)
         for node_id, wanted in per_node.items():
-            total = count * len(wanted)
-            ports, leased, in_use = NodeAgent(node_id).lease(total, low, high)
+            if isinstance(found[node_id], Exception):
+                raise found[node_id]
+            ports, leased, in_use = found[node_id]
             ip = slots[wanted[0]].node_ip
             if not ports:
-                raise PortUnavailableError(ip, total, low, high, leased, in_use)
+                raise PortUnavailableError(ip, len(asked[node_id]), low, high, leased, in_use)
+            held = [PortLease(ip, *one) for one in zip(ports, [node_id] * len(ports), asked[node_id], strict=True)]
             for nth, at in enumerate(wanted):
-                mine = ports[nth * count : (nth + 1) * count]
-                leases[at] = tuple(PortLease(ip, port, node_id, lease_id) for port, lease_id in mine)
+                leases[at] = tuple(held[nth * count : (nth + 1) * count])
     except BaseException:
-        release_ports([lease for group in leases.values() for lease in group])
+        # By the ids that were asked for: what an agent leases later, unheard, is given back as well. Whatever else
+        # goes wrong with that, this error is the one to hear of.
+        with contextlib.suppress(PlacementError):
+            _release(asked, ANSWER_S)
         raise
     return tuple(leases[at] for at in range(len(slots)))
 
@@ -101,20 +110,35 @@ def check_range(low: int, high: int) -> None:
         raise ValueError(f"port range must satisfy 1 <= low <= high <= 65535, got low={low}, high={high}")
 
 
-def release_ports(leases: Sequence[PortLease]) -> None:
-    """Give ports back, asking each node once. Can be repeated; does nothing where Ray or the node is gone."""
-    if not ray.is_initialized():
-        return  # the agents ended with the job, and their sockets with them
+def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -> None:
+    """Give ports back, asking each node once and all at once.
+
+    Can be repeated; does nothing where Ray or the node is gone.
+
+    Args:
+        leases: what to give back.
+        timeout_s: seconds to wait until all agents have done it.
+
+    Raises:
+        PlacementError: an agent did not answer, although its node is alive. Those of the other nodes are given back,
+            and this one will be if the agent answers later.
+    """
     per_node: dict[str, list[str]] = {}
     for lease in leases:
         per_node.setdefault(lease.node_id, []).append(lease.lease_id)
+    _release(per_node, timeout_s)
+
+
+def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
+    if not per_node or not ray.is_initialized():
+        return  # without Ray the agents ended with the job, and their sockets with them
     alive = alive_nodes()
-    for node_id, lease_ids in per_node.items():
-        if node_id not in alive:
-            continue
-        try:
-            NodeAgent(node_id).release(lease_ids)
-        except PlacementError:
-            # The node went between the two lines above: its sockets are gone. Anything else is worth hearing of.
-            if node_id in alive_nodes():
-                raise
+    asked = {node_id: (lease_ids,) for node_id, lease_ids in per_node.items() if node_id in alive}
+    failed = {
+        node_id: answer
+        for node_id, answer in ask_nodes("release", asked, timeout_s).items()
+        if isinstance(answer, Exception)
+    }
+    # A node that has gone meanwhile has no sockets. Anything else is worth hearing of.
+    for node_id in alive_nodes().intersection(failed) if failed else ():
+        raise failed[node_id]

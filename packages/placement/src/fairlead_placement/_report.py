@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was asked, what is there, and who holds it: the table under every refusal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,29 +87,26 @@ class Report:
         # What nobody asked for says nothing about why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
         found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
+        on_node: dict[str, list[Holder]] = {}
+        for holder in self.holders:
+            for node_id in holder.bundles:
+                on_node.setdefault(node_id, []).append(holder)
         for node in self.nodes:
+            there = on_node.get(node.node_id, [])
             total = {name: node.total.get(name, 0.0) for name in wanted}
             free = {name: node.free.get(name, 0.0) for name in wanted}
             holders = [
                 f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
                 + ", ".join(f"{count} x {what}" for what, count in _tally(holder.bundles[node.node_id]).items())
-                for holder in self.holders
-                if node.node_id in holder.bundles
+                for holder in there
             ]
-            others = self._others(node, wanted)
+            others = _others(node, there, wanted)
             if others:
                 holders.append(f"tasks, or actors that are starting: {_amounts(others)}")
             # As Text: what looks like markup in somebody's name is not.
             cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
             found.add_row(*map(Text, cells))
         return found
-
-    def _others(self, node: Node, wanted: list[str]) -> dict[str, float]:
-        """What is neither free nor held by anybody who could be named."""
-        bundles = [bundle for holder in self.holders for bundle in holder.bundles.get(node.node_id, ())]
-        named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
-        rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
-        return {name: amount for name, amount in rest.items() if amount > 1e-4}
 
     def _runs(self) -> list[tuple[int, int, Ask]]:
         """Neighbouring asks of one shape as one row: (first, last, one of them)."""
@@ -131,3 +128,11 @@ def _tally(bundles: tuple[Mapping[str, float], ...]) -> dict[str, int]:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
+
+
+def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dict[str, float]:
+    """What is neither free nor held by anybody who could be named."""
+    bundles = [bundle for holder in holders for bundle in holder.bundles[node.node_id]]
+    named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
+    rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
+    return {name: amount for name, amount in rest.items() if amount > 1e-4}

@@ -3,13 +3,12 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from fairlead_placement import NodeAgent, PlacementError
+from fairlead_placement import run_on_nodes
 
 from . import _host
 from ._nodes import dead_nodes, gone_nodes, silent_nodes
@@ -142,14 +141,9 @@ def cancel(calls: Sequence[HostCall]) -> None:
     there = [call for call in running if call.place.node_id not in gone]
     if there:
         ray.wait([call.ref for call in there], num_returns=len(there), timeout=_CANCEL_S, fetch_local=False)
-        with ThreadPoolExecutor(min(32, len(there))) as pool:
-            list(pool.map(lambda call: _gone(call.place, deadline), there))
-
-
-def _gone(place: Place, deadline: float) -> bool:
-    left = max(0.1, deadline - time.monotonic())
-    try:
-        over: bool = NodeAgent(place.node_id).run(_host.is_over, place.facts["name"], left, timeout_s=left + 1.0)
-    except PlacementError:
-        return False  # the node is going, and the process with it; or its successor on the host waits for it
-    return over
+        names: dict[str, list[str]] = {}
+        for call in there:
+            names.setdefault(call.place.node_id, []).append(call.place.facts["name"])
+        left = max(0.1, deadline - time.monotonic())
+        # A host that does not say so is going, and its processes with it; or their successors there wait for them.
+        run_on_nodes(_host.are_over, {node_id: (its, left) for node_id, its in names.items()}, timeout_s=left + 1.0)

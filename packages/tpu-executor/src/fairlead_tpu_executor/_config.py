@@ -2,15 +2,15 @@
 """What to run on, and how: frozen values, checked once."""
 
 import dataclasses
-import difflib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from fairlead_placement import Node
 
 from ._gangs import gather
+from ._keywords import names_the_right_one
 from ._slices import Found, SliceInfo, find_slices
 from ._types import TpuType, tpu_type
 
@@ -26,45 +26,7 @@ __all__ = [
 MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks it for as long as its process lives.
 LOCK_FILE = "/tmp/libtpu_lockfile"
-# What users of other libraries call things.
-_SYNONYMS = {
-    "tpu_type": "tpu_version",
-    "accelerator_type": "tpu_version",
-    "type": "tpu_version",
-    "num_slices": "pod_count",
-    "slices": "pod_count",
-    "chips_per_host": "chips_per_vm",
-    "num_cpus": "cpu_count",
-    "runtime_env": "execution_env",
-    "env_vars": 'execution_env={"env_vars": ...}',
-    "timeout_s": "scale_timeout_s",
-    "max_retries": "max_retries_failure",
-    "num_gpus": "device_count",
-    "num_workers": "worker_count",
-    "coord_port": "megascale_port",
-}
 _Config = TypeVar("_Config", bound="_Run")
-_Class = TypeVar("_Class", bound=type)
-
-
-def _names_the_right_one(cls: _Class) -> _Class:
-    """An unknown keyword is a TypeError that says which one was meant."""
-    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = [one.name for one in sorted(dataclasses.fields(cls), key=lambda one: bool(one.kw_only))]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                meant = _SYNONYMS.get(name, "")
-                if meant.partition("=")[0] not in known:
-                    meant = next(iter(difflib.get_close_matches(name, known, n=1)), "")
-                hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}."
-                raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked  # type: ignore[misc]
-    return cls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +50,8 @@ class _Run:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} is a number of seconds, got {value!r}")
-            if not value >= 0:
-                raise ValueError(f"{name} cannot be negative, got {value!r}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} cannot be negative or infinite, got {value!r}")
         if not isinstance(self.execution_env or {}, Mapping):
             raise TypeError(f"execution_env is a runtime_env, a dict, got {self.execution_env!r}")
         for name, value in self.env_vars.items():
@@ -127,7 +89,7 @@ class _Run:
         return dataclasses.replace(self, execution_env={**(self.execution_env or {}), "env_vars": merged})
 
 
-@_names_the_right_one
+@names_the_right_one
 @dataclass(frozen=True)
 class TpuAcceleratorConfig(_Run):
     """Whole TPU slices, and how to run on them.
@@ -197,8 +159,8 @@ class TpuAcceleratorConfig(_Run):
         """The allowed numbers of slices, ascending."""
         return (self.pod_count,) if isinstance(self.pod_count, int) else tuple(self.pod_count)
 
-    def find(self, nodes: Sequence[Node]) -> Found:
-        """The slices of it among nodes."""
+    def find(self, nodes: Sequence[Node], quarantined: Collection[str] = ()) -> Found:
+        """The slices of it among nodes, those with quarantined hosts included: a slice cannot do without a host."""
         return find_slices(nodes, self.slice_type)
 
     def nominal(self) -> SliceInfo:
@@ -241,8 +203,9 @@ class _Gang(_Run):
         """One: all workers together."""
         return (1,)
 
-    def find(self, nodes: Sequence[Node]) -> Found:
-        """Room for all workers."""
+    def find(self, nodes: Sequence[Node], quarantined: Collection[str] = ()) -> Found:
+        """Room for all workers on nodes that are not quarantined."""
+        nodes = [node for node in nodes if node.node_id not in quarantined]
         return gather(nodes, self.bundle(self.nominal(), 0), self.worker_count, self.kind)
 
     def nominal(self) -> SliceInfo:
@@ -258,7 +221,7 @@ class _Gang(_Run):
         raise NotImplementedError
 
 
-@_names_the_right_one
+@names_the_right_one
 @dataclass(frozen=True)
 class GpuAcceleratorConfig(_Gang):
     """Workers with GPUs, anywhere in the cluster, that are taken and lost together as the hosts of a slice are.
@@ -297,7 +260,7 @@ class GpuAcceleratorConfig(_Gang):
         return {"CPU": float(self.cpu_count), "GPU": float(self.device_count)}
 
 
-@_names_the_right_one
+@names_the_right_one
 @dataclass(frozen=True)
 class CpuAcceleratorConfig(_Gang):
     """Workers with CPUs only, anywhere in the cluster, that are taken and lost together as the hosts of a slice are.

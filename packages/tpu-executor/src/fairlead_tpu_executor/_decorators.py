@@ -19,8 +19,12 @@ _Once = Callable[[Function], Callable[..., JobStatus]]
 _UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
 
 
-def _decorator(config: AcceleratorConfigType, options: dict[str, Any], *, again: bool) -> Callable[[Any], Any]:
+def _decorator(
+    config: AcceleratorConfigType, options: dict[str, Any], *, again: bool, one_slice: bool = False
+) -> Callable[[Any], Any]:
     config = replace(config, **options)
+    if one_slice:
+        check_one_slice(config)
 
     def decorate(function: Any) -> Callable[..., Any]:
         @functools.wraps(getattr(function, "_function", function))
@@ -45,8 +49,7 @@ def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
     Traceback (most recent call last):
     ValueError: pod_count is 2, and execute runs on one slice: use autoscale_execute or autoscale_execute_resumable
     """
-    check_one_slice(accelerator_config)
-    return _decorator(accelerator_config, options, again=False)
+    return _decorator(accelerator_config, options, again=False, one_slice=True)
 
 
 def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
@@ -61,8 +64,7 @@ def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any)
         ValueError: the configuration allows more than one slice.
         TypeError, ValueError: an option that it does not have, or cannot have so.
     """
-    check_one_slice(accelerator_config)
-    return _decorator(accelerator_config, options, again=True)
+    return _decorator(accelerator_config, options, again=True, one_slice=True)
 
 
 def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:

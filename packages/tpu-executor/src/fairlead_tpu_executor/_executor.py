@@ -91,6 +91,6 @@ def resolve_maybe_refs(values: Any) -> Any:
     """
     if isinstance(values, ray.ObjectRef):
         return ray.get(values)
-    if isinstance(values, (list, tuple)):
+    if type(values) in (list, tuple):  # a named tuple is a value of the function's
         return type(values)(resolve_maybe_refs(one) for one in values)
     return values

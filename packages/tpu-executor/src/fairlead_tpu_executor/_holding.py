@@ -15,9 +15,12 @@ from fairlead_placement import PlacementError, Slot
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import Variables, host_environment, megascale_port
 from ._lease import Lease, give_back
-from ._nodes import is_healthy
+from ._nodes import lost_leases
+from ._places import Place, places_of
 from ._ports import Ports
 from ._scaling import patience, scale
+from ._work import Work
+from .exceptions import TpuExecutorError
 
 __all__ = ["QUARANTINE_S", "Holding", "forgotten"]
 
@@ -39,16 +42,21 @@ class Holding:
         # Reentrant: the finalizer may run in the middle of anything.
         self._lock = threading.RLock()
 
-    def ready(self) -> list[Lease]:
+    def ready(self, closed: int | None = None) -> list[Lease]:
         """Healthy slices, as many as allowed: those that are held, and new ones in the place of lost ones.
+
+        Args:
+            closed: how often it had been closed when it was asked for; now if None.
 
         Raises:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
             PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            TpuExecutorError: it has been closed since, or meanwhile; nothing is held then.
         """
+        closed = self.closed if closed is None else closed
         with self._lock:
             quarantined = self.quarantined()
-            lost = [lease for lease in self.leases if not is_healthy(lease, quarantined)]
+            lost = lost_leases(self.leases, quarantined)
             before = list(self.leases)
             if lost:
                 self._keep([lease for lease in self.leases if lease not in lost])
@@ -61,6 +69,7 @@ class Holding:
                     timeout_s=patience(self.sizes, len(self.leases), len(lost), self.config.scale_timeout_s),
                     quarantined=self.quarantined,
                     keep=self._keep,
+                    go_on=lambda: self.check_open(closed),
                 )
                 port = None
                 if isinstance(self.config, TpuAcceleratorConfig) and len(self.leases) > 1:
@@ -71,6 +80,11 @@ class Holding:
                 raise
             self.reservations += sum(lease not in before for lease in self.leases)
             return list(self.leases)
+
+    def check_open(self, closed: int) -> None:
+        """Raise if it has been closed more often."""
+        if self.closed != closed:
+            raise TpuExecutorError("the pool was closed meanwhile. Use a pool that stays open.")
 
     def _keep(self, leases: Sequence[Lease]) -> None:
         self.leases = list(leases)
@@ -97,6 +111,15 @@ class Holding:
 
     def slots(self) -> tuple[Slot, ...]:
         """Every host as a slot, slice by slice, in the order of the TPU worker ids."""
+        with self._lock:
+            return self._slots()
+
+    def places(self, work: Work) -> list[list[Place]]:
+        """Where some work goes: every host, a list per slice."""
+        with self._lock:
+            return places_of(work, self.config, self.leases, self.variables)
+
+    def _slots(self) -> tuple[Slot, ...]:
         rows = [(at, worker, lease) for at, lease in enumerate(self.leases) for worker in range(lease.slice.num_hosts)]
         labels = {row["NodeID"]: row.get("Labels") or {} for row in ray.nodes()}
         rank = {

@@ -20,7 +20,7 @@ import ray
 
 from ._ray_private import process_is_fresh
 
-__all__ = ["HostActor", "call", "call_method", "call_raw", "clear_lock_file", "describe_port", "is_over"]
+__all__ = ["HostActor", "are_over", "call", "call_method", "call_raw", "clear_lock_file", "describe_port"]
 
 logger = logging.getLogger(__name__)
 _PREDECESSOR_S = 30.0
@@ -122,14 +122,15 @@ def _wait_for_predecessor(name: str) -> socket.socket | None:
     return held
 
 
-def is_over(name: str, timeout_s: float) -> bool:
-    """For a node's agent: whether what runs in a bundle is gone, waiting for it if need be."""
+def are_over(names: list[str], timeout_s: float) -> bool:
+    """For a node's agent: whether what runs in some bundles is gone, waiting for it if need be."""
     deadline = time.monotonic() + timeout_s
-    while (held := _try_to_hold(name)) is None:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
-    held.close()
+    for name in names:
+        while (held := _try_to_hold(name)) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        held.close()
     return True
 
 

@@ -15,8 +15,9 @@ from ._slices import TYPE, WORKER_ID, SliceInfo
 
 __all__ = ["Demand", "Lease", "fits", "give_back", "take"]
 
-# A group that is pinned to nodes with room is placed within milliseconds. One that is not has lost a race.
-_PLACING_S = 1.0
+# Whole seconds. Ray places groups one after the other, one that is pinned to nodes with room within milliseconds. One
+# that is not placed so long after the one before it has lost a race.
+_PLACING_S = 1
 _RETURNED_S = 15.0
 
 
@@ -64,8 +65,7 @@ def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lea
                 bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in one.node_ids],
             )
             taken.append(Lease(one, group, bundles))
-        ready = [lease.group.ready() for lease in taken]
-        if not ready or len(ray.wait(ready, num_returns=len(ready), timeout=_PLACING_S)[0]) == len(ready):
+        if all(lease.group.wait(_PLACING_S) for lease in taken):
             return taken
     except BaseException:
         give_back(taken)

@@ -2,7 +2,7 @@
 """Which hosts are well: as Ray says, and as they answer themselves."""
 
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
@@ -12,7 +12,7 @@ from fairlead_placement import alive_nodes, draining_nodes
 
 from ._lease import Lease
 
-__all__ = ["dead_nodes", "gone_nodes", "is_healthy", "silent_nodes"]
+__all__ = ["dead_nodes", "gone_nodes", "lost_leases", "silent_nodes"]
 
 _ANSWER_S = 1.0
 
@@ -49,11 +49,11 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def is_healthy(lease: Lease, quarantined: Collection[str]) -> bool:
-    """Whether every host of a slice is there, and the slice is still held."""
-    nodes = set(lease.slice.node_ids)
-    return (
-        not gone_nodes(nodes)
-        and not nodes & set(quarantined)
-        and placement_group_table(lease.group).get("state") == "CREATED"
-    )
+def lost_leases(leases: Sequence[Lease], quarantined: Collection[str]) -> list[Lease]:
+    """The slices of which a host is not there, or that are not held any more."""
+    bad = gone_nodes(node_id for lease in leases for node_id in lease.slice.node_ids) | frozenset(quarantined)
+    return [
+        lease
+        for lease in leases
+        if bad.intersection(lease.slice.node_ids) or placement_group_table(lease.group).get("state") != "CREATED"
+    ]

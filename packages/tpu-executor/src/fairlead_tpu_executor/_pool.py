@@ -16,7 +16,7 @@ from ._budget import Backoff, Budget
 from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from ._holding import Holding, forgotten
 from ._nodes import gone_nodes
-from ._places import Place, places_of, start, submit
+from ._places import start, submit
 from ._retry import retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
@@ -109,6 +109,10 @@ class SlicePool:
     def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
         """Have another number of slices from now on. Raises as `reserve`; TypeError, ValueError: no such number."""
         sizes = TpuAcceleratorConfig(pod_count=num_slices).sizes
+        if not isinstance(self.config, TpuAcceleratorConfig) and sizes != self.config.sizes:
+            raise ValueError(
+                f"a pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size"
+            )
         with self._my_turn("scale"):
             self._holding.sizes = sizes
             self._holding.ready()
@@ -178,8 +182,11 @@ class SlicePool:
         """
         work = self.checked(function)
         payload = work.put(args, kwargs)
+        closed = self._holding.closed
         self.reserve()
-        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in self._places(work)]
+        places = self._holding.places(work)
+        self._holding.check_open(closed)
+        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in places]
 
     def start(self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
         """Have an actor for a class on every host, a list per slice, and the claim that says so.
@@ -193,7 +200,11 @@ class SlicePool:
         payload = work.put(args, kwargs)
         self.reserve()
         claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
-        return [[start(place, payload) for place in of_slice] for of_slice in self._places(work)], claim
+        try:
+            return [[start(place, payload) for place in of_slice] for of_slice in self._holding.places(work)], claim
+        except BaseException:
+            claim.release()
+            raise
 
     def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
         """What can be said of a function or a class before anything is reserved.
@@ -249,15 +260,16 @@ class SlicePool:
     def _attempt(self, work: Work, payload: Any, number: int, closed: int, first_hosts: bool) -> JobStatus:
         if self._holding.closed != closed:
             raise TpuExecutorError(f"the pool was closed while {work.name} ran. Run it in a pool that stays open.")
-        self._holding.ready()
+        self._holding.ready(closed)
         accelerators = isinstance(self.config, TpuAcceleratorConfig)
         info = JobInfo(work.name, "running", self.config.kind, self.slices, number)
         claim = claim_slots(self._holding.slots(), f"run of {work.name}")
         began = time.monotonic()
         calls: list[HostCall] = []
         try:
-            everywhere = [place for of_slice in self._places(work) for place in of_slice]
+            everywhere = [place for of_slice in self._holding.places(work) for place in of_slice]
             places = [place for place in everywhere if place.worker == 0 or not first_hosts]
+            self._holding.check_open(closed)  # else there would be fewer places, or none
             self._count(attempts=1)
             for place in places:
                 calls.append(HostCall(place, submit(place, payload)))
@@ -268,8 +280,10 @@ class SlicePool:
                 accelerators=accelerators,
             )
         finally:
-            cancel(calls)
-            claim.release()
+            try:
+                cancel(calls)
+            finally:
+                claim.release()
         info = replace(info, seconds=time.monotonic() - began)
         if not errors:
             return JobSucceeded(replace(info, state="succeeded"), self._arranged(calls))
@@ -279,9 +293,6 @@ class SlicePool:
         lost = verdict.kind == "infrastructure"
         self._count(**{"preemptions" if lost else "failures": 1})
         return verdict.status(replace(info, state=_STATES[verdict.kind]))
-
-    def _places(self, work: Work) -> list[list[Place]]:
-        return places_of(work, self.config, self._holding.leases, self._holding.variables)
 
     def _arranged(self, calls: Sequence[HostCall]) -> list[Any]:
         nested: list[list[Any]] = [[] for _ in self.slices]

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ports that a pool holds: one on worker 0 of each slice, and that of the coordinator of several slices."""
 
+import contextlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from fairlead_placement import NodeAgent, PlacementError, PortLease, PortUnavailableError, Slot, lease_ports
+from fairlead_placement import (
+    NodeAgent,
+    PlacementError,
+    PortLease,
+    PortUnavailableError,
+    Slot,
+    lease_ports,
+    release_ports,
+)
 
 from . import _host
 from ._lease import Lease
 
 __all__ = ["Ports"]
+
+_RELEASE_S = 10.0
 
 
 class Ports:
@@ -29,23 +39,18 @@ class Ports:
         Raises:
             PortUnavailableError: a port is taken; for the coordinator's with a note of who has it.
         """
-        for lease in [one for one in self._coordinators if one not in leases]:
-            self._coordinators.pop(lease).release()
+        old = [self._coordinators.pop(lease) for lease in list(self._coordinators) if lease not in leases]
         if self._megascale is not None and (
             megascale_port is None or self._megascale[:2] != (leases[0], megascale_port)
         ):
-            self._megascale[2].release()
+            old.append(self._megascale[2])
             self._megascale = None
+        # A host that does not answer may be lost before Ray knows. If it is not, it gives its ports back later.
+        with contextlib.suppress(PlacementError):
+            release_ports(old, timeout_s=_RELEASE_S)
         new = [lease for lease in leases if lease not in self._coordinators]
-        if new:
-            # The first port of a node waits for its agent to start: all of them at the same time.
-            with ThreadPoolExecutor(min(32, len(new))) as pool:
-                asked = [(lease, pool.submit(lease_ports, [_first(lease)])) for lease in new]
-            for lease, answer in asked:
-                if answer.exception() is None:
-                    self._coordinators[lease] = answer.result()[0][0]
-            for _, answer in asked:
-                answer.result()
+        ports = lease_ports([_first(lease) for lease in new])
+        self._coordinators |= {lease: port for lease, (port,) in zip(new, ports, strict=True)}
         if megascale_port is not None and self._megascale is None:
             self._megascale = (leases[0], megascale_port, _lease_one(_first(leases[0]), megascale_port))
 

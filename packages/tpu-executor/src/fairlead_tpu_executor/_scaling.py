@@ -42,7 +42,7 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
     """
     nodes = {node.node_id: node for node in read_nodes()}
     names = {one.slice_name for one in held}
-    found = config.find(list(nodes.values()))
+    found = config.find(list(nodes.values()), quarantined)
     free: list[SliceInfo] = []
     lacking = [lack for lack in found.lacking if lack.slice_name not in names]
     for one in found.intact:
@@ -111,6 +111,7 @@ def scale(
     timeout_s: float,
     quarantined: Callable[[], Collection[str]],
     keep: Callable[[Sequence[Lease]], None],
+    go_on: Callable[[], None],
 ) -> list[Lease]:
     """Have as many slices as allowed, keeping those that are held.
 
@@ -123,6 +124,7 @@ def scale(
         timeout_s: how long to wait for the largest number; then a smaller one will do.
         quarantined: ids of nodes not to use now.
         keep: told at once what is held, before anything else can go wrong.
+        go_on: asked before each look; raises when nobody wants the slices any more.
 
     Raises:
         InsufficientSlicesError: not even the smallest number could be had. What was held is still held.
@@ -132,6 +134,7 @@ def scale(
     leases = list(held)
     with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, Demand(config) as demand:
         while True:
+            go_on()
             now = survey(config, [lease.slice for lease in leases], quarantined())
             waited = time.monotonic() - began
             size = choose_size(sizes, len(leases), len(now.free), waited_out=waited >= timeout_s).size

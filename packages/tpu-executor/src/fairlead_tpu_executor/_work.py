@@ -124,7 +124,9 @@ def work_of(function: Any, *, of_class: bool = False) -> Work:
     ):
         if check(innermost):
             raise TypeError(f"{name} returns {kind}, which cannot be sent back: return a value")
-    refused = [one for one in _OURS if options.get(one) not in (None, 1)]
+    # A task's name may be that of others, an actor's may not.
+    ours = (*_OURS, "name") if of_class else _OURS
+    refused = [one for one in ours if options.get(one) not in (None, 1)]
     if refused:
         raise ValueError(f"{name} sets {', '.join(refused)} in @ray.remote, which the pool decides: remove it")
     return Work(name, plain, options)
