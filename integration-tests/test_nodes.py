@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from fairlead_placement import RayVirtualCluster
+from fairlead_placement import RayVirtualCluster, alive_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 
@@ -68,6 +68,26 @@ def test_a_group_over_two_nodes(three_nodes):
                 if row["State"] != "DEAD" and row["ActorClassName"] == "AgentProcess"
             ]
             assert len(agents) == 1  # only the first node has a port to hold
+
+
+def test_no_room_elsewhere(three_nodes):
+    """An attempt that finds no slot restarts nothing and counts for nothing: once there is room the next one does."""
+    with RayVirtualCluster([4, 4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as group:
+        gone = next(node for node in three_nodes.worker_nodes if node.node_id == group._places[-1].slot.node_id)
+        three_nodes.remove_node(gone, allow_graceful=False)
+        group._start_timeout_s = 1.0  # so as not to wait for room for minutes
+        deadline = time.monotonic() + 60
+        while gone.node_id in alive_nodes():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for _ in range(3):
+            with pytest.raises(WorkerFailureError, match="there is no room for them elsewhere"):
+                group.restart_failed_workers()
+        group._start_timeout_s = 60.0
+        three_nodes.add_node(num_cpus=4)
+        three_nodes.wait_for_nodes()
+        assert group.restart_failed_workers() == [4, 5, 6, 7]
+        assert [status.restarts for status in group.get_worker_status()] == [0] * 4 + [1] * 4
 
 
 def test_a_node_dies(three_nodes):

@@ -215,6 +215,15 @@ def test_run_where_the_agent_has_died(ids):
     assert isinstance(second, int)
 
 
+def test_agents_that_die_again_and_again(ids):
+    """Each is replaced at once, however many have died before."""
+    pids = [NodeAgent(ids[0]).run(os.getpid)]
+    for _ in range(4):
+        os.kill(pids[-1], signal.SIGKILL)
+        pids.append(NodeAgent(ids[0]).run(os.getpid))
+    assert len(set(pids)) == 5
+
+
 def test_a_node_that_joins_later(cluster):
     """With `wait_for_nodes_s` a node that is still joining is waited for; without, it is not, and says how to."""
     with pytest.raises(ResourceInsufficientError, match=r"wait for nodes that are joining \(wait_for_nodes_s\)"):

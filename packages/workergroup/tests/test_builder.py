@@ -119,6 +119,15 @@ class TestOneWorker:
         assert ray.get(ray.get_actor("mine").total.remote()) == (4, "1")
         ray.kill(worker)
 
+    def test_no_room(self, cluster, monkeypatch):
+        """A worker that its bundle has no room for is ended when its time is over."""
+        (group,) = cluster.get_placement_groups()
+        first = RayWorkerBuilder(Configured)(group, 1, 0)
+        monkeypatch.setattr("fairlead_workergroup._builder.START_S", 2.0)
+        with pytest.raises(WorkerStartError, match=r"has not finished after 2 s: .* bundle 1 has no room"):
+            RayWorkerBuilder(Configured)(group, 1, 0)
+        ray.kill(first)
+
     def test_async(self, local_ray):
         """Or at once, with a ref to wait on; configure_worker is asked."""
         with RayVirtualCluster([2]) as cluster:

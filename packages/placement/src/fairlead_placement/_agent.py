@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of a node agent: one named actor per job and node, made when first needed."""
 
+import collections
 import functools
 import threading
 import time
@@ -40,6 +41,8 @@ ray.cloudpickle.register_pickle_by_value(_agent_meters)
 
 # Ray ends a named actor when its creator drops the last handle, so handles are kept, by session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
+# How many have died there: the name of one that has been killed twice leads to the dead one for good.
+_deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
 # Reentrant: the finalizer of a forgotten cluster releases ports, and may run in the middle of anything.
 _lock = threading.RLock()
 
@@ -57,10 +60,12 @@ def _handle(node_id: str, *, instead_of: Any = None) -> Any:
         # Only one of several threads that met the dead agent makes a new one: a second handle of the new agent would
         # replace the first, which is the one that keeps it alive.
         if _handles.get(key) is instead_of:
+            _deaths[key] += instead_of is not None
+            again = f"-{_deaths[key]}" if _deaths[key] else ""
             _handles[key] = (
                 _actor_class()
                 .options(
-                    name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}",
+                    name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}{again}",
                     get_if_exists=True,
                     num_cpus=0,
                     max_restarts=0,

@@ -14,8 +14,11 @@ from ._arguments import Arguments
 from ._environment import worker_environment
 from ._options import recursive_merge_options
 from ._worker_class import describe_class, full_name
+from .exceptions import WorkerStartError
 
 __all__ = ["ClassLike", "RayWorkerBuilder"]
+
+START_S = 600.0
 
 ClassLike: TypeAlias = str | type[Any] | ActorClass[Any]
 
@@ -88,7 +91,7 @@ class RayWorkerBuilder:
             asks=[ask],
             node_id=node_id,
             runtime_env=extra_options.get("runtime_env"),
-            timeout_s=600.0,
+            timeout_s=START_S,
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
         options = recursive_merge_options(described.options, {"num_gpus": num_gpus, **resources})
@@ -128,11 +131,19 @@ class RayWorkerBuilder:
         """As `create_worker_async`, but wait for the constructor and return the handle.
 
         Raises:
-            TypeError, ValueError, WorkerStartError: as it does.
+            TypeError, ValueError: as it does.
+            WorkerStartError: as it does; or the constructor has not finished within 600 s, and the worker is ended.
             Exception: what the constructor raised.
         """
         ready, handle = self.create_worker_async(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
         )
+        if not ray.wait([ready], timeout=START_S)[0]:
+            ray.kill(handle)
+            raise WorkerStartError(
+                f"the constructor of {full_name(self.worker)} has not finished after {START_S:g} s: either it takes "
+                "longer, or bundle "
+                f"{placement_group_bundle_index} has no room for the worker. Look at `ray.util.placement_group_table()`"
+            )
         ray.get(ready)
         return handle

@@ -71,6 +71,7 @@ def restart(group: RayWorkerGroup) -> list[int]:
         try:
             _end(group, ranks)
             _find_new_slots(group, lost)
+            _count(group, lost)  # not what found no room: it has restarted nothing
             for rank in ranks:
                 group._incarnations[rank] += 1
             # A store that has served one set of processes does not serve another.
@@ -101,10 +102,9 @@ def restart(group: RayWorkerGroup) -> list[int]:
 
 
 def _check_budget(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
-    """Count the restart, or refuse it."""
+    """Refuse one restart too many."""
     if group._restart_scope == "group":
         spent = [] if group._group_restarts < group._max_restarts else ["the group"]
-        group._group_restarts += not spent
     else:
         spent = [f"rank {rank}" for rank in lost if group._restarts[rank] >= group._max_restarts]
     if spent:
@@ -113,6 +113,10 @@ def _check_budget(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> N
             f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times. Look at the logs of "
             "these workers; shut the group down.",
         )
+
+
+def _count(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
+    group._group_restarts += group._restart_scope == "group"
     for rank in lost if group._restart_scope == "worker" else range(group.world_size):
         group._restarts[rank] += 1
 
