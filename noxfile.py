@@ -118,6 +118,7 @@ def interop(session: nox.Session) -> None:
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     files = [f"packages/batching/tests/test_{name}.py" for name in ("torch", "ray")]
     session.run("pytest", *files, *session.posargs, env=RAY_ENV)
+    session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
 
 
 @nox.session

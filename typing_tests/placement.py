@@ -157,7 +157,7 @@ def hold(slots: Sequence[Slot], groups: Sequence[PlacementGroup]) -> None:
             assert_type(held.node_id, str)
             assert_type(held.lease_id, str)
         assert_type(lease.release(), None)
-    assert_type(release_ports([held], timeout_s=5), None)
+    assert_type(release_ports([lease for (lease,) in lease_ports(slots)], timeout_s=5), None)
     assert_type(remove_placement_groups(groups, timeout_s=5), bool)
 
 

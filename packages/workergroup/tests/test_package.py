@@ -4,10 +4,8 @@
 import doctest
 import importlib
 import importlib.metadata
-import inspect
 import pickle
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,13 +38,6 @@ def test_import_starts_nothing():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_all_is_sorted():
-    """Everything that is exported is there, and listed once."""
-    names = fairlead_workergroup.__all__
-    assert names == sorted(set(names))
-    assert all(hasattr(fairlead_workergroup, name) for name in names)
-
-
 @pytest.mark.parametrize("name", ["", *MODULES])
 def test_examples(name):
     """The examples in docstrings work."""
@@ -54,60 +45,6 @@ def test_examples(name):
         pytest.importorskip("torch", reason="the torch helpers need torch")
     module = importlib.import_module(f"fairlead_workergroup.{name}".rstrip("."))
     assert doctest.testmod(module).failed == 0
-
-
-PUBLIC = ["", *(name for name in MODULES if not name.startswith("_"))]
-
-
-def exported(name):
-    """What a public module exports, by name."""
-    if name == "torch":
-        pytest.importorskip("torch", reason="the torch helpers need torch")
-    module = importlib.import_module(f"fairlead_workergroup.{name}".rstrip("."))
-    return {one: getattr(module, one) for one in module.__all__}
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_members_are_documented(name):
-    """Each public member says what it is for."""
-    members = exported(name)
-    for owner in [one for one in members.values() if inspect.isclass(one)]:
-        for attribute, member in inspect.getmembers(owner):
-            if not attribute.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                members[f"{owner.__name__}.{attribute}"] = member
-    assert [one for one, member in members.items() if not inspect.getdoc(member)] == []
-
-
-def public_attributes(owner):
-    """What a class annotates, and what its methods set."""
-    own = [base for base in owner.__mro__ if base.__module__.startswith("fairlead")]
-    annotated = {name for base in own for name in inspect.get_annotations(base)}
-    stored = {
-        name for base in own for name in re.findall(r"^ +self\.(\w+).* = ", inspect.getsource(base), re.MULTILINE)
-    }
-    return sorted(name for name in annotated | stored if not name.startswith("_"))
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_attributes_are_described(name):
-    """A class, a base of it, or what these refer to says of each attribute what it is: `name: what`."""
-    members = exported(name)
-    missing = {}
-    for owner in [one for one in members.values() if inspect.isclass(one)]:
-        bases = [base for base in owner.__mro__ if base.__module__.startswith("fairlead")]
-        # What a dataclass says of itself when nobody else does is no description.
-        said = "\n".join(
-            base.__doc__ for base in bases if base.__doc__ and not base.__doc__.startswith(f"{base.__name__}(")
-        )
-        said += "\n".join(inspect.getdoc(members.get(other)) or "" for other in re.findall(r"`(\w+)`", said))
-        undescribed = [
-            attribute
-            for attribute in public_attributes(owner)
-            if not re.search(rf"(?<![\w.]){attribute}(, \w+)*(:|`)", said)
-        ]
-        if undescribed:
-            missing[owner.__name__] = undescribed
-    assert missing == {}
 
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")
