@@ -24,6 +24,11 @@ SIBLINGS = {
 }
 MULTIHOST = "integration-tests/multihost"
 SOAK = f"{MULTIHOST}/test_soak.py"
+# uv knows nothing of pip's settings. It is to trust what the machine trusts, as pip does, and to look where pip finds
+# local wheels, or torch is fetched with CUDA.
+UV_ENV = {"UV_SYSTEM_CERTS": "1"}
+if os.environ.get("PIP_FIND_LINKS"):
+    UV_ENV["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -33,9 +38,7 @@ def package(name: str, extra: str = "") -> str:
 
 def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings are resolved to the tree."""
-    # uv knows nothing of pip's settings: hand on the folder of local wheels, or torch is fetched with CUDA.
-    env = {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if os.environ.get("PIP_FIND_LINKS") else {}
-    session.install("-c", "constraints.txt", *what, env=env)
+    session.install("-c", "constraints.txt", *what, env=UV_ENV)
 
 
 def test_requirements(name: str) -> list[str]:
@@ -237,7 +240,7 @@ def wheels(session: nox.Session, name: str) -> None:
     readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
     (here / "example.py").write_text(readme.split("```python\n")[1].split("```")[0], encoding="utf-8")
     imported = f"import sys, fairlead_{name.replace('-', '_')} as it; assert it.__file__.startswith(sys.prefix), it"
-    own = {**RAY_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
+    own = {**RAY_ENV, **UV_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
     with session.chdir(here):
         session.run(python, "-c", imported, external=True)
         session.run(python, "example.py", env=own, external=True)
@@ -256,8 +259,8 @@ def minimums(session: nox.Session, name: str) -> None:
     closure = [*SIBLINGS[name], name]
     uv = ["uv", "pip", "install", "--quiet", "--python", python]
     declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
-    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure))
-    session.run(*uv, "-c", "constraints.txt", *test_requirements(name))
+    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=UV_ENV)
+    session.run(*uv, "-c", "constraints.txt", *test_requirements(name), env=UV_ENV)
     session.run("uv", "pip", "list", "--python", python)
     with session.chdir(without_sources(session, name)):
         session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)

@@ -3,9 +3,11 @@
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -44,15 +46,9 @@ def bind(port, *, reuse=False):
 
 
 def kill_agent(slots, eventually):
-    name = f"fairlead-agent-{ray.get_runtime_context().get_job_id()}-{slots[0].node_id}"
-    ray.kill(ray.get_actor(name))
-
-    def gone():
-        with contextlib.suppress(ValueError):
-            return ray.get_actor(name) is None
-        return True
-
-    assert eventually(gone)
+    pid = NodeAgent(slots[0].node_id).run(os.getpid)
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_leased_port_is_held(slots, agent):

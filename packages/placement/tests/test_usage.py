@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
     with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:
         (before,) = cluster.get_resource_usage()
         pid = agent.run(os.getpid)
-        ray.kill(ray.get_actor(f"fairlead-agent-{ray.get_runtime_context().get_job_id()}-{agent.node_id}"))
+        os.kill(pid, signal.SIGKILL)
         assert eventually(lambda: agent.run(os.getpid) != pid)
         (after,) = cluster.get_resource_usage()
         assert (before.samples, after.samples) == (2, 1)
