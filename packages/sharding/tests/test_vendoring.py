@@ -5,7 +5,6 @@ import ast
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -129,20 +128,3 @@ def test_copy(host, run_python):
         print(NamedSharding.__module__, plan.returned.tolist())
     """
     assert run_python(script, block=["fairlead_sharding"]) == "host._vendor.sharding._sharding [2, 3]\n"
-
-
-@needs_original
-def test_whole_suite_against_a_copy(host):
-    """Everything that holds for the package holds for a copy, with the original out of reach."""
-    shutil.copytree(TESTS, host / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(TESTS.parent / "README.md", host)
-    (host / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "tests"],
-        cwd=host,
-        env={**os.environ, "PYTHONPATH": str(host), "SHARDING_UNDER_TEST": "host._vendor.sharding"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
