@@ -26,7 +26,8 @@ MULTIHOST = "integration-tests/multihost"
 SOAK = f"{MULTIHOST}/test_soak.py"
 # uv knows nothing of pip's settings. It is to trust what the machine trusts, as pip does, and to look where pip finds
 # local wheels, or torch is fetched with CUDA.
-UV_ENV = {"UV_SYSTEM_CERTS": "1"}
+CERTIFICATES = {"UV_SYSTEM_CERTS": "1"}
+UV_ENV = dict(CERTIFICATES)
 if os.environ.get("PIP_FIND_LINKS"):
     UV_ENV["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -86,7 +87,8 @@ def tests(session: nox.Session, name: str) -> None:
 def integration(session: nox.Session) -> None:
     """What crosses packages, on a real local Ray."""
     install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
-    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=RAY_ENV)
+    env = {**RAY_ENV, **CERTIFICATES}
+    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=env)
 
 
 @nox.session
