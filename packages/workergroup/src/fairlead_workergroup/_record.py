@@ -143,8 +143,8 @@ def _task_reader() -> Callable[[], bytes]:
         worker: Any = ray._private.worker.global_worker
         worker.current_task_id.binary()
     except AttributeError:
-        context = ray.get_runtime_context()
-        return lambda: bytes.fromhex(context.get_task_id() or "")
+        # Not asked for here: where Ray does not run, it would be started.
+        return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
     return lambda: worker.current_task_id.binary()
 
 
