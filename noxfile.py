@@ -37,6 +37,25 @@ def package(name: str, extra: str = "") -> str:
     return f"./packages/{name}{extra}"
 
 
+def module(name: str) -> str:
+    """What a package is imported as."""
+    return f"fairlead_{name.replace('-', '_')}"
+
+
+def shown(name: str, language: str) -> list[str]:
+    """The blocks of a language in a package's README."""
+    readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
+    return [block.split("```")[0] for block in readme.split(f"```{language}\n")[1:]]
+
+
+def built_wheel(session: nox.Session, name: str, dist: Path) -> Path:
+    """Build the wheel of a package into a folder; where it is. The session has build and hatchling."""
+    options = "--wheel", "--no-isolation", "--outdir", str(dist)
+    session.run("python", "-m", "build", *options, package(name), silent=True)
+    (wheel,) = dist.glob(f"{module(name)}-*.whl")
+    return wheel
+
+
 def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings are resolved to the tree."""
     session.install("-c", "constraints.txt", *what, env=UV_ENV)
@@ -173,8 +192,7 @@ def typecheck(session: nox.Session) -> None:
     session.run("pyright", "typing_tests")
     for name in SIBLINGS:
         # It fails below 100 %, and is quiet unless it does.
-        imported = f"fairlead_{name.replace('-', '_')}"
-        session.run("pyright", "--verifytypes", imported, "--ignoreexternal", silent=True)
+        session.run("pyright", "--verifytypes", module(name), "--ignoreexternal", silent=True)
 
 
 @nox.session
@@ -227,21 +245,17 @@ def wheels(session: nox.Session, name: str) -> None:
     """The wheel of one package, alone in an environment: imported, its README's example run, and its tests."""
     install(session, "build", "hatchling", "pip")
     dist = scratch(session, "dist")
-    for one in [*SIBLINGS[name], name]:
-        options = "--wheel", "--no-isolation", "--outdir", str(dist)
-        session.run("python", "-m", "build", *options, package(one), silent=True)
-    built = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in dist.iterdir()}
+    built = {one: built_wheel(session, one, dist) for one in [*SIBLINGS[name], name]}
     # Where siblings are found if they are asked for: what is not declared is not installed.
     places = dist / "places.txt"
-    places.write_text("".join(f"{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
+    places.write_text("".join(f"fairlead-{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
     python = empty_environment(session)
     pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "-c", "constraints.txt", "-c", str(places)]
-    session.run(*pip, str(built[f"fairlead-{name}"]))
+    session.run(*pip, str(built[name]))
 
     here = without_sources(session, name)
-    readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
-    (here / "example.py").write_text(readme.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    imported = f"import sys, fairlead_{name.replace('-', '_')} as it; assert it.__file__.startswith(sys.prefix), it"
+    (here / "example.py").write_text(shown(name, "python")[0], encoding="utf-8")
+    imported = f"import sys, {module(name)} as it; assert it.__file__.startswith(sys.prefix), it"
     own = {**RAY_ENV, **UV_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
     with session.chdir(here):
         session.run(python, "-c", imported, external=True)
@@ -272,9 +286,7 @@ def minimums(session: nox.Session, name: str) -> None:
 def vendor(session: nox.Session) -> None:
     """fairlead-sharding carried by another project, copied as its README says: that project's tests, and its own."""
     install(session, "build", "hatchling", "pip", "numpy", *test_requirements("sharding"))
-    readme = (ROOT / "packages" / "sharding" / "README.md").read_text(encoding="utf-8")
-    copy, fetch = (block.split("```")[0] for block in readme.split("```sh\n")[1:])
-
+    copy, fetch = shown("sharding", "sh")
     project = scratch(session, "project")
     shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
     (project / "src" / "halo" / "_vendor").mkdir()
@@ -286,7 +298,7 @@ def vendor(session: nox.Session) -> None:
         session.run("pytest", "packages", *session.posargs, env={"SHARDING_UNDER_TEST": "halo._vendor.sharding"})
 
     dist = scratch(session, "dist")
-    session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), package("sharding"))
+    built_wheel(session, "sharding", dist)
     with session.chdir(scratch(session, "fetched")):
         session.run("sh", "-euc", fetch, env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(dist)}, external=True)
         session.run("python", "-c", "from host._vendor.fairlead_sharding import NamedSharding as it; it([0], ['dp'])")

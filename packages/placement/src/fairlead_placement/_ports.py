@@ -93,7 +93,9 @@ def lease_ports(
             ip = slots[wanted[0]].node_ip
             if not ports:
                 raise PortUnavailableError(ip, len(asked[node_id]), low, high, leased, in_use)
-            held = [PortLease(ip, *one) for one in zip(ports, [node_id] * len(ports), asked[node_id], strict=True)]
+            held = [
+                PortLease(ip, port, node_id, lease_id) for port, lease_id in zip(ports, asked[node_id], strict=True)
+            ]
             for nth, at in enumerate(wanted):
                 leases[at] = tuple(held[nth * count : (nth + 1) * count])
     except BaseException:

@@ -141,9 +141,9 @@ class RayWorkerBuilder:
         if not ray.wait([ready], timeout=START_S)[0]:
             ray.kill(handle)
             raise WorkerStartError(
-                f"the constructor of {full_name(self.worker)} has not finished after {START_S:g} s: either it takes "
-                "longer, or bundle "
-                f"{placement_group_bundle_index} has no room for the worker. Look at `ray.util.placement_group_table()`"
+                f"the constructor of {self.ray_actor_class_fqn} has not finished after {START_S:g} s: either it takes "
+                f"longer, or bundle {placement_group_bundle_index} has no room for the worker. Look at "
+                "`ray.util.placement_group_table()`"
             )
         ray.get(ready)
         return handle
