@@ -13,7 +13,8 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching, _shutdown
+from fairlead_workergroup._ray_private import actors_being_made
 
 
 class Cleaner:
@@ -265,3 +266,19 @@ def test_interpreter_exit():
     while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(processes) == []
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_killed_while_ray_makes_them(local_ray, monkeypatch, room):
+    """Those that Ray is just making are killed when they are there; those that find no room, after a while."""
+    monkeypatch.setattr(_shutdown, "MADE_S", 60.0 if room else 0.5)
+    seen = []
+    kill = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(len(actors_being_made())), kill(worker)))
+    actor_class = ray.remote(num_cpus=1 if room else 1000)(Cleaner)
+    # Ray knows of an actor that has a name when it gives the handle.
+    workers = {rank: actor_class.options(name=f"{room}-{rank}").remote() for rank in range(4)}
+    assert len(actors_being_made()) == 4
+    assert _shutdown.kill_and_wait(workers, [])
+    assert seen == ([0] * 4 if room else [4, 3, 2, 1])
+    assert not actors_being_made()

@@ -11,6 +11,7 @@ import ray
 from fairlead_placement import alive_nodes, run_on_nodes
 
 from . import _processes
+from ._ray_private import actor_id_of, actors_being_made
 
 __all__ = ["clean_up", "kill_and_wait"]
 
@@ -19,6 +20,8 @@ ray.cloudpickle.register_pickle_by_value(_processes)
 
 # Ray takes about 5 s at worst to end a process that does not end itself.
 GONE_S = 15.0
+# Ray takes one to three seconds to start processes; those that find no room are not waited for longer.
+MADE_S = 5.0
 # Nodes are asked once more when that is over.
 LAST_LOOK_S = 5.0
 
@@ -47,8 +50,11 @@ def kill_and_wait(workers: Mapping[int, Any], processes: Sequence[tuple[str, int
         workers: the handles, by rank; rank 0, which holds the store of torch.distributed, is ended last.
         processes: (node id, pid, start tick) of those that had started.
     """
-    for _, worker in sorted(workers.items(), reverse=True):
-        ray.kill(worker)
+    try:
+        _let_them_be_made(workers)
+    finally:  # also at a second Ctrl-C
+        for _, worker in sorted(workers.items(), reverse=True):
+            ray.kill(worker)
     # An actor that is dead answers this at once with an error, and nothing else does after a kill.
     refs = [worker.__ray_ready__.remote() for worker in workers.values()]
     deadline = time.monotonic() + GONE_S
@@ -57,6 +63,20 @@ def kill_and_wait(workers: Mapping[int, Any], processes: Sequence[tuple[str, int
     if alive or there:
         logger.warning("%d worker(s) did not end within %g s: pids %s", max(len(alive), len(there)), GONE_S, there)
     return not alive and not there
+
+
+def _let_them_be_made(workers: Mapping[int, Any]) -> None:
+    """Wait a moment for actors that are not there yet.
+
+    Of one that is killed between the lease of a process for it and its creation there, Ray (2.60) leaves the process
+    behind: it holds the slot, and the next worker there waits for ever. The more workers start, the longer that moment.
+    """
+    ours = {actor_id_of(worker) for worker in workers.values()}
+    deadline = time.monotonic() + MADE_S
+    pause = 0.02
+    while ours & actors_being_made() and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> list[int]:
