@@ -22,6 +22,7 @@ from fairlead_workergroup import (
     Shard,
     WorkerFailureError,
     WorkerGroupError,
+    _restart,
     _watching,
     current_worker,
 )
@@ -165,8 +166,11 @@ def test_nothing_is_kept_of_earlier_starts(local_ray, eventually):
         assert eventually(lambda: gc.collect() >= 0 and store_used() < 9 * MB)
 
 
-def test_a_death_that_no_call_has_met(made):
-    """restart_failed_workers asks Ray who is dead."""
+@pytest.mark.parametrize("explained", [True, False])
+def test_a_death_that_no_call_has_met(made, monkeypatch, explained):
+    """restart_failed_workers asks Ray who is dead, whether or not Ray says of what."""
+    if not explained:
+        monkeypatch.setattr(_restart, "note_causes", lambda group, dead, within_s: None)
     group = made()
     os.kill(group.call("pid").result()[3], signal.SIGKILL)
     deadline = time.monotonic() + 30

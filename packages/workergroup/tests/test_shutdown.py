@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -88,6 +89,14 @@ def test_processes_are_gone(group):
     assert alive(processes) == processes
     assert group.shutdown() is True
     assert alive(processes) == []
+
+
+def test_two_threads(group):
+    """Who comes second waits as well until the processes have ended, and is told the same."""
+    processes = pids(group)
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(lambda: (group.shutdown(), alive(processes))) for _ in range(2)]
+        assert [one.result(timeout=60) for one in both] == [(True, [])] * 2
 
 
 def test_reverse_order(group, monkeypatch):

@@ -314,8 +314,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers, the last rank first, and give back everything the group held.
 
-        Waits until the workers' processes are gone. Can be repeated; safe when workers are dead or hung, and when
-        Ray is down.
+        Waits until the workers' processes are gone. Can be repeated, also by two threads at once; safe when workers
+        are dead or hung, and when Ray is down.
 
         Args:
             cleanup_method: a method that every living worker runs first.
@@ -340,7 +340,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
             self.workers = []
             self.worker_metadata = []
             ended = self._held.give_back()
-            self._shut = clean and ended
+            # What another thread found that did the same meanwhile stands.
+            self._shut = clean and ended and self._shut is not False
         return self._shut
 
     def __enter__(self) -> "RayWorkerGroup":

@@ -3,6 +3,7 @@
 
 import logging
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +28,17 @@ class Held:
     workers: dict[int, Any] = field(default_factory=dict)
     processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     recipe: Recipe | None = None
+    _ending: threading.RLock = field(default_factory=threading.RLock)
 
     def give_back(self) -> bool:
-        """End the workers, then release what they stood on; whether all went well."""
+        """End the workers, then release what they stood on; whether all went well.
+
+        Of several threads at once the first does it, and the others wait until it has.
+        """
+        with self._ending:
+            return self._give_back()
+
+    def _give_back(self) -> bool:
         workers, processes = dict(self.workers), list(self.processes.values())
         self.workers.clear()
         self.processes.clear()

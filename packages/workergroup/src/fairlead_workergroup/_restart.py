@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Ray says at once what a worker that it knows to be dead died of.
 CAUSE_S = 10.0
+NO_CAUSE = f"Ray says that it is dead, and has not said within {CAUSE_S:g} s what it died of"
 
 
 def check_scope(scope: str) -> str:
@@ -53,6 +54,9 @@ def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
     gone = dead_actors()
     dead = [group._workers_now[rank] for rank, worker in enumerate(group.workers) if actor_id_of(worker) in gone]
     note_causes(group, dead, within_s=CAUSE_S)
+    # Dead all the same: who asks for a restart is not to be told that there is nothing to do.
+    if unexplained := [who.failure("killed", NO_CAUSE) for who in dead if who.rank not in group._lost]:
+        group._note_lost(unexplained)
     return dict(sorted(group._lost.items()))
 
 
