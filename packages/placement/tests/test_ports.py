@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, PlacementTimeoutError, PortUnavailableError, RayVirtualCluster, lease_ports
+from fairlead_placement._agent_process import AgentProcess
 
 # Other processes on this machine may run these tests too.
 LOW = 20000 + os.getpid() % 1000 * 10
@@ -49,6 +50,17 @@ def kill_agent(slots, eventually):
     pid = NodeAgent(slots[0].node_id).run(os.getpid)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_release_that_overtakes_its_lease():
+    """Of an agent that stood still either may come first: nothing stays held, and others can have the port."""
+    agent = AgentProcess("0" * 56)
+    agent.release(["late"])
+    assert agent.lease(["late"], LOW, LOW) == ([], 0, 0)
+    assert agent.leased() == []
+    assert agent.lease(["other"], LOW, LOW) == ([LOW], 0, 0)
+    agent.release(["other"])
+    assert agent.leased() == []
 
 
 def test_a_leased_port_is_held(slots, agent):

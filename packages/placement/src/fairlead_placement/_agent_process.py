@@ -17,6 +17,9 @@ from ._agent_meters import Gpus, MemoryMeter, ProcessMeter
 
 __all__ = ["AgentProcess"]
 
+# Ids of leases that were given back before they were made; more at once than any driver has asks under way.
+_UNWANTED_KEPT = 10_000
+
 
 class AgentProcess:
     """Holds the leased ports of one node for one job, and measures what is used there."""
@@ -28,6 +31,7 @@ class AgentProcess:
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._held: dict[str, tuple[int, socket.socket]] = {}
+        self._unwanted: dict[str, None] = {}
         # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
         # that late connections of its former users do not reach somebody else.
         self._next = random.randrange(1 << 16)
@@ -43,6 +47,8 @@ class AgentProcess:
             return self._lease(lease_ids, low, high)
 
     def _lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
+        if any(one in self._unwanted for one in lease_ids):
+            return [], 0, 0  # given back already: nobody waits for them
         if all(one in self._held for one in lease_ids):
             return [self._held[one][0] for one in lease_ids], 0, 0  # asked again, as the answer was lost
         size = high - low + 1
@@ -77,6 +83,11 @@ class AgentProcess:
                 _, held = self._held.pop(lease_id, (0, None))
                 if held is not None:
                     held.close()
+                else:
+                    # Of an agent that stood still one thread overtakes another: the lease may be still to come.
+                    self._unwanted[lease_id] = None
+            while len(self._unwanted) > _UNWANTED_KEPT:
+                del self._unwanted[next(iter(self._unwanted))]
 
     def leased(self) -> list[int]:
         with self._lock:
