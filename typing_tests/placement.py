@@ -37,6 +37,7 @@ from fairlead_placement import (
     draining_nodes,
     init_ray,
     lease_ports,
+    place_pinned,
     read_holders,
     read_nodes,
     release_ports,
@@ -158,6 +159,8 @@ def hold(slots: Sequence[Slot], groups: Sequence[PlacementGroup]) -> None:
             assert_type(held.lease_id, str)
         assert_type(lease.release(), None)
     assert_type(release_ports([lease for (lease,) in lease_ports(slots)], timeout_s=5), None)
+    wanted = {"mine": [(slots[0].node_id, {"CPU": 1.0})]}
+    assert_type(place_pinned(wanted), tuple[PlacementGroup, ...] | None)
     assert_type(remove_placement_groups(groups, timeout_s=5), bool)
 
 

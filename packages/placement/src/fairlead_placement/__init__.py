@@ -12,6 +12,7 @@
 
 from ._agent import NodeAgent, run_on_nodes, usage_on_nodes
 from ._cluster import ClusterConfig, RayVirtualCluster
+from ._groups import place_pinned
 from ._groups import remove as remove_placement_groups
 from ._init import init_ray
 from ._inventory import alive_nodes, read_holders, read_nodes
@@ -52,6 +53,7 @@ __all__ = [
     "draining_nodes",
     "init_ray",
     "lease_ports",
+    "place_pinned",
     "read_holders",
     "read_nodes",
     "release_ports",

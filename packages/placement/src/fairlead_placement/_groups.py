@@ -20,7 +20,7 @@ from ._inventory import alive_nodes
 from ._planner import Ask
 from ._ray_private import free_per_node
 
-__all__ = ["PLACING_S", "Demand", "Reserved", "place", "remove"]
+__all__ = ["PLACING_S", "Demand", "Reserved", "place", "place_pinned", "remove"]
 
 # Whole seconds. Ray places groups one after the other, a pinned one whose node has room within milliseconds. One that
 # is not placed so long after the one before it has lost a race.
@@ -42,27 +42,48 @@ def place(
 ) -> tuple[Reserved, ...] | None:
     """Ask Ray for the groups of a plan; None, with nothing left, if it cannot place them at once."""
     batches = [list(asks)] if unified and asks else [[ask] for ask in asks]
-    made: list[Reserved] = []
+    parts = [
+        [(ask.node_idx, node_id, dict(ask.bundle)) for ask in batch for node_id in chosen[ask.node_idx]]
+        for batch in batches
+    ]
+    wanted = {
+        _prefix(name, batch[0]): [(node_id, bundle) for _, node_id, bundle in part]
+        for batch, part in zip(batches, parts, strict=True)
+    }
+    groups = place_pinned(wanted)
+    if groups is None:
+        return None
+    return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
+
+
+def place_pinned(wanted: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]) -> tuple[PlacementGroup, ...] | None:
+    """Ask Ray for groups whose bundles are pinned to nodes.
+
+    A node that is lost then leaves its group parked: Ray does not look for another, nor spin its scheduler.
+
+    Args:
+        wanted: what each group's name starts with -> its bundles, each the id of a node and what it is to hold there.
+
+    Returns:
+        The groups, in this order, all placed; None, with nothing left, if Ray cannot place them at once.
+    """
+    made: list[PlacementGroup] = []
     try:
-        for batch in batches:
-            node_idx = tuple(ask.node_idx for ask in batch for _ in range(ask.count))
-            node_ids = tuple(node_id for ask in batch for node_id in chosen[ask.node_idx])
-            bundles = tuple(dict(ask.bundle) for ask in batch for _ in range(ask.count))
+        for name, bundles in wanted.items():
             group = placement_group(
-                list(bundles),
-                # The plan decides where bundles go; PACK asks nothing more of Ray.
+                [dict(bundle) for _, bundle in bundles],
+                # Each bundle has its node; PACK asks nothing more of Ray.
                 strategy="PACK",
-                name=_name(name, batch[0]),
-                # Pinned: a lost node then leaves the group parked instead of spinning the scheduler.
-                bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids],
+                name=_unique(name),
+                bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in bundles],
             )
-            made.append(Reserved(group, node_idx, node_ids, bundles))
-        if all(one.group.wait(PLACING_S) for one in made):
+            made.append(group)
+        if all(group.wait(PLACING_S) for group in made):
             return tuple(made)
     except BaseException:
-        _discard([one.group for one in made])
+        _discard(made)
         raise
-    _discard([one.group for one in made])
+    _discard(made)
     return None
 
 
@@ -84,7 +105,7 @@ class Demand:
             group = placement_group(
                 [dict(ask.bundle)] * ask.count,
                 strategy=ask.strategy,
-                name=_name(self._name, ask),
+                name=_unique(_prefix(self._name, ask)),
                 bundle_label_selector=[selector] * ask.count if selector else None,
             )
             self._groups.append(group)
@@ -119,9 +140,13 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
     return not ids or _poll(returned, deadline)
 
 
-def _name(name: str, ask: Ask) -> str:
+def _prefix(name: str, ask: Ask) -> str:
+    return f"{name or 'fairlead'}-{ask.node_idx}"
+
+
+def _unique(name: str) -> str:
     """Ray refuses a second group of one name."""
-    return f"{name or 'fairlead'}-{ask.node_idx}-{uuid.uuid4().hex[:8]}"
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _discard(groups: Sequence[PlacementGroup]) -> None:

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from fairlead_placement import Node, autoscaler_is_there, remove_placement_groups
+from fairlead_placement import Node, autoscaler_is_there, place_pinned, remove_placement_groups
 
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._slices import TYPE, WORKER_ID, SliceInfo
 
 __all__ = ["Demand", "Lease", "fits", "give_back", "take"]
 
-# Whole seconds. Ray places groups one after the other, one that is pinned to nodes with room within milliseconds. One
-# that is not placed so long after the one before it has lost a race.
-_PLACING_S = 1
 _RETURNED_S = 15.0
 
 
@@ -51,27 +48,17 @@ def fits(config: AcceleratorConfigType, one: SliceInfo, free: Mapping[str, Node]
 
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
     """Take slices, or none: None if somebody was faster."""
-    taken: list[Lease] = []
-    try:
-        for one in chosen:
-            bundles = tuple(config.bundle(one, worker) for worker in range(one.num_hosts))
-            group = placement_group(
-                [dict(bundle) for bundle in bundles],
-                strategy="PACK",
-                # Ray refuses a second group of one name.
-                name=f"fairlead-{one.slice_name}-{uuid.uuid4().hex[:8]}",
-                # Pinned to nodes rather than to labels: a lost host then leaves the group parked, and a new host that
-                # takes its name does not bring half of it back.
-                bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in one.node_ids],
-            )
-            taken.append(Lease(one, group, bundles))
-        if all(lease.group.wait(_PLACING_S) for lease in taken):
-            return taken
-    except BaseException:
-        give_back(taken)
-        raise
-    give_back(taken)
-    return None
+    bundles = [tuple(config.bundle(one, worker) for worker in range(one.num_hosts)) for one in chosen]
+    # Pinned to nodes rather than to labels: a new host that takes a lost one's name does not bring half of it back.
+    groups = place_pinned(
+        {
+            f"fairlead-{one.slice_name}": list(zip(one.node_ids, held, strict=True))
+            for one, held in zip(chosen, bundles, strict=True)
+        }
+    )
+    if groups is None:
+        return None
+    return [Lease(*lease) for lease in zip(chosen, groups, bundles, strict=True)]
 
 
 def give_back(leases: Sequence[Lease]) -> bool:
