@@ -253,8 +253,8 @@ print(*pids)
         capture_output=True,
         text=True,
         timeout=100,
-        # Ray's own warning about tokens is not ours.
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        # Ray's own warnings are not ours: about tokens, and of some versions about their own future.
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore::FutureWarning"},
     )
 
 

@@ -234,7 +234,8 @@ def run(code, **env):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", **env},  # Ray's own warning about tokens is not ours
+        # Ray's own warnings are not ours: about tokens, and of some versions about their own future.
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore::FutureWarning", **env},
     )
 
 
