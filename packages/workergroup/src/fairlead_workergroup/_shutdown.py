@@ -18,10 +18,10 @@ __all__ = ["clean_up", "kill_and_wait"]
 logger = logging.getLogger(__name__)
 ray.cloudpickle.register_pickle_by_value(_processes)
 
-# Ray takes about 5 s at worst to end a process that does not end itself.
-GONE_S = 15.0
 # Ray takes one to three seconds to start processes; those that find no room are not waited for longer.
 MADE_S = 5.0
+# Ray takes about 5 s at worst to end a process that does not end itself.
+GONE_S = 15.0
 # Nodes are asked once more when that is over.
 LAST_LOOK_S = 5.0
 
