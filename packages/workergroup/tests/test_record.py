@@ -2,6 +2,7 @@
 """The page of memory that says what a worker is doing, read by other processes at any moment."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -92,47 +93,62 @@ def test_overlapping_calls(monkeypatch):
     assert read(record)["method"] is None
 
 
-def test_read_from_outside_while_it_is_written():
+@pytest.fixture
+def writer():
+    """A process that writes its record without a pause: one number as task, calls, step and message."""
+    program = textwrap.dedent("""
+        import ray
+        from fairlead_workergroup._record import Record
+        record = Record(["__init__", "work"])
+        task = b""
+        record._task = lambda: task
+        print("Ray runs:", ray.is_initialized(), flush=True)
+        i = 0
+        while True:
+            i += 1
+            task = i.to_bytes(24, "little")
+            key = record.begin(1)
+            record.progress(step=i, message="x" * (i % 200) + str(i))
+            record.end(key)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"Ray runs: False\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def is_whole(told):
+    """What one record says belongs together; whether the writer was in its method."""
+    calls, step = told["calls"], told["step"]
+    assert step in (calls - 1, calls) or (step is None and calls <= 1)
+    assert step is None or told["message"] == "x" * (step % 200) + str(step)
+    assert int.from_bytes(told["task"], "little") == (0 if told["method"] is None else calls)
+    assert told["since_progress_s"] < 60
+    assert told["method"] in (None, "work")
+    return told["method"] is not None
+
+
+def test_read_from_outside_while_it_is_written(writer):
     """Another process finds it by pid alone, and what it reads is whole; when the writer is gone, so is the record."""
-    writer = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent("""
-                import ray
-                from fairlead_workergroup._record import Record
-                record = Record(["__init__", "work"])
-                task = b""
-                record._task = lambda: task
-                print("Ray runs:", ray.is_initialized(), flush=True)
-                i = 0
-                while True:
-                    i += 1
-                    task = i.to_bytes(24, "little")
-                    key = record.begin(1)
-                    record._step = i
-                    record.progress()
-                    record.end(key)
-            """),
-        ],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert writer.stdout.readline() == b"Ray runs: False\n"
-        file = open_record(writer.pid)
-        busy = 0
-        for _ in range(20_000):
-            told = read_record(file)
-            if told["method"] is not None and int.from_bytes(told["task"], "little"):
-                busy += 1
-                # The number is in three places, which are written together.
-                assert int.from_bytes(told["task"], "little") == told["calls"]
-                assert told["step"] is None or told["calls"] - 1 <= told["step"] <= told["calls"]
-        assert busy > 100
-    finally:
-        writer.kill()
-        writer.communicate()
+    file = open_record(writer.pid)
+    assert sum(is_whole(read_record(file)) for _ in range(20_000)) > 100
     os.close(file)
+    writer.kill()
+    writer.wait()
     assert open_record(writer.pid) is None
     assert start_tick(writer.pid) == -1
     assert open_record(os.getppid()) is None  # no worker
+
+
+def test_read_while_the_writer_is_stopped(writer):
+    """What it reads is whole wherever the writer was stopped: by a person, or for a while by a node with much to do."""
+    file = open_record(writer.pid)
+    busy = 0
+    for _ in range(10_000):
+        os.kill(writer.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+        busy += is_whole(read_record(file))
+        os.kill(writer.pid, signal.SIGCONT)
+    os.close(file)
+    assert busy > 100

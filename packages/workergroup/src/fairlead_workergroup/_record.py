@@ -2,8 +2,9 @@
 """What a worker is doing, in a page of memory that another process of its node can read at any moment.
 
 The worker writes a few numbers at the start and the end of each method; nobody has to answer for them to be read, so
-they can be read while it hangs. The page is an anonymous file (`memfd_create`) found among the worker's open files, so
-that nothing is left behind however the worker ends. Shipped by value: the standard library and Ray only.
+they can be read while it hangs. There are two places for them, written in turn: of a worker that was stopped while it
+wrote, what it wrote before is read. The page is an anonymous file (`memfd_create`) found among the worker's open files,
+so that nothing is left behind however the worker ends. Shipped by value: the standard library and Ray only.
 """
 
 import json
@@ -11,6 +12,7 @@ import mmap
 import operator
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,15 +23,16 @@ __all__ = ["OverlappingRecord", "Record", "open_memory_file", "open_record", "re
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct in a module shipped by value does not pickle.
-# Version, calls, method (an index, -1 when idle), started, last progress, step, task, version again.
-STATE = "<QQqddq24sQ"
-STATE_AT = 0
-# Length, then UTF-8.
-MESSAGE_AT, MESSAGE_BYTES = 128, 256
+# Version, calls, method (an index, -1 when idle), started, last progress, step, task, which message, version again.
+STATE = "<QQqddq24sBQ"
+STATES_AT = 0, 128
+# Length, then UTF-8; of the two, the one that the state does not name is free to be written.
+MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
 # How many tasks have been cancelled so far, then the last of them in a ring.
-CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 512, 512, 24
+CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 800, 512, 24
 # Length, then JSON: the methods' names, and the signal that makes the worker write its stacks (0: none).
 ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * TASK_BYTES
+TRIES = 10_000
 NO_STEP = -(2**63)
 IDLE = -1
 
@@ -54,6 +57,10 @@ class Record:
         self._task = _task_reader()
         self._calls = 0
         self._step = NO_STEP
+        self._message = 0
+        # Threads of the worker may tell of progress. Reentrant: so may a handler of signals.
+        self._messaging = threading.RLock()
+        self._version = 0
         self._now: tuple[int, float, bytes] = (IDLE, 0.0, b"")
         self._write(time.monotonic())
 
@@ -90,16 +97,24 @@ class Record:
             if not NO_STEP < step < -NO_STEP:
                 raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
-        if message is not None:
-            text = message.encode()[:MESSAGE_BYTES]
-            self._page[MESSAGE_AT : MESSAGE_AT + 8 + len(text)] = struct.pack("<Q", len(text)) + text
-        self._write(time.monotonic())
+        if message is None:
+            self._write(time.monotonic())
+            return
+        text = message.encode()[:MESSAGE_BYTES]
+        with self._messaging:
+            free = 1 - self._message
+            self._page[MESSAGES_AT[free] : MESSAGES_AT[free] + 8 + len(text)] = struct.pack("<Q", len(text)) + text
+            self._message = free
+            self._write(time.monotonic())
 
     def _write(self, progressed: float) -> None:
+        # Needs no lock: Python changes threads, and raises what a signal's handler does, after calls. Here is one only.
         method, started, task = self._now
-        version = self._calls
+        step, message = self._step, self._message
+        self._version = version = self._version + 1
+        at = STATES_AT[version & 1]
         struct.pack_into(
-            STATE, self._page, STATE_AT, version, self._calls, method, started, progressed, self._step, task, version
+            STATE, self._page, at, version, self._calls, method, started, progressed, step, task, message, version
         )
 
     def _is_cancelled(self, task: bytes) -> bool:
@@ -173,18 +188,27 @@ def read_record(file: int) -> dict[str, Any]:
     """What a record says, as plain data: method, running_s, since_progress_s, step, message, calls, task, dump_signal.
 
     Times are seconds before now: the clock is this machine's.
+
+    Raises:
+        TimeoutError: at each of many tries the worker wrote meanwhile.
     """
-    state = struct.calcsize(STATE)
     seen = b""
-    for _ in range(100):
-        # Written without a lock. What was read twice, with the same version at both ends, is whole.
-        before, seen = seen, os.pread(file, state, STATE_AT)
-        if seen == before and seen[:8] == seen[-8:]:
+    whole: list[tuple[Any, ...]] = []
+    for _ in range(TRIES):
+        # Written without a lock. A state that was read twice, with the same version at both ends, is whole.
+        before, seen = seen, os.pread(file, CANCELLED_AT, 0)
+        if seen == before:
+            states = [struct.unpack_from(STATE, seen, at) for at in STATES_AT]
+            whole = [state for state in states if state[0] == state[-1]]
+        if whole:
             break
-    _, calls, method, started, progressed, step, task, _ = struct.unpack(STATE, seen)
+    else:
+        raise TimeoutError(f"the worker wrote its record at each of {TRIES} tries to read it")
+    _, calls, method, started, progressed, step, task, said, _ = max(whole)
     now = time.monotonic()
     about = json.loads(os.pread(file, _number(file, ABOUT_AT), ABOUT_AT + 8))
-    message = os.pread(file, _number(file, MESSAGE_AT), MESSAGE_AT + 8).decode(errors="ignore")
+    (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[said])
+    message = seen[MESSAGES_AT[said] + 8 :][:length].decode(errors="ignore")
     return {
         "method": None if method == IDLE else about["methods"][method],
         "running_s": 0.0 if method == IDLE else now - started,
