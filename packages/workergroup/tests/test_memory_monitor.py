@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Ray's own memory monitor ends is told as out of memory, too."""
 
+import os
+import time
+
 import psutil
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster
+from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup.testing import fill_memory
 
 GB = 10**9
 # Enough that what else runs on the machine does not pass the threshold meanwhile.
-MARGIN, TAKEN = 2 * GB, 4 * GB
+MARGIN, TAKEN, STEP = 2 * GB, 4 * GB, 64 * 10**6
 
 
 class Worker:
@@ -20,8 +23,8 @@ class Worker:
         return ray.get_runtime_context().get_actor_name()
 
     def take(self, size):
-        self.block = bytearray(size)
-        self.block[::4096] = b"x" * len(self.block[::4096])
+        self.blocks = [b"x" * STEP for _ in range(size // STEP)]
+        time.sleep(1000)  # it is ended here at the latest, however slow the machine is
 
 
 def test_ended_by_rays_monitor(monkeypatch):
@@ -45,8 +48,11 @@ def test_ended_by_rays_monitor(monkeypatch):
             RayWorkerGroup(cluster, Worker, restart_on_failure=True) as group,
         ):
             with pytest.raises(WorkerFailureError) as caught:
-                group.at(worker=1).call("take", TAKEN).result(timeout=60)
+                group.at(worker=1).call("take", TAKEN).result(timeout=120)
             assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "out-of-memory")]
+            # Ray ends what started last as well, the agent of the node: there is another when it is needed.
+            node_id = group.worker_metadata[0]["node_id"]
+            assert [row.pid for row in NodeAgent(node_id).usage([os.getpid()])] == [os.getpid()]
             assert len(group.call("rank").result()) == 2
             assert fill_memory(group, 0, 10**6)
     finally:

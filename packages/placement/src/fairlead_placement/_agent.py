@@ -32,8 +32,9 @@ _T = TypeVar("_T")
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # Just after an agent's death its name may still lead to the dead one, on a busy head for seconds.
 PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
-# The second says that it has died, or will answer again: Ray does not know yet.
-_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
+# The second is its death too, by Ray's memory monitor, which prefers what has started last. The third says that it has
+# died, or will answer again: Ray does not know yet.
+_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(_agent_process)
 ray.cloudpickle.register_pickle_by_value(_agent_meters)
@@ -172,7 +173,7 @@ class NodeAgent:
                 except _GONE as error:
                     if isinstance(error, ray.exceptions.RayTaskError):
                         raise
-                    died = isinstance(error, ray.exceptions.ActorDiedError)
+                    died = not isinstance(error, ray.exceptions.ActorUnavailableError)
                 time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
                 if died:
                     agent = _handle(self.node_id, instead_of=agent)
