@@ -32,7 +32,7 @@ async def awaited(call: Call) -> Any:
 
 
 async def _collected(call: Call) -> list[Any]:
-    call._check_cancelled()
+    call._check_open()
     tasks = [asyncio.ensure_future(_value_of(call, at)) for at in range(len(call.futures))]
     pending = set(tasks)
     try:
@@ -41,19 +41,20 @@ async def _collected(call: Call) -> list[Any]:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 if (error := task.exception()) is not None:
-                    call._check_cancelled()
+                    call._check_open()
                     # It may look at the nodes.
                     raise await asyncio.to_thread(what_failed, [*call._completions.values()], error, call._group)
             if pending and not done:
                 await asyncio.to_thread(call._on_slow, call._deadline)
     finally:
         await _dropped(pending)
-    call._check_cancelled()
+    call._check_open()
     return [tasks[at].result() for at in call._positions[0]]
 
 
 async def as_completed(call: Call) -> AsyncIterator[Outcome]:
     """The outcomes of workers as they finish: of those that answer, and of others that failed."""
+    call._group._check_connected()
     tasks = {asyncio.ensure_future(_value_of(call, at)): at for at in range(len(call.futures))}
     try:
         while tasks:

@@ -40,8 +40,12 @@ class Call(Underway, PassedOn):
         return self is other
 
     def __repr__(self) -> str:
-        done = len(self.futures) - len(self._pending())
-        state = "cancelled" if self._cancelled else f"{done} of {len(self.futures)} workers done"
+        if self._cancelled:
+            state = "cancelled"
+        elif not self._group._connected:
+            state = "its Ray has been shut down"
+        else:
+            state = f"{len(self.futures) - len(self._pending())} of {len(self.futures)} workers done"
         return f"Call({self._method.name!r}, {state}, {len(self.refs)} answer)"
 
     @property
@@ -116,6 +120,7 @@ class Call(Underway, PassedOn):
         Raises:
             CallTimeoutError: the deadline the call was made with has passed.
         """
+        self._group._check_connected()
         answering = set(self._positions[0])
         pending = dict.fromkeys(range(len(self.futures)))
         while pending:
@@ -192,7 +197,7 @@ class Call(Underway, PassedOn):
             Exception: as of `result`.
         """
         if self._streams and return_generators_as_proxies:
-            self._check_cancelled()
+            self._check_open()
             return self.refs
         values = self.result()
         values = [] if self._discard else [values] if self._single else values

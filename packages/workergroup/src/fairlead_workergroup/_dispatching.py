@@ -14,6 +14,7 @@ from ray import ObjectRef
 
 from ._arguments import Arguments
 from ._call import Call
+from ._connection import connection
 from ._failures import WorkerFacts
 from ._inspect import cancelled, late_workers
 from ._memory import judge
@@ -37,6 +38,7 @@ class Dispatching:
     workers: list[Any]
     worker_metadata: list[dict[str, Any]]
     _class: WorkerClass
+    _connection: str
     _id: str
     _lock: threading.Lock
     _submitting: threading.RLock
@@ -61,7 +63,17 @@ class Dispatching:
         workers = self.workers
         if not workers:
             raise self._has_ended()
+        self._check_connected()
         return workers
+
+    @property
+    def _connected(self) -> bool:
+        """Whether the Ray that the group was made on is still the one of this process."""
+        return self._connection == connection()
+
+    def _check_connected(self) -> None:
+        if not self._connected:
+            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     @property
     def _remedy(self) -> str:

@@ -11,6 +11,7 @@ import ray
 
 from fairlead_placement import PlacementError, PortLease, SlotClaim
 
+from ._connection import connection
 from ._recipe import Recipe
 from ._shutdown import kill_and_wait
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 class Held:
     """Apart from the group, so that the group's finalizer does not keep it alive."""
 
+    connection: str
     claim: SlotClaim | None = None
     lease: PortLease | None = None
     workers: dict[int, Any] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Held:
         self.processes.clear()
         self.recipe = None
         ended = True
-        if ray.is_initialized():
+        if self.connection == connection():
             try:
                 ended = kill_and_wait(workers, processes)
             except (ray.exceptions.RayError, PlacementError) as error:

@@ -170,6 +170,7 @@ class _Balancer:
         """Wait until an item is done; the positions and results of all that are by then."""
         refs = list(self._sent)
         oldest = self._sent[refs[0]].call
+        self._group._check_connected()
         done, _ = ray.wait(refs, num_returns=1, timeout=oldest._deadline.left(at_most=REPORT_EVERY_S))
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         # Also when others are done: an item that hangs must not go unnoticed for as long as they are.
@@ -200,7 +201,7 @@ class _Balancer:
 
     def close(self) -> None:
         """Nobody wants the rest."""
-        if not ray.is_initialized():
+        if not self._group._connected:
             return
         waiting: dict[int, list[ObjectRef]] = {}
         for ref, sent in self._sent.items():

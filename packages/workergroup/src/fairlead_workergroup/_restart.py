@@ -63,8 +63,7 @@ def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
 def restart(group: RayWorkerGroup) -> list[int]:
     """Start what is lost again; the ranks that were started. See `RayWorkerGroup.restart_failed_workers`."""
     with group._submitting:
-        if not group.workers:
-            raise group._has_ended()
+        group._living()
         lost = find_lost(group)
         if not lost:
             return []

@@ -100,6 +100,8 @@ def fetched(
     futures: Sequence[Any], *, silent: Sequence[Any] = (), group: RayWorkerGroup | None = None, proxies: bool = False
 ) -> list[Any]:
     """The values of futures in order; `silent` ones are waited for and not fetched."""
+    if group is not None:
+        group._check_connected()
     refs: list[ObjectRef] = []
     slots: list[Any] = []
     for future in futures:

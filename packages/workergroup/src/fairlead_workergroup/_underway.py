@@ -82,7 +82,7 @@ class Underway(MultiWorkerFuture):
         self._cancelled: tuple[int, ...] = ()
 
     def _collected(self, deadline: Deadline) -> list[Any]:
-        self._check_cancelled()
+        self._check_open()
         wanted, others = self._positions
         if self._streams:
             self._get([*self._completions.values()], deadline)
@@ -103,7 +103,7 @@ class Underway(MultiWorkerFuture):
 
         On the workers that were lost, or on all that were started again.
         """
-        self._check_cancelled()
+        self._check_open()
         if self._repeats is None:
             return False
         with self._repeats.lock:
@@ -132,7 +132,7 @@ class Underway(MultiWorkerFuture):
         return values[0] if self._single else values
 
     def _arriving(self, timeout: float | None) -> Iterator[Outcome]:
-        self._check_cancelled()
+        self._check_open()
         ranks = self._ranks
         for at in self._positions[0]:
             while kept := self._items.get(at):
@@ -178,6 +178,7 @@ class Underway(MultiWorkerFuture):
         }
 
     def _pending(self) -> list[int]:
+        self._group._check_connected()
         at_of = {ref: at for at, ref in self._completions.items()}
         _, pending = ray.wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
         return [at_of[ref] for ref in pending]
@@ -188,9 +189,10 @@ class Underway(MultiWorkerFuture):
     def _until(self, timeout: float | None) -> Deadline:
         return self._deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
 
-    def _check_cancelled(self) -> None:
+    def _check_open(self) -> None:
         if self._cancelled:
             raise CallCancelledError(self._method.name, self._cancelled)
+        self._group._check_connected()
 
     def _get(self, refs: Sequence[ObjectRef], deadline: Deadline) -> list[Any]:
         """The values, once the workers have finished; moving them to the driver is not counted against the deadline."""
@@ -200,7 +202,7 @@ class Underway(MultiWorkerFuture):
                 return values
             except Exception as error:  # noqa: BLE001  whatever a worker raised
                 if not not_here_yet(error):
-                    self._check_cancelled()
+                    self._check_open()
                     raise what_failed([*self._completions.values()], error, self._group)  # noqa: B904  chained there
             if not self._pending():
                 deadline = Deadline()

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from ._causes import note_causes
+from ._connection import connection
 from ._occurrences import Occurrences
 from ._ray_private import never_connect
 from ._status import StuckWorker, WorkerEvent, WorkerStatus
@@ -57,7 +56,7 @@ class Watch:
         # A group that nobody holds any more is given back, watched or not.
         self._group = weakref.ref(group, lambda _: end.set())
         self._name = group.name_prefix or group._class.name
-        self._session = ray.get_runtime_context().get_session_name()
+        self._connection = connection()
         self._interval_s = interval_s
         self._stuck_after_s = stuck_after_s
         self._on_event = on_event
@@ -114,10 +113,10 @@ class Watch:
 
     def _is_over(self) -> bool:
         """Whether it has been closed, or the Ray that the group lived in has ended."""
-        if self._end.is_set() or not ray.is_initialized():
+        if self._end.is_set():
             return True
         try:
-            return bool(self._session != _session())
+            return self._connection != connection()
         except Exception:  # noqa: BLE001  Ray is just ending
             return True
 
@@ -160,11 +159,6 @@ class Watch:
                 self._on_event(event)
             except Exception:
                 logger.exception("on_event failed at: %s", event.message)
-
-
-def _session() -> str:
-    session: str = ray.get_runtime_context().get_session_name()
-    return session
 
 
 def _event(kind: Any, now: WorkerStatus, cause: WorkerFailure | None, stuck: StuckWorker | None) -> WorkerEvent:

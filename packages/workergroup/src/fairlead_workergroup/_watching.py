@@ -16,7 +16,7 @@ from ._odd_rank import innermost, with_odd_ranks
 from ._ray_private import actor_id_of, dead_actors
 from ._status import State, StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._watch import Watch
-from .exceptions import WorkerFailure, WorkerGroupError
+from .exceptions import WorkerFailure
 
 __all__ = ["Watched"]
 
@@ -36,7 +36,7 @@ class Watched:
     _restarting: set[int]
     _watches: WeakSet[Watch]
 
-    def _has_ended(self) -> WorkerGroupError:
+    def _living(self) -> list[Any]:
         """See `Dispatching`."""
         raise NotImplementedError
 
@@ -144,8 +144,7 @@ class Watched:
             watch.close()
 
     def _known(self) -> list[WorkerFacts]:
-        if not self.workers:
-            raise self._has_ended()
+        self._living()
         return list(self._workers_now)
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:

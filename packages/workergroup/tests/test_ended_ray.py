@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group whose Ray has been shut down: who asks it for something is told so, and no other Ray is started for it."""
+
+import asyncio
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+
+
+class Worker:
+    def answer(self, number=1):
+        return number
+
+    def items(self):
+        yield 1
+
+
+def start():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning")
+
+
+@pytest.fixture
+def ended():
+    """A group, calls of it, and its cluster, of a Ray that is no more."""
+    start()
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    cluster.reserve()
+    group = RayWorkerGroup(cluster, Worker)
+    answered, streaming = group.call("answer"), group.call("items")
+    classic = group.run_all_workers_single_data("answer")
+    answered.result()
+    ray.shutdown()
+    yield cluster, group, answered, streaming, classic
+    ray.shutdown()
+
+
+async def all_of(call):
+    return [outcome async for outcome in call]
+
+
+async def value_of(call):
+    return await call
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_is_told_so(ended, anew):
+    """Whether another Ray runs by then or none: the group's own is gone. Its end is no error, and touches neither."""
+    cluster, group, answered, streaming, classic = ended
+    if anew:
+        start()
+    for asks in (
+        lambda: group.call("answer"),
+        lambda: group.at(worker=0).call("answer"),
+        lambda: group.run_all_workers_single_data("answer"),
+        lambda: group.get_all_worker_results(classic),
+        lambda: list(group.map("answer", [2, 3])),
+        group.get_worker_status,
+        group.get_resource_usage,
+        group.detect_stuck_workers,
+        group.watch,
+        group.restart_failed_workers,
+        answered.result,
+        answered.outcomes,
+        answered.done,
+        answered.wait,
+        answered.cancel,
+        lambda: list(answered),
+        lambda: list(streaming.stream()),
+        lambda: asyncio.run(all_of(answered)),
+        lambda: asyncio.run(value_of(answered)),
+    ):
+        with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
+            asks()
+        assert ray.is_initialized() is anew
+    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 answer)"
+    assert group.shutdown(cleanup_method="answer")
+    assert cluster.shutdown()
+    assert ray.is_initialized() is anew
