@@ -34,6 +34,7 @@ from fairlead_placement import (
     alive_nodes,
     autoscaler_is_there,
     claim_slots,
+    connection,
     draining_nodes,
     init_ray,
     lease_ports,
@@ -52,6 +53,7 @@ from fairlead_placement import (
 
 def reserve() -> None:
     init_ray()
+    assert_type(connection(), str)
     assert_type(init_ray(Path("logs"), address="local", num_cpus=4, num_gpus=0), Any)
     with RayVirtualCluster([2, 0, 2], use_gpus=False, name="small") as cluster:
         assert_type(cluster, RayVirtualCluster)

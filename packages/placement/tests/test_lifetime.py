@@ -7,7 +7,7 @@ def test_ray_ends_first(start_script):
     script = start_script(
         """
         import ray
-        from fairlead_placement import RayVirtualCluster
+        from fairlead_placement import PlacementError, RayVirtualCluster
 
         def start():
             ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
@@ -19,8 +19,17 @@ def test_ray_ends_first(start_script):
         ray.shutdown()
         print(first.shutdown(), first.shutdown())
 
+        def refused():
+            print(second)
+            try:
+                second.slots()
+            except PlacementError as error:
+                print(error)
+            return ray.is_initialized()
+
+        print(refused())
         start()
-        print(second.shutdown())
+        print(refused(), ray.cluster_resources()["CPU"], second.shutdown())
         second.reserve()
         print(len(second.slots()), second.get_master_address_and_port()[1] > 0)
         """,
@@ -28,7 +37,9 @@ def test_ray_ends_first(start_script):
     )
     out, err = script.finish()
 
-    assert out.split("\n") == ["True True", "True", "1 True", ""]
+    name = "RayVirtualCluster([1], CPU, name='', its Ray has been shut down)"
+    told = [name, f"{name}, on which it was reserved. Call shutdown(), and reserve it again."]
+    assert out.split("\n") == ["True True", *told, "False", *told, "True 2.0 True", "1 True", ""]
     assert err == ""
 
 

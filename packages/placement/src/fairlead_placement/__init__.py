@@ -12,6 +12,7 @@
 
 from ._agent import NodeAgent, run_on_nodes, usage_on_nodes
 from ._cluster import ClusterConfig, RayVirtualCluster
+from ._connection import connection
 from ._groups import place_pinned
 from ._groups import remove as remove_placement_groups
 from ._init import init_ray
@@ -50,6 +51,7 @@ __all__ = [
     "alive_nodes",
     "autoscaler_is_there",
     "claim_slots",
+    "connection",
     "draining_nodes",
     "init_ray",
     "lease_ports",

@@ -170,7 +170,8 @@ class RayVirtualCluster(Drawn):
         return cls([config["gpus_per_node"]] * config["num_nodes"], **options)
 
     def __repr__(self) -> str:
-        state = "reserved" if self._holding.reserved else "not reserved"
+        state = "its Ray has been shut down" if self._holding.lost else "reserved"
+        state = state if self._holding.reserved else "not reserved"
         kind = "GPU" if self.use_gpus else "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
@@ -224,9 +225,10 @@ class RayVirtualCluster(Drawn):
             ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
                 names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
-            PlacementError: it is reserved already with another `unified`; Ray is not running; or this is a view of a
-                cluster that has been shut down.
+            PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
+                not running; or this is a view of a cluster that has been shut down.
         """
+        self._check_its_ray()
         if self._holding.reserved:
             if unified != self._holding.unified:
                 raise PlacementError(
@@ -239,6 +241,10 @@ class RayVirtualCluster(Drawn):
         self._check_running()
         self._holding.reserve(unified=unified)
         return self
+
+    def _check_its_ray(self) -> None:
+        if self._holding.lost:
+            raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
 
     def _check_running(self) -> None:
         if not ray.is_initialized():
@@ -254,6 +260,7 @@ class RayVirtualCluster(Drawn):
 
         A slot that has replaced a lost one stands at its place.
         """
+        self._check_its_ray()
         if not self._holding.reserved:
             self.reserve()
         slots = self._holding.slots
@@ -374,7 +381,7 @@ class RayVirtualCluster(Drawn):
         return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
-        return self.slots() if self._holding.reserved else ()
+        return self.slots() if self._holding.reserved and not self._holding.lost else ()
 
     def shutdown(self) -> bool:
         """Give everything back: leased ports and placement groups, with whatever runs in them.

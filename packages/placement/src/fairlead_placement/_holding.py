@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from ._connection import connection
 from ._gpu_ids import reserve_gpus
 from ._groups import Reserved, remove
 from ._inventory import alive_nodes, read_nodes
@@ -65,12 +66,18 @@ class Holding:
         self.wait_for_nodes_s = wait_for_nodes_s
         self.unified = False
         self.reserved = False
+        self._connection = ""
         self.slots: tuple[Slot, ...] = ()
         self._groups: list[PlacementGroup] = []
         self._leases: list[PortLease] = []
         self._monitor: Monitor | None = None
         # Reentrant: the finalizer may run in the middle of anything.
         self._lock = threading.RLock()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was reserved, and the Ray that it was reserved on is no longer that of this process."""
+        return self.reserved and self._connection != connection()
 
     @property
     def groups(self) -> list[PlacementGroup]:
@@ -105,7 +112,7 @@ class Holding:
                     if not (of_ray and lost and time.monotonic() < deadline):
                         raise
                 else:
-                    self.unified, self.reserved = unified, True
+                    self.unified, self.reserved, self._connection = unified, True, connection()
                     return
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
@@ -241,7 +248,8 @@ class Holding:
             groups, leases, monitor = self._groups, self._leases, self._monitor
             self._groups, self._leases, self._monitor = [], [], None
             self.slots, self.reserved = (), False
-        if not ray.is_initialized():
+            here, self._connection = self._connection or connection(), ""
+        if not here or here != connection():
             return True  # Ray ended, and with it everything that was held
         try:
             release_ports(leases)

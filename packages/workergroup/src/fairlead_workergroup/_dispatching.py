@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef
 
+from fairlead_placement import connection
+
 from ._arguments import Arguments
 from ._call import Call
-from ._connection import connection
 from ._failures import WorkerFacts
 from ._inspect import cancelled, late_workers
 from ._memory import judge

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots, connection, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -18,7 +18,6 @@ from ._arguments import Arguments
 from ._builder import ClassLike, RayWorkerBuilder
 from ._classic import ClassicCalls
 from ._compression import Compression, check_compression
-from ._connection import connection
 from ._deadline import check_timeout
 from ._dispatching import Dispatching
 from ._environment import check_env_vars

@@ -9,9 +9,8 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import PlacementError, PortLease, SlotClaim
+from fairlead_placement import PlacementError, PortLease, SlotClaim, connection
 
-from ._connection import connection
 from ._recipe import Recipe
 from ._shutdown import kill_and_wait
 

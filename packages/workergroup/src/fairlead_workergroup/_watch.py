@@ -13,8 +13,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fairlead_placement import connection
+
 from ._causes import note_causes
-from ._connection import connection
 from ._occurrences import Occurrences
 from ._ray_private import never_connect
 from ._status import StuckWorker, WorkerEvent, WorkerStatus

@@ -10,7 +10,14 @@ __all__ = ["connection"]
 
 
 def connection() -> str:
-    """Another one once Ray has been shut down here, also if it was started or joined again; empty where none runs."""
+    """Which Ray this process is connected to: a text to compare, empty where it is connected to none.
+
+    It is another one once `ray.shutdown()` has been called, also when the same cluster has been joined again: what was
+    held before is gone.
+
+    >>> connection()
+    ''
+    """
     if not ray.is_initialized():
         return ""
     here = ray.get_runtime_context()
