@@ -68,6 +68,7 @@ class Call(Underway, PassedOn):
             CallTimeoutError: some workers have not finished by then.
             WorkerFailureError: a worker was lost. The first failure ends the wait.
             CallCancelledError: it was cancelled before all workers had finished.
+            WorkerGroupError: the group's Ray has been shut down.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         deadline = self._until(timeout)

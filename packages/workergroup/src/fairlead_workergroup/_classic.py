@@ -55,7 +55,7 @@ class ClassicCalls:
             IndexError: there is no such rank.
             AttributeError, TypeError: there is no such method, or it does not take these arguments.
             WorkerFailureError: the worker is known to be dead, and not restarted.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         size = self.sharding_annotations.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):

@@ -274,7 +274,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         Raises:
             WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
                 "start-failed"). What is dead stays dead, and can be tried again.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         return restart(self)
 

@@ -142,7 +142,7 @@ class Addressed:
             ValueError: an axis that does not exist, too few or too many pieces or values, or options that contradict
                 each other or the group.
             WorkerFailureError: a worker that would be called is known to be dead, and not restarted.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         return self._called(method, CallOptions(collect, first_along, timeout, retries, discard), args, kwargs)
 
@@ -196,7 +196,7 @@ class Addressed:
 
         Raises:
             AttributeError, TypeError, ValueError: there is no such method, or a bad argument.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
             CallTimeoutError: an item took longer than `timeout`.
             WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
                 so that an item may be worked on twice; an item that three workers were lost with is given up.

@@ -51,7 +51,7 @@ class Watched:
 
         Raises:
             ValueError: `stuck_after_s` is not a positive number.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         return self._look(_seconds("stuck_after_s", stuck_after_s), dump=False)[0]
 
@@ -61,7 +61,7 @@ class Watched:
         Left out are workers whose process is gone, or whose node does not answer.
 
         Raises:
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         who = self._known()
         living = alive_nodes()
@@ -96,7 +96,7 @@ class Watched:
 
         Raises:
             ValueError: `timeout_s` is not a positive number.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         statuses, stuck = self._look(_seconds("timeout_s", timeout_s), dump=dump_stacks)
         return with_odd_ranks(stuck, {status.rank: status for status in statuses})
@@ -126,7 +126,7 @@ class Watched:
 
         Raises:
             ValueError: a number that is not positive.
-            WorkerGroupError: the group has been shut down.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         self._known()
         watch = Watch(

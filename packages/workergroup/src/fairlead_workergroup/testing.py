@@ -49,7 +49,7 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
 
     Raises:
         IndexError, TypeError: there is no such rank.
-        WorkerGroupError: the group has been shut down, or the worker's node does not do it.
+        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node does not do it.
     """
     if not _on_node(_worker(group, rank), _faults.kill, WITHIN_S):
         raise WorkerGroupError(f"{_worker(group, rank)} is still there {WITHIN_S:g} s after SIGKILL")
@@ -115,7 +115,7 @@ def hang(
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or no such way.
         TimeoutError: the worker was busy for too long; it will not hang later.
-        WorkerGroupError: the group has been shut down, or the worker's node does not do it.
+        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node does not do it.
         WorkerFailureError: the worker is dead.
     """
     if how not in WAYS:
@@ -149,7 +149,7 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
         TimeoutError: the worker was busy for too long; it will not be slow later.
-        WorkerGroupError: the group has been shut down.
+        WorkerGroupError: the group, or its Ray, has been shut down.
         WorkerFailureError: the worker is dead.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
@@ -174,7 +174,7 @@ def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_
         IndexError, TypeError, ValueError: there is no such rank, or `size_bytes` is negative or no whole number.
         TimeoutError: the worker was busy for too long.
         MemoryError: the worker could not get so much.
-        WorkerGroupError: the group has been shut down.
+        WorkerGroupError: the group, or its Ray, has been shut down.
     """
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
         raise ValueError(f"size_bytes must be a whole number of at least 0, got {size_bytes!r}")
