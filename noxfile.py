@@ -30,6 +30,9 @@ CERTIFICATES = {"UV_SYSTEM_CERTS": "1"}
 UV_ENV = dict(CERTIFICATES)
 if os.environ.get("PIP_FIND_LINKS"):
     UV_ENV["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
+# pip compiles what it installs. uv leaves that to the first import, which may not keep it: then every worker would.
+if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+    UV_ENV["UV_COMPILE_BYTECODE"] = "1"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
