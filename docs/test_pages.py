@@ -77,8 +77,8 @@ def test_few_blocks_are_not_run():
 
 
 MEASURED = {
-    "failure-model.md": ["56.7 ms", "34 ms, at worst 50 ms", "0.91 s", "0.3 s before Ray says so"],
-    "design.md": ["3.5 ms", "1.08x", "608 ms", "93.2 ms", "2.6x faster", "3.1 us", "1.36 us", "31.9 ms", "1.02 ms"],
+    "failure-model.md": ["56.7 ms", "36 ms, at worst 43 ms", "0.87 s", "0.3 s before Ray says so"],
+    "design.md": ["3.5 ms", "1.07x", "670 ms", "108 ms", "2.6x faster", "3.1 us", "1.73 us", "31.9 ms", "1.02 ms"],
     "guides/sharding.md": ["3.1 us"],
 }
 
