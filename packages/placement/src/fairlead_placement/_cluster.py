@@ -170,8 +170,9 @@ class RayVirtualCluster(Drawn):
         return cls([config["gpus_per_node"]] * config["num_nodes"], **options)
 
     def __repr__(self) -> str:
-        state = "its Ray has been shut down" if self._holding.lost else "reserved"
-        state = state if self._holding.reserved else "not reserved"
+        state = "reserved" if self._holding.reserved else "not reserved"
+        if self._holding.ray_ended:
+            state = "its Ray has been shut down"
         kind = "GPU" if self.use_gpus else "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
@@ -243,7 +244,7 @@ class RayVirtualCluster(Drawn):
         return self
 
     def _check_its_ray(self) -> None:
-        if self._holding.lost:
+        if self._holding.ray_ended:
             raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
 
     def _check_running(self) -> None:
@@ -381,7 +382,7 @@ class RayVirtualCluster(Drawn):
         return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
-        return self.slots() if self._holding.reserved and not self._holding.lost else ()
+        return self.slots() if self._holding.reserved and not self._holding.ray_ended else ()
 
     def shutdown(self) -> bool:
         """Give everything back: leased ports and placement groups, with whatever runs in them.

@@ -75,7 +75,7 @@ class Holding:
         self._lock = threading.RLock()
 
     @property
-    def lost(self) -> bool:
+    def ray_ended(self) -> bool:
         """Whether it was reserved, and the Ray that it was reserved on is no longer that of this process."""
         return self.reserved and self._connection != connection()
 
@@ -89,6 +89,7 @@ class Holding:
         with self._lock:
             if self.reserved:
                 return
+            self._connection = connection()
             deadline = time.monotonic() + self.timeout_s
             while True:
                 placed = self._reserve(
@@ -112,7 +113,7 @@ class Holding:
                     if not (of_ray and lost and time.monotonic() < deadline):
                         raise
                 else:
-                    self.unified, self.reserved, self._connection = unified, True, connection()
+                    self.unified, self.reserved = unified, True
                     return
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
@@ -248,9 +249,9 @@ class Holding:
             groups, leases, monitor = self._groups, self._leases, self._monitor
             self._groups, self._leases, self._monitor = [], [], None
             self.slots, self.reserved = (), False
-            here, self._connection = self._connection or connection(), ""
-        if not here or here != connection():
-            return True  # Ray ended, and with it everything that was held
+            here, reserved_on = connection(), self._connection
+        if not here or here != reserved_on:
+            return True  # nothing was held, or Ray ended, and with it everything that was
         try:
             release_ports(leases)
             if monitor is not None:

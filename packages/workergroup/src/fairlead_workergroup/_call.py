@@ -42,7 +42,7 @@ class Call(Underway, PassedOn):
     def __repr__(self) -> str:
         if self._cancelled:
             state = "cancelled"
-        elif not self._group._connected:
+        elif not self._group._held.connected:
             state = "its Ray has been shut down"
         else:
             state = f"{len(self.futures) - len(self._pending())} of {len(self.futures)} workers done"

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef
 
-from fairlead_placement import connection
-
 from ._arguments import Arguments
 from ._call import Call
 from ._failures import WorkerFacts
+from ._held import Held
 from ._inspect import cancelled, late_workers
 from ._memory import judge
 from ._planning import Column
@@ -39,7 +38,7 @@ class Dispatching:
     workers: list[Any]
     worker_metadata: list[dict[str, Any]]
     _class: WorkerClass
-    _connection: str
+    _held: Held
     _id: str
     _lock: threading.Lock
     _submitting: threading.RLock
@@ -67,13 +66,8 @@ class Dispatching:
         self._check_connected()
         return workers
 
-    @property
-    def _connected(self) -> bool:
-        """Whether the Ray that the group was made on is still the one of this process."""
-        return self._connection == connection()
-
     def _check_connected(self) -> None:
-        if not self._connected:
+        if not self._held.connected:
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from fairlead_placement import RayVirtualCluster, Slot, claim_slots, connection, lease_ports
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -153,7 +153,6 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self.worker_metadata: list[dict[str, Any]] = []
         self._mesh = Mesh(self.sharding_annotations)
         self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(self.world_size)]
-        self._connection = connection()
         self._id = uuid.uuid4().hex[:6]
         self._env_vars = env_vars
         self._python = chosen_python(python, builder.ray_actor_class_fqn)
@@ -173,8 +172,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._ending = False
         self._shut: bool | None = None
 
-        claim = claim_slots([place.slot for place in self._places], prefix, group=self)
-        self._held = Held(self._connection, claim=claim)
+        self._held = Held(claim=claim_slots([place.slot for place in self._places], prefix, group=self))
         self._finalizer = weakref.finalize(self, forgotten, self._held)
         try:
             self._worker = builder.worker
@@ -332,7 +330,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._end_watches()
         clean = True
         try:
-            if cleanup_method is not None and not force and self.workers and self._connected:
+            if cleanup_method is not None and not force and self.workers and self._held.connected:
                 dead = dead_actors() | {actor for actor, who in self._facts.items() if who.rank in self._lost}
                 living = {who.rank: self.workers[who.rank] for actor, who in self._facts.items() if actor not in dead}
                 clean = clean_up(living, cleanup_method, timeout)

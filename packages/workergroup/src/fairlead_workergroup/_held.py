@@ -23,13 +23,18 @@ logger = logging.getLogger(__name__)
 class Held:
     """Apart from the group, so that the group's finalizer does not keep it alive."""
 
-    connection: str
+    made_on: str = field(default_factory=connection)
     claim: SlotClaim | None = None
     lease: PortLease | None = None
     workers: dict[int, Any] = field(default_factory=dict)
     processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     recipe: Recipe | None = None
     _ending: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the Ray that the group was made on is still the one of this process."""
+        return self.made_on == connection()
 
     def give_back(self) -> bool:
         """End the workers, then release what they stood on; whether all went well.
@@ -45,7 +50,7 @@ class Held:
         self.processes.clear()
         self.recipe = None
         ended = True
-        if self.connection == connection():
+        if self.connected:
             try:
                 ended = kill_and_wait(workers, processes)
             except (ray.exceptions.RayError, PlacementError) as error:

@@ -201,7 +201,7 @@ class _Balancer:
 
     def close(self) -> None:
         """Nobody wants the rest."""
-        if not self._group._connected:
+        if not self._group._held.connected:
             return
         waiting: dict[int, list[ObjectRef]] = {}
         for ref, sent in self._sent.items():

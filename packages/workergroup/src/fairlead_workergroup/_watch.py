@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fairlead_placement import connection
-
 from ._causes import note_causes
 from ._occurrences import Occurrences
 from ._ray_private import never_connect
@@ -57,7 +55,7 @@ class Watch:
         # A group that nobody holds any more is given back, watched or not.
         self._group = weakref.ref(group, lambda _: end.set())
         self._name = group.name_prefix or group._class.name
-        self._connection = connection()
+        self._held = group._held
         self._interval_s = interval_s
         self._stuck_after_s = stuck_after_s
         self._on_event = on_event
@@ -117,7 +115,7 @@ class Watch:
         if self._end.is_set():
             return True
         try:
-            return self._connection != connection()
+            return not self._held.connected
         except Exception:  # noqa: BLE001  Ray is just ending
             return True
 
