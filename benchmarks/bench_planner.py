@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from _measure import Row, interleaved, table
 
 from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._planner import Ask, Node, never_fits, physical_order, plan
+from fairlead_placement._planner import Ask, Node, never_fits, plan
+from fairlead_placement._topology import node_place, physical_order
 
 NODES, GPUS, DOMAIN = 10_000, 8, 16
 BUNDLE = {"CPU": 1.0, "GPU": 1.0}
@@ -49,9 +50,9 @@ def _whole(count: int) -> Callable[[], None]:
     nodes, asks = _nodes(count), _asks(count)
 
     def everything() -> None:
-        ordered = sorted(nodes, key=physical_order)
+        ordered = physical_order(nodes)
         assert plan(asks, ordered) is not None
-        places = [(physical_order(node)[:2], node.node_id) for node in ordered]
+        places = [(node_place(node), node.node_id) for node in ordered]
         rows = [(gpu, *place, node_id) for place, node_id in places for gpu in range(GPUS)]
         assert len(sort_bundle_indices_by_topology(rows, DOMAIN, GPUS)) == count * GPUS
         assert select_segment_nodes({node_id: place for place, node_id in places}, DOMAIN, count)[1] == []
@@ -60,7 +61,7 @@ def _whole(count: int) -> Callable[[], None]:
 
 
 def _planning() -> Iterator[Row]:
-    nodes, asks = sorted(_nodes(NODES), key=physical_order), _asks(NODES)
+    nodes, asks = physical_order(_nodes(NODES)), _asks(NODES)
     segments, one, two = interleaved(
         lambda: plan(asks, nodes, segment_size=DOMAIN), _whole(NODES), _whole(2 * NODES), repeats=9
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fairlead_placement import _planner
 from fairlead_placement._labels import matches
 from fairlead_placement._planner import STRATEGIES, Ask, Node, never_fits, plan
-from fairlead_placement._topology import physical_order
+from fairlead_placement._topology import node_place, physical_order
 
 
 def node(name, free=None, *, labels=None, **total):
@@ -252,9 +252,9 @@ def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
     """Nodes and asks in any order give the same plan, once nodes are put in physical order."""
     asks_shuffled, nodes_shuffled = random.sample(asks, len(asks)), random.sample(nodes, len(nodes))
 
-    again = plan(asks_shuffled, sorted(nodes_shuffled, key=physical_order), own_nodes=own_nodes)
+    again = plan(asks_shuffled, physical_order(nodes_shuffled), own_nodes=own_nodes)
 
-    assert again == plan(asks, sorted(nodes, key=physical_order), own_nodes=own_nodes)
+    assert again == plan(asks, physical_order(nodes), own_nodes=own_nodes)
 
 
 def test_labels():
@@ -282,7 +282,7 @@ def in_domains(**domains):
         for domain, cpus in domains.items()
         for at, cpu in enumerate(cpus)
     ]
-    return sorted(nodes, key=physical_order)
+    return physical_order(nodes)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_segments_are_refused_only_if_impossible(groups, cpus):
 
     def fits(group, free):
         for pair in itertools.permutations([one for one in nodes if one.node_id in free], 2):
-            domains = {physical_order(one)[0] for one in pair}
+            domains = {node_place(one)[0] for one in pair}
             enough = all(one.free["CPU"] >= count for one, count in zip(pair, group, strict=True))
             if enough and len(domains) == 1 and "" not in domains:
                 yield {one.node_id for one in pair}
@@ -336,7 +336,7 @@ def test_segments_are_refused_only_if_impossible(groups, cpus):
         assert len({ids[0] for ids in chosen.values()}) == len(counts)
         for number, ids in chosen.items():
             assert by_id[ids[0]].free["CPU"] >= len(ids) == counts[number]
-            assert physical_order(by_id[ids[0]])[0] == physical_order(by_id[chosen[number // 2 * 2][0]])[0] != ""
+            assert node_place(by_id[ids[0]])[0] == node_place(by_id[chosen[number // 2 * 2][0]])[0] != ""
 
 
 @pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
@@ -349,13 +349,10 @@ def test_bad_segment_size(size):
 def test_a_domain_for_each_segment():
     """Groups that each need another domain find it, however many there are, and too many are refused at once."""
     domains = [f"d{at:03}" for at in range(60)]
-    nodes = sorted(
-        (
-            node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
-            for domain in domains
-            for at in range(4)
-        ),
-        key=physical_order,
+    nodes = physical_order(
+        node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
+        for domain in domains
+        for at in range(4)
     )
     asks = [Ask(at, 8, {"CPU": 1, f"in_{domains[59 - at // 4]}": 0.001}) for at in range(240)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fairlead_placement import ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._planner import Node
-from fairlead_placement._topology import physical_order
+from fairlead_placement._topology import node_place, physical_order
 
 
 def node(name, *, labels=None, **total):
@@ -25,22 +25,37 @@ def test_physical_order():
         node("2", topo_rank=1),
         node("9", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "2"}),
         node("8", labels={"ray.io/gpu-domain": "a", "fairlead.io/topo-rank": "10"}),
-        node("4", nvlink_domain_b=1),
-        node("5", nvlink_domain_b=1),
+        node("4", nvlink_domain_b=1, topo_rank=2),
+        node("5", nvlink_domain_b=1, topo_rank=2),
         node("3", nvlink_domain_b=1, topo_rank=3),
         # A label counts more than a resource.
-        node("0", labels={"ray.io/gpu-domain": "c"}, nvlink_domain_a=1),
+        node("0", labels={"ray.io/gpu-domain": "c"}, nvlink_domain_a=1, topo_rank=4),
     ]
     shuffled = random.Random(0).sample(ordered, len(ordered))
 
-    assert sorted(shuffled, key=physical_order) == ordered
+    assert physical_order(shuffled) == ordered
+
+
+def test_domains_are_ordered_by_their_lowest_rank():
+    """Racks with arbitrary ids follow each other as their ranks do; domains with equal ranks follow by name."""
+    places = {"n3": ("f0", 2), "n2": ("f0", 3), "n1": ("07", 5), "n0": ("07", 4), "n4": ("", 9), "m": ("e", 2)}
+    ordered = ["n4", "m", "n3", "n2", "n0", "n1"]
+
+    nodes = [
+        node(name, labels={"ray.io/gpu-domain": domain, "fairlead.io/topo-rank": str(rank)})
+        for name, (domain, rank) in places.items()
+    ]
+    assert [one.node_id for one in physical_order(nodes)] == ordered
+    rows = [(0, domain, rank, name) for name, (domain, rank) in places.items()]
+    assert [rows[index][3] for index in sort_bundle_indices_by_topology(rows)] == ordered
+    assert select_segment_nodes(places, 2, 2) == (["n3", "n2"], ["n4", "m", "n0", "n1"])
 
 
 @pytest.mark.parametrize("rank", ["first", "", "inf", "nan"])
 def test_bad_rank(rank):
     """A rank that is no number is refused, with the node it is on."""
     with pytest.raises(ValueError, match=f"label fairlead.io/topo-rank of node 7 must be a number, got '{rank}'"):
-        physical_order(node("7", labels={"fairlead.io/topo-rank": rank}))
+        node_place(node("7", labels={"fairlead.io/topo-rank": rank}))
 
 
 def domains_of(**sizes):
@@ -147,13 +162,13 @@ def test_bundles_sort_by_domain_rank_node_and_accelerator():
     """Accelerator ids count as numbers; nodes without a domain come first; the node id breaks ties."""
     ordered = [
         (0, None, 9, "z"),
+        (0, "b", 0, "m"),
         (0, "a", 1, "n2"),
         (2, "a", 1, "n2"),
         ("10", "a", 1, "n2"),
         ("GPU-4f", "a", 1, "n2"),
         (0, "a", 2, "n0"),
         (0, "a", 2, "n1"),
-        (0, "b", 0, "m"),
     ]
     shuffled = random.Random(1).sample(ordered, len(ordered))
 
@@ -190,7 +205,14 @@ def test_bundles_never_interleave(nodes, segment_size, gpus_per_node, shuffle):
     assert sorted(indices) == list(range(len(rows)))
     assert [shuffled[i] for i in indices] == [rows[i] for i in sort_bundle_indices_by_topology(rows)]
     assert sum(one != other for one, other in itertools.pairwise(names)) == max(len(nodes) - 1, 0)
-    assert [shuffled[i] for i in indices] == sorted(rows, key=lambda row: (row[1] or "", row[2], row[3], row[0]))
+    lowest = {}
+    for _, domain, rank, _ in rows:
+        lowest[domain or ""] = min(rank, lowest.get(domain or "", rank))
+    # Nodes without a domain come before all others, whatever their rank.
+    first = dict(lowest, **{"": float("-inf")})
+    assert [shuffled[i] for i in indices] == sorted(
+        rows, key=lambda row: (first[row[1] or ""], row[1] or "", row[2], row[3], row[0])
+    )
 
     kept = [shuffled[i] for i in sort_bundle_indices_by_topology(shuffled, segment_size, gpus_per_node)]
     assert kept == [row for row in (shuffled[i] for i in indices) if row in kept]

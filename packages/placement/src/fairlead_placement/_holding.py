@@ -18,12 +18,13 @@ from ._gpu_ids import reserve_gpus
 from ._groups import Reserved, remove
 from ._inventory import alive_nodes, read_nodes
 from ._monitor import Monitor, read_usage
-from ._planner import Ask, physical_order
+from ._planner import Ask
 from ._ports import PortLease, lease_ports, release_ports
 from ._ray_private import draining_nodes
 from ._reservation import reserve
 from ._slot import Slot
 from ._slots import slots_of
+from ._topology import node_place
 from ._usage import NodeUsage
 from .exceptions import PlacementError
 
@@ -207,7 +208,7 @@ class Holding:
             return frozenset()
         number = self._segments()
         left = {slot.node_id for slot in survivors if number[slot.node_idx] == number[ask.node_idx]}
-        domain = {node.node_id: physical_order(node)[0] for node in read_nodes()}
+        domain = {node.node_id: node_place(node)[0] for node in read_nodes()}
         allowed = {domain[node_id] for node_id in left if node_id in domain}
         return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
 

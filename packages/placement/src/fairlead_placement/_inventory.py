@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._planner import Node, physical_order
+from ._planner import Node
 from ._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
 from ._report import Holder
+from ._topology import physical_order
 
 __all__ = ["alive_nodes", "read_holders", "read_nodes"]
 
@@ -34,7 +35,7 @@ def read_nodes() -> tuple[Node, ...]:
         for row in ray.nodes()
         if row["Alive"] and row["NodeID"] not in leaving
     ]
-    return tuple(sorted(nodes, key=physical_order))
+    return tuple(physical_order(nodes))
 
 
 def read_holders() -> tuple[Holder, ...]:

@@ -11,9 +11,9 @@ from ._matching import match
 from ._search import Amounts, Budget, Room, Strategy, Undecided, Want, search
 from ._segments import place_blocks
 from ._site import PRECISION, Shape, Site
-from ._topology import check_size, physical_order
+from ._topology import check_size, node_place
 
-__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "physical_order", "plan"]
+__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "plan"]
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 # How much to try before giving up, in looks at a kind of node: about a second.
@@ -257,7 +257,7 @@ def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment
             )
     domains: dict[str, list[int]] = {}
     for at, node in enumerate(nodes):
-        if domain := physical_order(node)[0]:
+        if domain := node_place(node)[0]:
             domains.setdefault(domain, []).append(at)
     places = site.profiles(range(len(site.shapes)), list(domains.values()))
     blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]

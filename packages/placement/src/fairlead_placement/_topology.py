@@ -6,7 +6,7 @@ Pure functions of what they are given.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .exceptions import ResourceInsufficientError
@@ -14,15 +14,34 @@ from .exceptions import ResourceInsufficientError
 if TYPE_CHECKING:
     from ._planner import Node
 
-__all__ = ["check_size", "physical_order", "select_segment_nodes", "sort_bundle_indices_by_topology"]
+__all__ = ["check_size", "node_place", "physical_order", "select_segment_nodes", "sort_bundle_indices_by_topology"]
 
 
-def physical_order(node: "Node") -> tuple[str, int, str]:
-    """Sort key of a node: topology domain, rank in the domain, node id.
+def physical_order(nodes: Iterable["Node"]) -> "list[Node]":
+    """Sort nodes by topology domain, rank in the domain, and node id.
 
-    Domain and rank are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
-    `nvlink_domain_<id>` and `topo_rank`. Nodes without a domain come first. The node id breaks every tie, so the
-    slots of two nodes never interleave.
+    Domains follow each other by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
+    node id breaks every tie, so the slots of two nodes never interleave.
+
+    Args:
+        nodes: all nodes of the cluster: the order of the domains depends on the ranks in them.
+
+    Raises:
+        ValueError: the rank of a node is not a number.
+    """
+    by_id = {node.node_id: node for node in nodes}
+    ordered = _in_order({node_id: node_place(node) for node_id, node in by_id.items()})
+    return [by_id[node_id] for _, node_id in ordered]
+
+
+def node_place(node: "Node") -> tuple[str, int]:
+    """Return the topology domain of a node ("" if it has none) and its rank there.
+
+    They are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
+    `nvlink_domain_<id>` and `topo_rank`.
+
+    Raises:
+        ValueError: the rank is not a number.
     """
     domain = node.labels.get("ray.io/gpu-domain")
     if domain is None:
@@ -30,7 +49,7 @@ def physical_order(node: "Node") -> tuple[str, int, str]:
         domain = min((name.removeprefix(prefix) for name in node.total if name.startswith(prefix)), default="")
     rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
     try:
-        return domain, int(float(rank)), node.node_id
+        return domain, int(float(rank))
     except (ValueError, OverflowError):
         raise ValueError(f"label fairlead.io/topo-rank of node {node.node_id} must be a number, got {rank!r}") from None
 
@@ -46,9 +65,9 @@ def select_segment_nodes(
         num_nodes: how many nodes to take, a multiple of `segment_size`.
 
     Returns:
-        The nodes taken and the others, both in physical order: by domain, rank, node id. From each domain, the first
-        ones: as many complete segments as it has and are still wanted. What is left of a domain is never mixed with
-        another, and a node without a domain is never taken.
+        The nodes taken and the others, both in physical order: by domain (the one with the lowest rank first, then by
+        name), rank, node id. From each domain, the first ones: as many complete segments as it has and are still
+        wanted. What is left of a domain is never mixed with another, and a node without a domain is never taken.
 
     Raises:
         TypeError, ValueError: a bad size, a rank that is no number, or a `num_nodes` that is no multiple.
@@ -62,7 +81,7 @@ def select_segment_nodes(
     check_size("num_nodes", num_nodes)
     if num_nodes % segment_size:
         raise ValueError(f"num_nodes must be divisible by segment_size, got {num_nodes} nodes and {segment_size}")
-    ordered = sorted((*_place(node_id, *place), node_id) for node_id, place in topology.items())
+    ordered = _in_order({node_id: _place(node_id, *place) for node_id, place in topology.items()})
     domains = _by_domain(ordered)
     selected: list[str] = []
     for nodes in domains.values():
@@ -76,7 +95,7 @@ def select_segment_nodes(
             "Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain)."
         )
     taken = set(selected)
-    return selected, [node_id for _, _, node_id in ordered if node_id not in taken]
+    return selected, [node_id for _, node_id in ordered if node_id not in taken]
 
 
 def sort_bundle_indices_by_topology(
@@ -84,7 +103,9 @@ def sort_bundle_indices_by_topology(
     segment_size: int | None = None,
     gpus_per_node: int | None = None,
 ) -> list[int]:
-    """Physical order of bundles: by domain, rank, node id, then accelerator id.
+    """Return the physical order of bundles: by domain, rank, node id, then accelerator id.
+
+    The domain with the lowest rank comes first; domains with the same lowest rank are ordered by name.
 
     Args:
         bundle_data: one row per bundle: (accelerator id, domain, rank in the domain, node id). Ids of digits are
@@ -119,12 +140,12 @@ def sort_bundle_indices_by_topology(
         if places.setdefault(node_id, place) != place:
             raise ValueError(f"node {node_id} is in two places: (domain, rank) {places[node_id]} and {place}")
         bundles.setdefault(node_id, []).append((_accelerator_order(gpu_id), index))
-    ordered = sorted((*place, node_id) for node_id, place in places.items())
+    ordered = _in_order(places)
     if segment_size is None:
-        nodes = [node_id for _, _, node_id in ordered]
+        nodes = [node_id for _, node_id in ordered]
     else:
         assert gpus_per_node is not None
-        complete = [entry for entry in ordered if len(bundles[entry[2]]) >= gpus_per_node]
+        complete = [entry for entry in ordered if len(bundles[entry[1]]) >= gpus_per_node]
         nodes = [
             node_id
             for members in _by_domain(complete).values()
@@ -149,10 +170,21 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
     return domain or "", rank or 0
 
 
-def _by_domain(ordered: Sequence[tuple[str, float, str]]) -> dict[str, list[str]]:
+def _in_order(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
+    """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id."""
+    lowest: dict[str, float] = {}
+    for domain, rank in places.values():
+        lowest[domain] = min(rank, lowest.get(domain, rank))
+    ordered = sorted(
+        (domain != "", lowest[domain], domain, rank, node_id) for node_id, (domain, rank) in places.items()
+    )
+    return [(domain, node_id) for _, _, domain, _, node_id in ordered]
+
+
+def _by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """Node ids per domain, in the order given, without the nodes that have none."""
     domains: dict[str, list[str]] = {}
-    for domain, _, node_id in ordered:
+    for domain, node_id in ordered:
         if domain:
             domains.setdefault(domain, []).append(node_id)
     return domains
