@@ -99,6 +99,15 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.restart_failed_workers(), list[int])
         assert_type(group.shutdown("save", timeout=None), bool)
     RayWorkerGroup(slots, "package.module.Worker", [1, 2], "prefix", call_timeout_s=60)
+    RayWorkerGroup(
+        cluster=cluster,
+        remote_worker_builder=builder,
+        workers_per_node=None,
+        name_prefix="prefix",
+        bundle_indices_list=None,
+        sharding_annotations=axes,
+        env_vars={"A": "1"},
+    )
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
     RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")

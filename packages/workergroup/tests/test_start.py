@@ -13,7 +13,15 @@ import ray
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError, current_worker, report_progress
+from fairlead_workergroup import (
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    WorkerFailureError,
+    WorkerStartError,
+    current_worker,
+    report_progress,
+)
+from fairlead_workergroup.testing import kill
 
 
 class Slow:
@@ -42,6 +50,36 @@ class Slow:
 
 def answers(group, method, *args):
     return group.get_all_worker_results(group.run_all_workers_single_data(method, *args))
+
+
+class TestSignature:
+    def test_by_keyword(self, cluster):
+        """Every parameter of the original is accepted by keyword, under the original's name."""
+        with RayWorkerGroup(
+            cluster=cluster,
+            remote_worker_builder=RayWorkerBuilder(Slow, payload="given"),
+            workers_per_node=None,
+            name_prefix="keyword",
+            bundle_indices_list=[(0, [1, 3])],
+            sharding_annotations=NamedSharding([[0, 1]], ["dp", "tp"]),
+            env_vars={"NAME": "value"},
+        ) as group:
+            assert group.call("arguments", collect=()).result() == ("given", {})
+            assert group.worker_metadata[1]["name"] == "keyword-grp0-1"
+
+    def test_class_name_is_the_default_prefix(self, cluster, caplog):
+        """A group without `name_prefix` has its class's name in names, repr, attribute and log."""
+        caplog.set_level("INFO", "fairlead_workergroup")
+        with RayWorkerGroup(cluster, Slow, [1]) as group:
+            assert group.name_prefix == "Slow"
+            assert group.worker_metadata[0]["name"] == "Slow-0-0"
+            assert repr(group) == "RayWorkerGroup('Slow', {'worker': 1}, 1 workers)"
+            assert repr(group.at(worker=0)) == "GroupView('Slow', {}, ranks [0])"
+            kill(group, 0)
+            with pytest.raises(WorkerFailureError):
+                group.call("when").result()
+            assert group.restart_failed_workers() == [0]
+        assert "restarted rank(s) 0 of 'Slow'" in caplog.messages
 
 
 class TestWaiting:

@@ -48,10 +48,11 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
 
     Args:
         cluster: where the workers live: a `RayVirtualCluster` (reserved here if it is not), or slots.
-        worker: a `RayWorkerBuilder`, or a class or its full name, which is then made without arguments.
+        remote_worker_builder: a `RayWorkerBuilder`, or a class or its full name, which is then constructed without
+            arguments.
         workers_per_node: workers on each logical node: None for one per slot, a number, or a list with a number
             for each logical node in use.
-        name_prefix: first part of the workers' names; the class's name if empty.
+        name_prefix: the first part of the workers' names; the class's name if empty.
         bundle_indices_list: instead: `(node_idx, [Ray's bundle indices])` of each *tied group*, workers that share one
             model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
@@ -91,6 +92,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     Attributes:
         workers: the actor handles, by rank: `group.workers[0].step.remote(x)`.
         worker_metadata: a dict per worker; empty after `shutdown`.
+        name_prefix: the first part of the workers' names; the class's name if none was given.
         world_size: how many workers there are.
         master_address: of the node of rank 0, where the workers' process group has its store.
         master_port: the port that was leased there for it.
@@ -102,8 +104,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     def __init__(
         self,
         cluster: RayVirtualCluster | Sequence[Slot],
-        worker: RayWorkerBuilder | ClassLike,
-        /,
+        remote_worker_builder: RayWorkerBuilder | ClassLike,
         workers_per_node: int | Sequence[int] | None = None,
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
@@ -123,7 +124,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
-        builder = worker if isinstance(worker, RayWorkerBuilder) else RayWorkerBuilder(worker)
+        given = remote_worker_builder
+        builder = given if isinstance(given, RayWorkerBuilder) else RayWorkerBuilder(given)
         env_vars = dict(env_vars or {})
         check_env_vars(env_vars)
         if not 0 < start_timeout_s < math.inf:
@@ -138,15 +140,14 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._memory_limit = None if memory_limit is None else parse_memory(memory_limit)
         self._start_timeout_s = float(start_timeout_s)
         self._slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
-        prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
+        self.name_prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         self._places = lay_out(
             self._slots,
-            prefix=prefix,
+            prefix=self.name_prefix,
             workers_per_node=workers_per_node,
             bundle_indices_list=bundle_indices_list,
         )
         self.cluster = cluster
-        self.name_prefix = name_prefix
         self.world_size: int = len(self._places)
         self.sharding_annotations: NamedSharding = _sharding(sharding_annotations, self.world_size)
         self.workers: list[Any] = []
@@ -172,7 +173,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._ending = False
         self._shut: bool | None = None
 
-        self._held = Held(claim=claim_slots([place.slot for place in self._places], prefix, group=self))
+        self._held = Held(claim=claim_slots([place.slot for place in self._places], self.name_prefix, group=self))
         self._finalizer = weakref.finalize(self, forgotten, self._held)
         try:
             self._worker = builder.worker
@@ -235,8 +236,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
             for plan, actor in zip(plans, actors, strict=True)
         ]
         self._count(requests=len(started), puts=configured.puts, bytes_put=configured.bytes_put)
-        name = self.name_prefix or self._class.name
-        answers = wait_started(started, plans, name=name, timeout_s=self._start_timeout_s)
+        answers = wait_started(started, plans, name=self.name_prefix, timeout_s=self._start_timeout_s)
         self._know(plans, actors, answers)
         if self._memory_limit is not None:
             guard(self._id, [self._workers_now[rank] for rank in ranks], self._memory_limit)

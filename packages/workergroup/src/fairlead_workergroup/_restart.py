@@ -160,7 +160,7 @@ def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) ->
         raise
     if group._held.claim is not None:
         group._held.claim.release()
-    holder = group.name_prefix or group._class.name
+    holder = group.name_prefix
     group._held.claim = claim_slots([place.slot for place in group._places], holder, group=group)
 
 

@@ -54,7 +54,7 @@ class Watch:
         end = threading.Event()
         # A group that nobody holds any more is given back, watched or not.
         self._group = weakref.ref(group, lambda _: end.set())
-        self._name = group.name_prefix or group._class.name
+        self._name = group.name_prefix
         self._held = group._held
         self._interval_s = interval_s
         self._stuck_after_s = stuck_after_s
