@@ -13,7 +13,15 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, PlacementTimeoutError, PortUnavailableError, RayVirtualCluster, lease_ports
+from fairlead_placement import (
+    NodeAgent,
+    PlacementError,
+    PlacementTimeoutError,
+    PortUnavailableError,
+    RayVirtualCluster,
+    _holding,
+    lease_ports,
+)
 from fairlead_placement._agent_process import AgentProcess
 
 # Other processes on this machine may run these tests too.
@@ -96,6 +104,22 @@ def test_the_server_it_is_for_can_listen(slots, run_script):
             accepted.recv(1)
             """)
         assert out == "reached\n"
+
+
+def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
+    """A lease that arrives after another thread's shutdown is given back, and the caller is told (seam: the moment)."""
+    before = agent.leased()
+
+    def shut_down_meanwhile(*args, **options):
+        leases = lease_ports(*args, **options)
+        cluster.shutdown()
+        return leases
+
+    with RayVirtualCluster([1], use_gpus=False, port_range_low=LOW, port_range_high=LOW + 3) as cluster:
+        monkeypatch.setattr(_holding, "lease_ports", shut_down_meanwhile)
+        with pytest.raises(PlacementError, match="was shut down while ports were leased"):
+            cluster.get_master_address_and_port()
+    assert agent.leased() == before
 
 
 def test_counts(slots):

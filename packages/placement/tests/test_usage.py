@@ -26,6 +26,7 @@ from fairlead_placement import (
     usage_on_nodes,
 )
 from fairlead_placement._agent_meters import Gpus, MemoryMeter, ProcessMeter
+from fairlead_placement._agent_process import AgentProcess
 
 
 @pytest.fixture
@@ -204,12 +205,18 @@ class FakeNvml(types.ModuleType):
         super().__init__("pynvml")
         self.used = [0, 30]
         self.broken = False
+        self.inits = 0
+        self.answers = threading.Event()
+        self.answers.set()
 
     def nvmlInit(self):
+        self.inits += 1
+        self.answers.wait(60)
         if self.used is None:
             raise self.NVMLError("no driver")
 
     def nvmlDeviceGetCount(self):
+        self.answers.wait(60)
         if self.broken:
             raise self.NVMLError("lost")
         return len(self.used)
@@ -252,6 +259,27 @@ def test_no_gpu(nvml, used):
     """Without a GPU, or without its driver, nothing is told about GPUs (seam: pynvml)."""
     nvml.used = used
     assert (Gpus().memory(), Gpus().by_process()) == (None, None)
+
+
+@pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
+def test_a_wedged_driver(nvml, at_first, eventually):
+    """A driver that does not return leaves the GPU figures unknown until it does; nothing waits for it again (seam)."""
+    gpus = Gpus(timeout_s=0.05)
+    agent = AgentProcess("0" * 56)  # its constructor does not wait for the driver
+    assert nvml.inits == 0
+    if not at_first:
+        assert gpus.by_process() is not None
+    nvml.answers.clear()
+    before = threading.active_count()
+    try:
+        assert [gpus.memory() for _ in range(3)] == [None] * 3
+        assert threading.active_count() == before + 1
+        assert ProcessMeter(gpus).read([os.getpid()])[0][4] is None
+        assert agent.leased() == []
+    finally:
+        nvml.answers.set()
+    assert eventually(lambda: gpus.memory() == [(100, 0), (100, 30)])
+    assert nvml.inits == 1
 
 
 def test_gpu_values(agent, monkeypatch):

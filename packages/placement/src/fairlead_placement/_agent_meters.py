@@ -12,25 +12,31 @@ from typing import Any
 __all__ = ["Gpus", "MemoryMeter", "ProcessMeter"]
 
 INTERVAL_S = 1.0
+# A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
+NVML_S = 5.0
 # Total, used, peak of one GPU; total, used, available, peak of the node, its GPUs, samples so far. In bytes.
 GpuRow = tuple[int, int, int]
 Row = tuple[int, int, int, int, list[GpuRow] | None, int]
 
 
 class Gpus:
-    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, nothing is told."""
+    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, nothing is told.
 
-    def __init__(self) -> None:
+    A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
+    thread of its own. Figures that do not come in time are unknown (None), and so are all later ones, at once, until
+    the driver has answered the call that is under way.
+
+    Args:
+        timeout_s: seconds to wait for the driver.
+    """
+
+    def __init__(self, timeout_s: float = NVML_S) -> None:
+        self._timeout_s = timeout_s
         self._nvml: Any = None
-        try:
-            import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return  # no driver
-        self._nvml = pynvml
+        self._absent = False
+        # Held while the driver is waited for: requests take turns, and each waits only if none is owed an answer.
+        self._lock = threading.Lock()
+        self._call: threading.Thread | None = None
 
     def memory(self) -> list[tuple[int, int]] | None:
         """(total, used) bytes of each GPU, by NVML's index."""
@@ -49,14 +55,43 @@ class Gpus:
         return held
 
     def _of_each(self, function: str) -> list[Any] | None:
+        """Return what an NVML function says of each GPU; None if that is unknown."""
+        answers: list[list[Any] | None] = []
+        with self._lock:
+            if self._absent or (self._call is not None and self._call.is_alive()):
+                return None
+            self._call = threading.Thread(
+                target=lambda: answers.append(self._read(function)), name="fairlead-nvml", daemon=True
+            )
+            self._call.start()
+            self._call.join(self._timeout_s)
+        return answers[0] if answers else None
+
+    def _read(self, function: str) -> list[Any] | None:
+        if self._nvml is None:
+            self._nvml = _load_nvml()
         nvml = self._nvml
         if nvml is None:
+            self._absent = True
             return None
         try:
             gpus = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
             return [getattr(nvml, function)(gpu) for gpu in gpus] or None
         except nvml.NVMLError:
             return None  # a GPU that has fallen off the bus must not end the sampling of the rest
+
+
+def _load_nvml() -> Any:
+    """Return nvidia-ml-py's module, initialised; None without it or without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
 
 
 class ProcessMeter:

@@ -70,7 +70,9 @@ class Holding:
         self._connection = ""
         self.slots: tuple[Slot, ...] = ()
         self._groups: list[PlacementGroup] = []
+        # A reservation's own list, so that a lease that comes after its end is told apart from the next one's.
         self._leases: list[PortLease] = []
+        self._leasing = threading.Lock()
         self._monitor: Monitor | None = None
         # Reentrant: the finalizer may run in the middle of anything.
         self._lock = threading.RLock()
@@ -239,16 +241,33 @@ class Holding:
         remove(gone)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
-        """Ports on the nodes of slots, held until everything is given back."""
+        """Lease ports on the nodes of slots, held until everything is given back.
+
+        Returns:
+            A lease for each slot.
+
+        Raises:
+            PlacementError: another thread has ended the reservation meanwhile; nothing stays leased.
+        """
+        mine = self._leases
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
-        self._leases.extend(leases)
-        return leases
+        with self._leasing:
+            if mine is self._leases:
+                mine.extend(leases)
+                return leases
+        release_ports(leases)
+        raise PlacementError(
+            f"The cluster {self.name!r} was shut down while ports were leased on it. The ports are given back; "
+            "lease them again once it is reserved again."
+        )
 
     def give_back(self) -> bool:
         """Ports and groups; whether Ray had the resources back in time."""
         with self._lock:
-            groups, leases, monitor = self._groups, self._leases, self._monitor
-            self._groups, self._leases, self._monitor = [], [], None
+            groups, monitor = self._groups, self._monitor
+            self._groups, self._monitor = [], None
+            with self._leasing:
+                leases, self._leases = self._leases, []
             self.slots, self.reserved = (), False
             here, reserved_on = connection(), self._connection
         if not here or here != reserved_on:
