@@ -89,7 +89,7 @@ def test_no_room_elsewhere(three_nodes):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         for _ in range(3):
-            with pytest.raises(WorkerFailureError, match="there is no room for them elsewhere"):
+            with pytest.raises(WorkerFailureError, match="other nodes have no room for them"):
                 group.restart_failed_workers()
         group._start_timeout_s = 60.0
         three_nodes.add_node(num_cpus=4)

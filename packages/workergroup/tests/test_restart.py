@@ -20,6 +20,7 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
+    WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
     _restart,
@@ -52,6 +53,9 @@ class Worker:
     def fail_to_load(self):
         raise OSError("no checkpoint")
 
+    def state_of(self, item):
+        return self.state()
+
     def state(self):
         worker = current_worker()
         return worker.rank, worker.incarnation, self.loaded, float(np.sum(self.value)), os.environ["MASTER_PORT"]
@@ -74,6 +78,13 @@ class Worker:
             if i == 1 and current_worker().rank in die_at and not current_worker().incarnation:
                 os._exit(1)
             yield i
+
+    def die_once(self, pair):
+        item, path = pair
+        if item == 5 and not path.exists():
+            path.touch()
+            os._exit(1)
+        return item
 
     def fail_with(self, rank, pid):
         if current_worker().rank == rank:
@@ -190,10 +201,52 @@ def test_the_whole_group(made):
     assert group.call("state").result() == [(rank, 1, 1, 20_000.0, str(group.master_port)) for rank in range(4)]
 
 
+def test_any_call_restarts_the_whole_group(made):
+    """With scope "group" nothing runs beside a lost rank: views that lack it and `map` restart the group too."""
+    group = made(restart_on_failure=True, restart_scope="group")
+    with pytest.raises(WorkerFailureError, match="The next call restarts the whole group first"):
+        group.call("die", [3]).result()
+    assert [state[1] for state in group.at(dp=0).call("state").result()] == [1, 1]
+    die(group, 3)
+    assert next(group.map("state_of", [0]))[1] == 2
+    assert [state[1] for state in group.call("state").result()] == [2] * 4
+
+
+@pytest.mark.parametrize("scope", ["worker", "group"])
+def test_map_goes_on_after_a_loss(made, tmp_path, scope):
+    """Items of a worker that died go to the others; with scope "group" all of them restart, and take part again."""
+    group = made(restart_on_failure=True, restart_scope=scope, enable_load_balancing=True, max_restarts=1)
+    assert list(group.map("die_once", [(item, tmp_path / "died") for item in range(20)])) == list(range(20))
+    incarnations = [state[1] for state in group.call("state").result()]
+    assert sorted(incarnations) == ([0, 0, 0, 1] if scope == "worker" else [1] * 4)
+
+
+def test_what_to_do_by_default():
+    """The error names the method that starts lost workers again."""
+    error = WorkerFailureError((WorkerFailure(1, "killed", cause="it was killed"),))
+    assert str(error).splitlines()[-1] == (
+        "Look at the logs of these workers. `restart_failed_workers()` starts them again."
+    )
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_cluster_that_was_shut_down(local_ray, bare):
+    """Calls and restarts say that the cluster is gone, instead of a restart that waits for ever."""
+    cluster = RayVirtualCluster([1], use_gpus=False)
+    place = cluster.slots() if bare else cluster
+    with RayWorkerGroup(place, Worker, restart_on_failure=True, start_timeout_s=60) as group:
+        cluster.shutdown()
+        call = group.call("pid")
+        for asks in (call.result, lambda: group.call("pid"), group.restart_failed_workers):
+            with pytest.raises(WorkerFailureError, match="The cluster of this group has been shut down") as caught:
+                asks()
+            assert "make a new group" in caught.value.remedy
+
+
 def test_before_the_next_call(made):
     """With restart_on_failure the call that met it raises, and says so; the next one works, classic ones too."""
     group = made(restart_on_failure=True, on_restart="load")
-    with pytest.raises(WorkerFailureError, match="The next call starts them again; repeat this one"):
+    with pytest.raises(WorkerFailureError, match=r"next call that reaches rank\(s\) [03, ]+ starts them again"):
         group.call("die", [0, 3]).result()
     assert group.call("double", Shard([1, 2], "dp"), retries=1).result() == [2, 2, 4, 4]
     assert [state[1] for state in group.call("state").result()] == [1, 0, 0, 1]
@@ -295,6 +348,8 @@ def test_max_restarts(made):
     die(group, 1)
     with pytest.raises(WorkerFailureError, match="rank 1 has been restarted max_restarts=1 times"):
         group.restart_failed_workers()
+    with pytest.raises(WorkerFailureError, match="rank 1 has been restarted max_restarts=1 times"):
+        group.call("pid")
     group = made(max_restarts=0, restart_scope="group", restart_on_failure=True)
     die(group, 0)
     with pytest.raises(WorkerFailureError, match="the group has been restarted max_restarts=0 times"):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching, _shutdown
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching, _group, _shutdown
 from fairlead_workergroup._ray_private import actors_being_made
 
 
@@ -26,6 +27,10 @@ class Cleaner:
 
     def cleanup(self):
         with open(f"{self.folder}/{os.environ['RANK']}", "w") as file:
+            file.write("cleaned")
+
+    def cleanup_counted(self):
+        with open(f"{self.folder}/{os.environ['RANK']}", "a") as file:
             file.write("cleaned")
 
     def cleanup_fails(self):
@@ -97,6 +102,38 @@ def test_two_threads(group):
     with ThreadPoolExecutor() as threads:
         both = [threads.submit(lambda: (group.shutdown(), alive(processes))) for _ in range(2)]
         assert [one.result(timeout=60) for one in both] == [(True, [])] * 2
+
+
+def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
+    """The cleanup runs once; the thread that comes second waits for it, and returns the same."""
+    with ThreadPoolExecutor() as threads:
+        second, looked = [], threading.Event()
+        find_dead = _group.dead_actors
+
+        def come_second():
+            if second:  # it did not wait for the first
+                looked.set()
+                assert second[0].result(timeout=60)
+            else:
+                second.append(threads.submit(group.shutdown, "cleanup_counted"))
+                looked.wait(timeout=0.5)
+            return find_dead()
+
+        monkeypatch.setattr(_group, "dead_actors", come_second)
+        assert group.shutdown("cleanup_counted") is True
+        assert second[0].result(timeout=60) is True
+    assert [(tmp_path / rank).read_text() for rank in cleaned(tmp_path)] == ["cleaned"] * 4
+
+
+def test_force_while_another_thread_cleans_up(group, tmp_path, eventually):
+    """`force` does not wait for a cleanup that hangs; both threads return the same."""
+    processes = pids(group)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(group.shutdown, "cleanup_hangs", None)
+        assert eventually(lambda: len(cleaned(tmp_path)) == 4)
+        assert group.shutdown(force=True) is False
+        assert first.result(timeout=60) is False
+    assert alive(processes) == []
 
 
 def test_reverse_order(group, monkeypatch):

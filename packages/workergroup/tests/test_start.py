@@ -340,7 +340,7 @@ class TestManyGroups:
         ):
             seen = [ray.get([w.where.remote() for w in group.workers]) for group in (policy, generation)]
             assert len({pid for group in seen for pid, _ in group}) == 4
-            with pytest.raises(ResourceInsufficientError, match=r"room for 2 .*'policy', 'generation' is there"):
+            with pytest.raises(ResourceInsufficientError, match=r"room for 2 .*'policy', 'generation' are there"):
                 RayWorkerGroup(cluster, Slow)
 
     def test_bare_slots(self, cluster):

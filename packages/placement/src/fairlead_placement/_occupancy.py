@@ -63,15 +63,22 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
         for slot in slots:
             there = _held.get(_key(slot), [])
             if len(there) >= slot.capacity:
-                names = ", ".join(repr(other.holder) for other in there)
-                raise ResourceInsufficientError(
-                    f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: it has "
-                    f"room for {slot.capacity} worker group(s), and {names} is there. Shut one down, or reserve "
-                    f"the cluster with max_colocated_worker_groups={slot.capacity + 1} or enable_colocation=True."
-                )
+                raise ResourceInsufficientError(_full(slot, holder, there))
         for key in keys:
             _held.setdefault(key, []).append(claim)
     return claim
+
+
+def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
+    names = ", ".join(repr(other.holder) for other in there)
+    one = slot.capacity == 1
+    # `enable_colocation` makes room for two groups, and changes nothing where there is room for more.
+    wider = "enable_colocation=True" if one else f"max_colocated_worker_groups={slot.capacity + 1}"
+    return (
+        f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the bundle has room for "
+        f"{slot.capacity} worker group{'' if one else 's'}, and {names} {'is' if one else 'are'} there. Shut "
+        f"{names if one else 'one of them'} down, or reserve the cluster with {wider}."
+    )
 
 
 def groups_on(slots: Sequence[Slot]) -> list[object]:

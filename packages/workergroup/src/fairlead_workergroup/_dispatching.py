@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,6 +20,7 @@ from ._inspect import cancelled, late_workers
 from ._memory import judge
 from ._planning import Column
 from ._ray_private import actor_id_of_ref, object_sizes
+from ._restart import remedy
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
 from ._underway import Repeats
@@ -48,6 +49,7 @@ class Dispatching:
     _lost: dict[int, WorkerFailure]
     _restarting: set[int]
     _restart_on_failure: bool
+    _restart_scope: str
     _memory_limit: int | None
     _call_timeout_s: float | None
 
@@ -70,9 +72,14 @@ class Dispatching:
         if not self._held.connected:
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
-    @property
-    def _remedy(self) -> str:
-        return "" if not self._restart_on_failure else "The next call starts them again; repeat this one."
+    def _remedy(self, lost: Sequence[WorkerFailure]) -> str:
+        return remedy(self._of_group, lost)
+
+    def _blocking(self, called: Collection[int]) -> tuple[WorkerFailure, ...]:
+        """Return the lost workers that a call has to wait for: those it calls, or any if all restart together."""
+        together = self._restart_on_failure and self._restart_scope == "group"
+        lost = sorted(self._lost.copy().items())
+        return tuple(failure for rank, failure in lost if together or rank in called)
 
     @property
     def _of_group(self) -> RayWorkerGroup:
@@ -98,9 +105,9 @@ class Dispatching:
         found = self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
             workers = self._living()
-            if self._lost and (lost := tuple(self._lost[rank] for rank in called if rank in self._lost)):
+            if self._lost and (lost := self._blocking(called)):
                 if not self._restart_on_failure:
-                    raise WorkerFailureError(lost, self._remedy)
+                    raise WorkerFailureError(lost, self._remedy(lost))
                 self.restart_failed_workers()
             stored = Arguments()
             asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)

@@ -42,6 +42,9 @@ from .exceptions import WorkerFailure
 
 __all__ = ["RayWorkerGroup"]
 
+# How long the shutdown of another thread may take once its workers are gone: it waits for nothing any more.
+CLEANED_S = 10.0
+
 
 class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     """A process per slot, all made from one class, addressed by rank or along named axes.
@@ -61,11 +64,11 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
             path of an interpreter that all nodes have; None: what is registered for the class (`actor_environments` of
             fairlead-venvs), else this one's own. It must have the cluster's version of Ray, and needs nothing else of
             ours.
-        restart_on_failure: start lost workers again before the next call. The call that met the loss raises all the
-            same, unless it was made with `retries`.
+        restart_on_failure: start lost workers again before the next call that reaches one of them. The call that met
+            the loss raises all the same, unless it was made with `retries`.
         max_restarts: how often: each rank, or with scope "group" the group.
         restart_scope: "worker": only what is lost; "group": all workers, with a new master port, which is what
-            collectives need.
+            collectives need. With `restart_on_failure` and "group", every call restarts them while a worker is lost.
         on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
             a checkpoint.
         memory_limit: bytes, or "8GB" or "512MiB", that a worker may have resident, once its constructor has finished,
@@ -170,6 +173,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._restarts = [0] * self.world_size
         self._group_restarts = 0
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        # Held by the thread that runs the cleanup. Reentrant: a signal's handler may shut down in the middle of it.
+        self._cleaning = threading.RLock()
         self._ending = False
         self._shut: bool | None = None
 
@@ -312,13 +317,13 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers, the last rank first, and give back everything the group held.
 
-        Waits until the workers' processes are gone. Can be repeated, also by two threads at once; safe when workers
-        are dead or hung, and when Ray is down.
+        Waits until the workers' processes are gone. Can be repeated, also by several threads at once: the cleanup runs
+        once, and all of them return the same. Safe when workers are dead or hung, and when Ray is down.
 
         Args:
             cleanup_method: a method that every living worker runs first.
-            timeout: seconds for all cleanups together; None: no limit.
-            force: no cleanup.
+            timeout: seconds for all cleanups together, also for one that another thread has started; None: no limit.
+            force: no cleanup; the workers are ended in the middle of one that another thread has started.
 
         Returns:
             Whether all went well; what did not is logged.
@@ -328,19 +333,42 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         # A restart that another thread has under way sees it, and gives back what it had started.
         self._ending = True
         self._end_watches()
+        limit = 0.0 if force else -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if self._cleaning.acquire(timeout=limit):
+            try:
+                if self._shut is None:
+                    self._shut = self._clean_up_and_end(None if force else cleanup_method, timeout)
+            finally:
+                self._cleaning.release()
+            return self._shut
+        # Another thread is in its cleanup, which fails as soon as its workers are gone.
+        self._end_workers()
+        if self._cleaning.acquire(timeout=CLEANED_S):
+            self._cleaning.release()
+        return bool(self._shut)
+
+    def _clean_up_and_end(self, cleanup_method: str | None, timeout: float | None) -> bool:
         clean = True
         try:
-            if cleanup_method is not None and not force and self.workers and self._held.connected:
-                dead = dead_actors() | {actor for actor, who in self._facts.items() if who.rank in self._lost}
-                living = {who.rank: self.workers[who.rank] for actor, who in self._facts.items() if actor not in dead}
+            workers = list(self.workers)
+            if cleanup_method is not None and workers and self._held.connected:
+                with self._lock:
+                    facts, lost = dict(self._facts), set(self._lost)
+                dead = dead_actors()
+                living = {
+                    who.rank: workers[who.rank]
+                    for actor, who in facts.items()
+                    if actor not in dead and who.rank not in lost and self._workers_now[who.rank] is who
+                }
                 clean = clean_up(living, cleanup_method, timeout)
         finally:
-            self.workers = []
-            self.worker_metadata = []
-            ended = self._held.give_back()
-            # What another thread found that did the same meanwhile stands.
-            self._shut = clean and ended and self._shut is not False
-        return self._shut
+            self._end_workers()
+        return clean and self._held.gave_all_back
+
+    def _end_workers(self) -> None:
+        self.workers = []
+        self.worker_metadata = []
+        self._held.give_back()
 
     def __enter__(self) -> "RayWorkerGroup":
         return self

@@ -29,6 +29,7 @@ class Held:
     workers: dict[int, Any] = field(default_factory=dict)
     processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     recipe: Recipe | None = None
+    gave_all_back: bool = True
     _ending: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -36,13 +37,13 @@ class Held:
         """Whether the Ray that the group was made on is still the one of this process."""
         return self.made_on == connection()
 
-    def give_back(self) -> bool:
-        """End the workers, then release what they stood on; whether all went well.
+    def give_back(self) -> None:
+        """End the workers, then release what they stood on. `gave_all_back` says whether all went well.
 
         Of several threads at once the first does it, and the others wait until it has.
         """
         with self._ending:
-            return self._give_back()
+            self.gave_all_back = self._give_back() and self.gave_all_back
 
     def _give_back(self) -> bool:
         workers, processes = dict(self.workers), list(self.processes.values())

@@ -184,7 +184,12 @@ class _Balancer:
             try:
                 values.append((sent.position, sent.call.result()))
             except WorkerFailureError as error:
-                self._lost(sent.position, sent.item, sent.rank, error)
+                # A worker that was restarted with the whole group was not lost by this item, and takes part again.
+                restarted = self._group._is_lost(sent.call.futures[0]) and sent.rank not in self._group._lost
+                if restarted and self._group._enable_load_balancing:
+                    self._again.append((sent.position, sent.item))
+                else:
+                    self._lost(sent.position, sent.item, sent.rank, error)
             except Exception as error:
                 error.add_note(f"item {sent.position} of map({self.method!r})")
                 raise

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import PlacementError, RayVirtualCluster, alive_nodes, claim_slots
 
@@ -13,17 +15,21 @@ from ._causes import note_causes
 from ._places import moved
 from ._ray_private import actor_id_of, dead_actors
 from ._shutdown import kill_and_wait
-from .exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
+from .exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
-__all__ = ["check_max_restarts", "check_scope", "find_lost", "restart"]
+__all__ = ["check_max_restarts", "check_scope", "find_lost", "remedy", "restart", "without_cluster"]
 
 logger = logging.getLogger(__name__)
 
 # Ray says at once what a worker that it knows to be dead died of.
 CAUSE_S = 10.0
+CLUSTER_GONE = (
+    "The cluster of this group has been shut down, and its workers with it: reserve the cluster again, and make a new "
+    "group on it."
+)
 NO_CAUSE = f"Ray says that it is dead, and has not said within {CAUSE_S:g} s what it died of"
 
 
@@ -68,7 +74,9 @@ def restart(group: RayWorkerGroup) -> list[int]:
         if not lost:
             return []
         ranks = list(range(group.world_size)) if group._restart_scope == "group" else list(lost)
-        _check_budget(group, lost)
+        # Ray would create actors on a removed placement group without an error, and never start them.
+        if reason := CLUSTER_GONE if without_cluster(group, range(group.world_size)) else _spent(group, lost):
+            raise WorkerFailureError(tuple(lost.values()), reason)
         group._restarting.update(ranks)
         group._show_states()
         try:
@@ -104,18 +112,49 @@ def restart(group: RayWorkerGroup) -> list[int]:
     return ranks
 
 
-def _check_budget(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
-    """Refuse one restart too many."""
+def remedy(group: RayWorkerGroup, lost: Sequence[WorkerFailure]) -> str:
+    """Return what its user can do about lost workers of a group; an empty text for the usual."""
+    if group._ending:
+        return "The group has been shut down; make a new group."
+    ranks = [failure.rank for failure in lost]
+    if without_cluster(group, [failure.rank for failure in lost if failure.kind == "killed"]):
+        return CLUSTER_GONE
+    if spent := _spent(group, ranks):
+        return spent
+    if not group._restart_on_failure:
+        return ""
+    if group._restart_scope == "group":
+        return "The next call restarts the whole group first, whichever ranks it calls; repeat this one."
+    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+    return (
+        f"The next call that reaches rank(s) {shown} starts them again; repeat this one. `restart_failed_workers()` "
+        "starts them at once."
+    )
+
+
+def without_cluster(group: RayWorkerGroup, ranks: Iterable[int]) -> bool:
+    """Return whether Ray has removed the placement group of one of these ranks: its cluster has been shut down.
+
+    Those of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
+    """
+    alive = alive_nodes()
+    slots = [group._places[rank].slot for rank in ranks]
+    there = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
+    return any(placement_group_table(one).get("state", "REMOVED") == "REMOVED" for one in there.values())
+
+
+def _spent(group: RayWorkerGroup, ranks: Iterable[int]) -> str:
+    """Return why these ranks cannot be restarted any more; an empty text if they can."""
     if group._restart_scope == "group":
         spent = [] if group._group_restarts < group._max_restarts else ["the group"]
     else:
-        spent = [f"rank {rank}" for rank in lost if group._restarts[rank] >= group._max_restarts]
-    if spent:
-        raise WorkerFailureError(
-            tuple(lost.values()),
-            f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times. Look at the logs of "
-            "these workers; shut the group down.",
-        )
+        spent = [f"rank {rank}" for rank in ranks if group._restarts[rank] >= group._max_restarts]
+    if not spent:
+        return ""
+    return (
+        f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times, which is the limit. Look at "
+        "the logs of these workers, then make a new group, with a larger max_restarts if such losses are expected."
+    )
 
 
 def _count(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
@@ -141,13 +180,15 @@ def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) ->
         gone = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
         raise WorkerFailureError(
             tuple(lost.values()),
-            f"their slot is gone with node(s) {', '.join(gone)}, and a group made from bare slots has no cluster to "
-            "ask for others: get new slots, and make a new group.",
+            f"Their slots were on node(s) {', '.join(gone)}, which are lost. This group was made from slots, so there "
+            "is no cluster that could reserve others: get new slots, and make a new group.",
         )
     try:
         cluster.replace_lost_nodes(timeout_s=group._start_timeout_s)
     except PlacementError as error:
-        raise WorkerFailureError(tuple(lost.values()), f"there is no room for them elsewhere: {error}") from error
+        raise WorkerFailureError(
+            tuple(lost.values()), f"Their nodes are lost, and other nodes have no room for them: {error}"
+        ) from error
     # Another group on the same cluster may have had them replaced before.
     instead = dict(zip(map(_key, group._slots), cluster.slots(), strict=True))
     slots = {place.rank: instead[_key(place.slot)] for place in group._places}

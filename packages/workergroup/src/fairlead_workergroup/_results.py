@@ -161,7 +161,8 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
         return first
     errors = dict(sorted(failed.items()))
     if lost := as_failures(errors, who):
-        told = WorkerFailureError(group._note_lost(lost), group._remedy)
+        noted = group._note_lost(lost)
+        told = WorkerFailureError(noted, group._remedy(noted))
         told.__cause__ = next(iter(errors.values()))
         return told
     return explained(errors, who)

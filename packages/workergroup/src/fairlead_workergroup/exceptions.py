@@ -74,7 +74,7 @@ class WorkerFailureError(WorkerGroupError):
 
     def __str__(self) -> str:
         lost = _listed(self.failures)
-        remedy = self.remedy or "Look at the logs of these workers; shut the group down and start it again."
+        remedy = self.remedy or "Look at the logs of these workers. `restart_failed_workers()` starts them again."
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
 
