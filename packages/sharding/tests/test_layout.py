@@ -138,6 +138,12 @@ def test_a_range_beyond_int64():
         NamedSharding.from_shape(dp=10**30)
 
 
+def test_more_ranks_than_memory():
+    """A shape that is far too large is refused before any memory is taken."""
+    with pytest.raises(ValueError, match=r"at most 67108864 ranks, but shape \(1000000, 1000000\) has 1000000000000"):
+        NamedSharding.from_shape(dp=10**6, tp=10**6)
+
+
 @pytest.mark.parametrize("layout", [[0, -3], np.array([0, -3]), [0, -3.0]])
 def test_negative(layout):
     """A rank is not negative."""

@@ -40,7 +40,5 @@ def _require(module: str, caller: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{caller}() needs {library}, which cannot be imported ({error}): pip install {library}",
-            name=library,
-        ) from error
+        message = f"{caller}() needs {library}, which cannot be imported ({error}): pip install {library}"
+        raise ImportError(message, name=library) from error

@@ -12,6 +12,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 _LARGEST = int(np.iinfo(np.int64).max)
+_MOST = 1 << 26  # ranks of a layout that is given as a shape: a few bytes do not make a process run out of memory
 _NOT_INTEGERS = "Layout must contain only integer rank IDs"
 
 
@@ -42,6 +43,8 @@ def counting(shape: tuple[int, ...], start: int) -> IntArray:
     last = start + math.prod(shape) - 1
     if last > _LARGEST:
         raise ValueError(_beyond(last))
+    if (ranks := math.prod(shape)) > _MOST:
+        raise ValueError(f"A sharding has at most {_MOST} ranks, but shape {shape} has {ranks}.")
     return np.arange(start, last + 1, dtype=np.int64).reshape(shape)
 
 

@@ -18,13 +18,11 @@ Named = tuple[IntArray, tuple[str, ...]]
 def flatten(layout: IntArray, names: Sequence[str], into: str, axes: Sequence[str]) -> Named:
     """Merge ``axes``, row-major in the order given, into one axis where the outermost of them stood."""
     merged = find_all(names, axes)
-    kept = [dim for dim in range(layout.ndim) if dim not in merged]
-    place = sum(dim < min(merged) for dim in kept)
-    new_names = [names[dim] for dim in kept]
-    new_names.insert(place, into)
-    shape = [layout.shape[dim] for dim in kept]
-    shape.insert(place, -1)
-    return layout.transpose(*kept[:place], *merged, *kept[place:]).reshape(shape), as_names(new_names)
+    before = range(min(merged))
+    after = [dim for dim in range(min(merged), layout.ndim) if dim not in merged]
+    new_names = as_names([*(names[dim] for dim in before), into, *(names[dim] for dim in after)])
+    shape = [*(layout.shape[dim] for dim in before), -1, *(layout.shape[dim] for dim in after)]
+    return layout.transpose(*before, *merged, *after).reshape(shape), new_names
 
 
 def split(layout: IntArray, names: Sequence[str], axis: str, sizes: Mapping[str, int]) -> Named:

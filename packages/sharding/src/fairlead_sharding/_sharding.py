@@ -222,6 +222,8 @@ class NamedSharding(Grid):
         """
         try:
             shape = tuple(as_int(size, "A size in the shape", 1) for size in data["shape"])
+            if "start" in data and "ranks" in data:
+                raise ValueError("The dict of a sharding has start and ranks: give one of them.")
             if "start" in data:
                 return cls(counting(shape, as_int(data["start"], "The first rank", 0)), data["names"])
             return cls(as_layout(data["ranks"]).reshape(shape), data["names"])
