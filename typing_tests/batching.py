@@ -58,6 +58,8 @@ def take(batch: Batch) -> None:
     assert_type(batch.select_indices([3, 1]), Part)
     assert_type(batch.get_batch(0, 4), Part)
     assert_type(batch.repeat_interleave(2), Batch)
+    assert_type(batch.repeat_interleave(num_repeats=2), Batch)
+    assert_type(batch.repeat_interleave(repeats=2), Batch)
     assert_type(batch.reorder_data(np.array([1, 0]).tolist()), Batch)
     assert_type(batch.truncate_tensors(dim=1, truncated_len=4), None)
     assert_type(batch.get_dict(), dict[str, Any])
@@ -87,8 +89,10 @@ def planned(part: Part) -> None:
     assert_type(part.micro_batch_lengths, list[list[int]] | None)
     assert_type(part.elem_counts_per_gb, list[int] | None)
     assert_type(part.shard_sizes, list[int] | None)
+    assert_type(part.input_key, str | None)
     assert_type(part.make_microbatch_iterator(4), Iterator[Part])
     assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=1), Iterator[Part])
+    assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=["tokens"]), Iterator[Part])
     assert_type(part.get_microbatch_iterator_dynamic_shapes_len(), int)
     assert_type(part.make_microbatch_iterator_for_packable_sequences(), Iterator[Part])
     assert_type(part.get_microbatch_iterator_for_packable_sequences_len(), tuple[int, int])
@@ -141,7 +145,7 @@ def wrong(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingAr
     batch[0]  # type: ignore[index]
     batch.slice(0)  # type: ignore[call-arg]
     batch.select_indices(["a"])  # type: ignore[list-item]
-    batch.repeat_interleave(num_repeats=2)  # type: ignore[call-arg]
+    batch.repeat_interleave(2, repeats=2)  # type: ignore[call-overload]
     batch.drop_padding(batch)  # type: ignore[call-arg]
     batch.shard_by_batch_size("2")  # type: ignore[call-overload]
     batch.shard_by_batch_size(2, dynamic_batching_args=packing)  # type: ignore[call-overload]

@@ -162,6 +162,125 @@ def test_repeat_interleave():
     assert repeated["log"] == [["hi", "!"], ["hi"], ["ho"], ["ho"]]
 
 
+def test_names_of_the_count():
+    """The number of repeats goes by two names, of which exactly one is given."""
+    batch = BatchedDataDict(x=[1, 2])
+    for repeated in (batch.repeat_interleave(repeats=2), batch.repeat_interleave(num_repeats=2)):
+        assert repeated["x"] == [1, 1, 2, 2]
+    for wrong in ({}, {"num_repeats": 2, "repeats": 2}):
+        with pytest.raises(TypeError, match="needs one number: num_repeats or repeats"):
+            batch.repeat_interleave(**wrong)
+
+
+def test_empty_batches_may_lack_keys():
+    """A key that only batches without samples lack is kept; one that a batch with samples lacks is an error."""
+    full = {"x": np.array([[1, 2]]), "y": ["a"]}
+    for empty in ({}, {"x": np.zeros((0, 3), np.int64)}, {"y": []}):
+        for batches in ([full, empty], [empty, full], [empty, full, empty, full]):
+            joined = BatchedDataDict.from_batches(batches)
+            assert joined["y"] == ["a"] * joined.size
+            assert joined["x"][:, :2].tolist() == [[1, 2]] * joined.size
+    assert set(BatchedDataDict.from_batches([{"x": []}, {"y": []}])) == {"x", "y"}
+    for batches in ([{"x": [1]}, {"x": [], "y": []}], [{"x": [], "y": []}, {"x": [1]}]):
+        with pytest.raises(ValueError, match=r"Batches 0 and 1 differ in keys: only one of them has \['y'\]"):
+            BatchedDataDict.from_batches(batches)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        (np.ones((1, 2), np.int64), None),
+        (np.ones((1, 2), np.int64), "1"),
+        (np.ones((1, 2), np.int64), 1j),
+        (np.ones((1, 2)), None),
+        (np.ones((1, 2)), "1"),
+        (np.ones((1, 2)), 1j),
+        (np.ones((1, 2)), 10**400),
+        (np.ones((1, 2), np.float16), 1e6),
+        (np.ones((1, 2), np.complex64), 1e300j),
+        (np.array([["a", "b"]]), 0),
+        (np.array([["a", "b"]]), "long"),
+        (np.array([[b"a", b"b"]]), "a"),
+        (np.array([["2026-01-01", "2026-01-02"]], "M8[D]"), 0),
+        (np.array([["2026-01-01", "2026-01-02"]], "M8[D]"), np.datetime64("2026-01-01T01", "h")),
+        (np.array([[1, 2]], "m8[s]"), 0),
+    ],
+)
+def test_pad_values_of_another_kind(leaf, value):
+    """A pad value that the dtype does not hold is refused by name, whatever it is, and also if it is the default."""
+    with pytest.raises(ValueError, match=r"Leaf 'x' cannot be padded with .*: its dtype is .*pad_value_dict\['x'\]"):
+        BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value} if value != 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        (np.ones((1, 2), np.int64), 2**63 - 1),
+        (np.ones((1, 2), np.bool_), True),
+        (np.ones((1, 2), np.float16), -np.inf),
+        (np.ones((1, 2), np.complex64), 1 + 2j),
+        (np.array([["aa", "b"]]), ""),
+        (np.array([["2026-01-01", "2026-01-02"]], "M8[D]"), np.datetime64("NaT")),
+        (np.array([["2026-01-01", "2026-01-02"]], "M8[s]"), np.datetime64("2026-01-03")),
+        (np.array([["a", 1]], object), None),
+    ],
+)
+def test_pad_values_that_fit(leaf, value):
+    """A pad value of the dtype's own kind stands where a leaf is shorter."""
+    joined = BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value})["x"]
+    assert joined.dtype == leaf.dtype
+    assert np.array_equal(joined[1, 1:], np.array([value], leaf.dtype), equal_nan=leaf.dtype.kind in "fcmM")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "number"),
+    [
+        (np.array([2**53 + 1]), np.array([0.5]), 2**53 + 1),
+        (np.array([2**63 - 1]), np.array([0.5]), 2**63 - 1),
+        (np.array([2**63 + 1], np.uint64), np.array([-1]), 2**63 + 1),
+        (np.array([5, -(2**53) - 1]), np.array([0.5j]), -(2**53) - 1),
+    ],
+)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_integers_keep_their_bits(one, other, number, dims):
+    """Whole numbers that the common dtype does not hold are refused, by value; padded or not."""
+    one = one.reshape(one.shape + (1,) * (dims - 1))
+    other = other if dims == 1 else np.stack([other, other], axis=1)
+    for batches in ([{"x": one}, {"x": other}], [{"x": other}, {"x": one}]):
+        with pytest.raises(ValueError, match=rf"Leaf 'x' cannot be joined: .* does not hold {number} of a leaf of"):
+            BatchedDataDict.from_batches(batches)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), st.sampled_from(["f4", "f8", "c8", "f2"]))
+def test_integers_are_kept_or_refused(numbers, dtype):
+    """Joined with floats, whole numbers come back as they were, or not at all."""
+    batches = [{"x": np.array(numbers, np.int64)}, {"x": np.ones(1, dtype)}]
+    common = np.result_type(np.int64, dtype)
+    exact = all(int(np.float64(number)) == number for number in numbers)
+    assert common.itemsize // (2 if common.kind == "c" else 1) == 8, "numpy joins int64 with floats as 64 bits"
+    if exact:
+        assert [int(value.real) for value in BatchedDataDict.from_batches(batches)["x"][:-1]] == numbers
+    else:
+        with pytest.raises(ValueError, match="cannot be joined"):
+            BatchedDataDict.from_batches(batches)
+
+
+def test_kinds_do_not_mix():
+    """Numbers do not become strings, nor times, without a word."""
+    for other in (np.array(["a"]), np.array([b"a"]), np.array(["2026-01-01"], "M8[D]"), np.array([1], "m8[s]")):
+        with pytest.raises(ValueError, match="Leaf 'x' cannot be joined: found dtypes"):
+            BatchedDataDict.from_batches([{"x": np.array([1])}, {"x": other}])
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_masks_are_kept(width):
+    """A masked array keeps its mask, also beside one without and where it is padded."""
+    masked = np.ma.array([[1, 2]], mask=[[False, True]])
+    joined = BatchedDataDict.from_batches([{"x": masked}, {"x": np.ones((1, width), int)}])["x"]
+    assert np.ma.getmaskarray(joined).tolist() == [[False, True] + [False] * (width - 2), [False] * width]
+    assert joined.compressed().tolist() == [1] + [0] * (width - 2) + [1] * width
+
+
 @given(st.permutations(range(6)))
 def test_reorder_undoes_a_selection(order):
     """reorder_data puts sample i at position indices[i], in place."""

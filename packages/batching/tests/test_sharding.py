@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """shard_by_batch_size: who gets which sample, in which microbatch, and the way back."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -117,6 +119,44 @@ def test_dynamic_batching(make_batch):
         assert shard.get_microbatch_iterator_dynamic_shapes_len() == 3
         parts = shard.make_microbatch_iterator_with_dynamic_shapes()
         assert [part["tokens"].shape for part in parts] == [(2, 4), (1, 6), (1, 8)]
+
+
+def test_only_sequences_are_truncated(make_batch):
+    """A leaf whose second dim is not the sequence keeps it: by width, or as named."""
+    batch = make_batch(LENGTHS)
+    batch.update(
+        image=np.ones((8, 768)),
+        short=np.ones((8, 3)),
+        heads=np.ones((8, 5, 8)),
+        mask=np.ones((8, 8, 2)),
+        wide=np.ones((8, 8)),
+    )
+    (shard,), _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(8, 2))
+    for part in (shard, shard.get_batch(0), pickle.loads(pickle.dumps(shard))):
+        first = next(part.make_microbatch_iterator_with_dynamic_shapes())
+        shapes = [first[key].shape[1:] for key in ("tokens", "image", "short", "heads", "mask", "wide")]
+        assert shapes == [(2,), (768,), (3,), (5, 8), (2, 2), (2,)]
+    first = next(shard.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=["tokens", "short"]))
+    assert [first[key].shape[1:] for key in ("tokens", "short", "wide")] == [(2,), (2,), (8,)]
+    first = next(shard.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=2))
+    assert [first[key].shape[1:] for key in ("tokens", "heads", "mask")] == [(8,), (5, 2), (8, 2)]
+    assert shard["tokens"].shape == (8, 8)
+
+
+def test_sequences_that_are_unknown(make_batch):
+    """Leaves to truncate are named where the plan's own leaf is gone; names without a sequence are refused."""
+    (shard,), _ = make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args=dynamic(8))
+    for wrong, message in (
+        (["x", "tokens"], r"Unknown sequence_keys \['x'\]; the batch has \['length', 'name', 'tokens'\]"),
+        (["tokens", "name", "length"], r"Leaves \['name', 'length'\] in sequence_keys have no dim 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shard.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=wrong)
+    shard["ids"] = shard.pop("tokens")
+    with pytest.raises(ValueError, match=r"at the plan's input_key, 'tokens'\. Name the leaves .*sequence_keys"):
+        shard.make_microbatch_iterator_with_dynamic_shapes()
+    parts = shard.make_microbatch_iterator_with_dynamic_shapes(sequence_keys="ids")
+    assert [part["ids"].shape[1] for part in parts] == shard.micro_batch_lengths[0]
 
 
 def test_dynamic_batching_by_groups(make_batch):

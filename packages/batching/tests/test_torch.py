@@ -2,6 +2,7 @@
 """torch tensors as leaves. Skipped where torch is not installed."""
 
 import copy
+import datetime
 import pickle
 import warnings
 
@@ -40,6 +41,10 @@ OTHERS = {
     "zero_dims_bfloat16": torch.tensor(2.5).bfloat16(),
     "zero_rows": torch.zeros(0, 3),
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
+    "nested_strided": torch.nested.nested_tensor([torch.ones(8)[::2], torch.zeros(3)], layout=torch.strided),
+    "nested_transposed": torch.nested.nested_tensor_from_jagged(torch.ones(8, 6), torch.tensor([0, 4, 8])).transpose(
+        1, 2
+    ),
     "sparse": torch.eye(3).to_sparse(),
 }
 KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
@@ -70,6 +75,17 @@ def test_pickled_by_value(key, view, protocol):
         received = pickle.loads(pickle.dumps(batch, protocol))
     assert same(batch[key], received[key])
     assert not received[key].requires_grad
+
+
+def test_nested_tensors():
+    """Nested tensors of both layouts have samples and a description, and keep which dim is ragged."""
+    batch = BatchedDataDict({key: OTHERS[key] for key in OTHERS if key.startswith("nested")})
+    assert batch.size == 2
+    assert repr(batch).startswith(
+        "BatchedDataDict(size=2, nested: torch float32[2, None], nested_strided: torch float32[2"
+    )
+    shape = pickle.loads(pickle.dumps(batch))["nested_transposed"].shape
+    assert [isinstance(size, int) for size in shape] == [True, True, False]
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -106,6 +122,27 @@ def test_views_keep_the_memory_alive():
     filler = [bytes(96) for _ in range(1000)]
     assert same(BASE, received)
     assert len(filler) == 1000
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("key", [key for key in TENSORS if key != "zero_width"])
+def test_memory_is_aligned(key, view):
+    """Wherever buffers lie, a reader's tensor is aligned as torch's own are, and has the values that were sent."""
+    batch = BatchedDataDict({key: TENSORS[key]})
+    if view:
+        batch.read_only()
+    buffers = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    for offset in (0, 8, 1):
+        memory = np.zeros(buffers[0].raw().nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 32 + offset
+        placed = memory[start : start + buffers[0].raw().nbytes]
+        placed[:] = np.frombuffer(buffers[0].raw(), np.uint8)
+        placed.flags.writeable = False
+        received = pickle.loads(data, buffers=[placed])[key]
+        assert received.data_ptr() % 16 == 0
+        assert (received.data_ptr() == placed.ctypes.data) is (view and offset == 0)
+        assert same(batch[key], received)
 
 
 def test_the_promise_is_not_inherited():
@@ -255,6 +292,69 @@ def test_pad_values_that_are_none():
     assert BatchedDataDict.from_batches(batches, {"x": 255})["x"].tolist() == [[1, 1], [1, 255]]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float8_e4m3fn", 449),
+        ("float8_e4m3fn", float("inf")),
+        ("float8_e8m0fnu", 0),
+        ("float16", 1e6),
+        ("bfloat16", torch.finfo(torch.float32).min),
+        ("float32", 1e300),
+        ("float32", None),
+        ("float32", 1j),
+        ("complex64", 1e300j),
+        ("int64", None),
+        ("int64", 2**63),
+        ("bool", 2),
+    ],
+)
+def test_pad_values_that_no_tensor_holds(dtype, value):
+    """A value out of range is refused by us, with the leaf's name, and does not become another one."""
+    batches = [{"x": torch.ones(1, width).to(getattr(torch, dtype))} for width in (2, 1)]
+    with pytest.raises(ValueError, match=rf"Leaf 'x' cannot be padded with .*: its dtype is torch.{dtype}"):
+        BatchedDataDict.from_batches(batches, {"x": value})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float8_e4m3fn", 448),
+        ("float8_e5m2", float("-inf")),
+        ("float16", float("nan")),
+        ("complex64", 1j),
+        ("int64", 2**63 - 1),
+        ("bool", True),
+    ],
+)
+def test_pad_values_that_tensors_hold(dtype, value):
+    """A value within range arrives as it is, the limits and infinity included."""
+    batches = [{"x": torch.ones(1, width).to(getattr(torch, dtype))} for width in (2, 1)]
+    padded = BatchedDataDict.from_batches(batches, {"x": value})["x"]
+    assert same(padded[1, 1:], torch.tensor([value]).to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_dtypes_that_do_not_join(width):
+    """Whole numbers that the common dtype does not hold, and dtypes without a common one, are refused by name."""
+    for number, dtype in (
+        (2**24 + 1, torch.float32),
+        (257, torch.bfloat16),
+        (2**63 - 1, torch.float64),
+        (3**39, torch.complex128),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"Leaf 'x' cannot be joined: {dtype}.* does not hold {number} of a leaf of"
+        ):
+            BatchedDataDict.from_batches([{"x": torch.tensor([[number]])}, {"x": torch.ones((1, width), dtype=dtype)}])
+        kept = BatchedDataDict.from_batches(
+            [{"x": torch.tensor([[-(2**63)]])}, {"x": torch.ones((1, width), dtype=dtype)}]
+        )
+        assert kept["x"][0, 0] == -(2.0**63)
+    with pytest.raises(ValueError, match="Leaf 'x' cannot be joined: Promotion for Float8"):
+        BatchedDataDict.from_batches([{"x": BASE.to(torch.float8_e4m3fn)}, {"x": BASE[:, :width]}])
+
+
 def test_devices():
     """to moves tensors in place, to_device into another batch."""
     batch = BatchedDataDict(x=BASE, y=np.ones(4))
@@ -265,13 +365,32 @@ def test_devices():
     assert isinstance(batch["y"], np.ndarray)
 
 
+class FailsAtTheReader:
+    """Cannot be read on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __setstate__(self, state):
+        if torch.distributed.get_rank() == state["rank"]:
+            raise OSError("only one rank fails")
+
+
 def gather(rank, path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    # A rank that waits for another that has failed ends here, instead of with the test's own limit.
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/store",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
     batch = BatchedDataDict(
         ids=torch.full((rank + 1, rank + 2), rank, dtype=torch.bfloat16),
         flag=torch.tensor([True] * (rank + 1)),
         array=np.full(rank + 1, rank),
         name=[f"rank {rank}"] * (rank + 1),
+        column=torch.full((rank + 1, 8), rank + 0.5)[:, 0],
         conjugate=torch.full((rank + 1,), 1 + 2j).conj(),
         negative=torch._neg_view(torch.ones(rank + 1)),
     )
@@ -279,6 +398,7 @@ def gather(rank, path):
     assert everything["ids"].dtype == torch.bfloat16
     assert everything["ids"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
     assert everything["flag"].tolist() == [True] * 3
+    assert everything["column"].tolist() == [0.5, 1.5, 1.5]
     assert everything["array"].tolist() == [0, 1, 1]
     assert everything["name"] == ["rank 0", "rank 1", "rank 1"]
     assert everything["conjugate"].tolist() == [1 - 2j] * 3
@@ -290,6 +410,19 @@ def gather(rank, path):
         BatchedDataDict({f"r{rank}": [1]}).all_gather(torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match=r"Ranks have different leaves 'x': .*\(1, 1\)"):
         BatchedDataDict(x=torch.ones((1,) * (rank + 1))).all_gather()
+    assert BatchedDataDict(x=torch.ones(rank, 3), y=["a"] * rank).all_gather()["x"].tolist() == [[1, 1, 1]]
+    one_sided = {
+        r"rank 1 \(.*pickle.*\)": lambda: [lambda: None] if rank else ["a"],
+        r"rank 1 \(ValueError: .*no dims": lambda: torch.tensor(1.0) if rank else torch.ones(1),
+        r"rank 0 \(TypeError: Leaf 'x' must be a list": lambda: torch.ones(1) if rank else "abc",
+        r"on rank 1 \(RuntimeError: ": lambda: torch.eye(2).to_sparse() if rank else torch.eye(2),
+        r"rank 1 \(OSError: only one rank fails": lambda: [FailsAtTheReader(1)],
+        r"different leaves 'x': .*'cpu'.*'meta'": lambda: torch.ones(2, device="meta" if rank else "cpu"),
+    }
+    for message, leaf in one_sided.items():
+        with pytest.raises(ValueError, match=message):
+            BatchedDataDict(x=leaf()).all_gather()
+    assert BatchedDataDict(x=torch.full((1,), rank)).all_gather()["x"].tolist() == [0, 1]
     torch.distributed.destroy_process_group()
     (path / f"done {rank}").touch()
 

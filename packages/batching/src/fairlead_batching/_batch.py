@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
 from . import _leaf, _microbatches, _padding, _sharding
@@ -30,7 +30,8 @@ class BatchedDataDict(Samples[Content]):
     - micro_batch_indices: per group, the microbatches as ``[start, end]`` within that group's piece;
     - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
     - elem_counts_per_gb: per group, its samples; after packing only;
-    - shard_sizes: the samples of all shards, if these differ.
+    - shard_sizes: the samples of all shards, if these differ;
+    - input_key: the leaf with the sequences; after dynamic batching only.
 
     ``data`` is the plain dictionary of the leaves. ``padding`` tells for each sample whether it is a dummy row (None:
     never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
@@ -126,7 +127,11 @@ class BatchedDataDict(Samples[Content]):
             plan = _sharding.packed(lengths, group, shards, packing)
         else:
             return self._dealt(_sharding.plain(self.size, group, shards))
-        return self._dealt(plan), Order(plan.order.tolist())
+        dealt = self._dealt(plan)
+        if dynamic_batching_args is not None:
+            for shard in dealt:
+                shard.input_key = dynamic.input_key
+        return dealt, Order(plan.order.tolist())
 
     def _dealt(self, plan: _sharding.ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._made(lambda leaf: _leaf.take(leaf, plan.order))
@@ -159,19 +164,35 @@ class BatchedDataDict(Samples[Content]):
         starts = _microbatches.equal(self, microbatch_size)
         return (self.slice(start, min(start + starts.step, self.size)) for start in starts)
 
-    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[Content]]:
-        """The microbatches of dynamic batching, as views: arrays and tensors truncated to the padded length.
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1, *, sequence_keys: Iterable[str] | None = None
+    ) -> Iterator[SlicedDataDict[Content]]:
+        """Return the microbatches of dynamic batching, as views, with sequences truncated to the padded length.
 
-        Of a shard those of all groups, one group after the other; of a `get_batch` of it those of that group.
+        A shard gives those of all groups, one group after the other; a `get_batch` of it those of that group.
 
         Args:
-            sequence_dim: the dim that is truncated, of all leaves that have it.
+            sequence_dim: the dim of the leaves that is the sequence, and is truncated.
+            sequence_keys: the leaves that are truncated. By default these are the arrays and tensors whose
+                ``sequence_dim`` is as wide as dim 1 of the leaf ``input_key`` of the plan. Name them if another leaf,
+                such as an embedding, happens to be as wide, or if sequences have different widths.
 
         Raises:
-            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since.
+            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since; a leaf in
+                ``sequence_keys`` does not exist or has no such dim; or the leaf ``input_key`` is missing and
+                ``sequence_keys`` is too.
+
+        >>> batch = BatchedDataDict(tokens=np.ones((2, 6)), image=np.ones((2, 768)), length=np.array([3, 2]))
+        >>> args = {"max_tokens_per_microbatch": 8, "sequence_length_round": 1}
+        >>> (shard,), _ = batch.shard_by_batch_size(
+        ...     1, dynamic_batching_args={**args, "input_key": "tokens", "input_lengths_key": "length"}
+        ... )
+        >>> next(shard.make_microbatch_iterator_with_dynamic_shapes())
+        SlicedDataDict(size=2, tokens: numpy float64[2, 3], image: numpy float64[2, 768], length: numpy int64[2])
         """
         whole("sequence_dim", sequence_dim, at_least=1)
-        return _microbatches.cut(self, _microbatches.spans(self, _microbatches.DYNAMIC), sequence_dim)
+        spans = _microbatches.spans(self, _microbatches.DYNAMIC)
+        return _microbatches.cut(self, spans, sequence_dim, _microbatches.sequences(self, sequence_dim, sequence_keys))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` gives: the same on all shards.
@@ -205,7 +226,7 @@ class BatchedDataDict(Samples[Content]):
         >>> shard.get_microbatch_iterator_for_packable_sequences_len(), order
         ((2, 8), [0, 1, 3, 2])
         """
-        return _microbatches.cut(self, _microbatches.spans(self, _microbatches.PACKED), None)
+        return _microbatches.cut(self, _microbatches.spans(self, _microbatches.PACKED))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """How many microbatches there are, the same on all shards, and the tokens of this shard's fullest bin.

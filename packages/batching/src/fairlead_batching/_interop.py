@@ -42,6 +42,11 @@ def to_numpy(tensor: Any) -> Array:
     return array
 
 
+def rows(tensor: Any) -> int:
+    """Return the size of dim 0; a nested tensor may have no other."""
+    return int(tensor.size(0))
+
+
 def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -81,18 +86,41 @@ def concatenate(tensors: Sequence[Any]) -> Any:
     return require_torch().cat(list(tensors))
 
 
-def common_dtype(tensors: Sequence[Any]) -> Any:
-    """The dtype that concatenating the tensors would give."""
-    return functools.reduce(require_torch().promote_types, (tensor.dtype for tensor in tensors))
+def common_dtype(dtypes: Sequence[Any]) -> Any:
+    """Return the dtype that concatenating tensors of these dtypes would give; RuntimeError if there is none."""
+    return functools.reduce(require_torch().promote_types, dtypes)
 
 
-def bounds(dtype: Any) -> tuple[int, int] | None:
+def limits(dtype: Any) -> tuple[str, float, float] | None:
+    """Return the kind of numbers, as `numpy.dtype.kind` has it, and their limits; None if torch cannot tell."""
     torch = require_torch()
     if dtype == torch.bool:
-        return 0, 1
-    if dtype.is_floating_point or dtype.is_complex:
+        return "b", 0, 1
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            info = torch.finfo(dtype)
+            return "c" if dtype.is_complex else "f", info.min, info.max
+        return "i", torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    except TypeError:
         return None
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def keeps(number: float, dtype: Any) -> bool:
+    """Return whether a dtype of floats has this infinity or NaN; several of 8 bits have not."""
+    torch = require_torch()
+    kept = torch.tensor(number, dtype=torch.float64).to(dtype).to(torch.float64).item()
+    return bool(kept == number or (kept != kept and number != number))
+
+
+def integers(tensor: Any, dtype: Any) -> tuple[Array, Array] | None:
+    """Return the whole numbers of a tensor, and what they become in another dtype; None if either has no such."""
+    torch = require_torch()
+    floats = dtype.is_floating_point or dtype.is_complex
+    if not floats or tensor.dtype == torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return None
+    # Through the dtype, and then to one that numpy has and that holds every value of it.
+    held = tensor.detach().to(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
+    return to_numpy(tensor), to_numpy(held).real
 
 
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
@@ -105,19 +133,30 @@ def ones(size: int, like: Any) -> Any:
     return torch.ones(size, dtype=torch.float32, device=like.device)
 
 
-def all_gather(tensor: Any, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Any]:
-    """The tensors of all ranks of a process group, given their shapes."""
-    torch = require_torch()
-    # Bytes, since no backend knows every dtype; padded to the largest, since not every one takes different sizes.
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    sent = flat.new_zeros(max(sizes))
-    sent[: flat.numel()] = flat
-    received = [torch.empty_like(sent) for _ in sizes]
-    torch.distributed.all_gather(received, sent, group=group)
-    return [
-        data[:size].view(tensor.dtype).reshape(shape) for data, size, shape in zip(received, sizes, shapes, strict=True)
-    ]
+def flat_bytes(tensor: Any) -> Any:
+    """Return the bytes of a tensor in one dim, without a copy where they are dense: no backend knows every dtype."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Neither contiguous() nor reshape() changes the stride of a dim of size 1, and view() refuses one that is not 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(require_torch().uint8)
+
+
+def gathering_memory(flat: Any, itemsize: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, list[Any]]:
+    """Return what a rank sends and where it receives, all of one size: not every backend takes different ones."""
+    most = itemsize * max(map(math.prod, shapes))
+    sent = flat
+    if flat.numel() < most:
+        sent = flat.new_zeros(most)
+        sent[: flat.numel()] = flat
+    return sent, [flat.new_empty(most) for _ in shapes]
+
+
+def all_gather(sent: Any, received: list[Any], group: Any) -> None:
+    require_torch().distributed.all_gather(received, sent, group=group)
+
+
+def from_bytes(data: Any, like: Any, shape: tuple[int, ...]) -> Any:
+    """Return the tensor of a shape, and of the dtype of ``like``, whose bytes ``data`` begins with."""
+    return data[: math.prod(shape) * like.element_size()].view(like.dtype).reshape(shape)
 
 
 def all_gather_objects(value: Any, group: Any) -> list[Any]:
@@ -127,13 +166,33 @@ def all_gather_objects(value: Any, group: Any) -> list[Any]:
     return values
 
 
+def known_shape(tensor: Any) -> list[Any]:
+    """Return the shape; of a nested tensor, whose parts differ, the number of parts and None."""
+    return [rows(tensor), *[None] * (tensor.ndim - 1)] if is_nested(tensor) else list(tensor.shape)
+
+
 def is_nested(tensor: Any) -> bool:
     return bool(tensor.is_nested)
 
 
-def nest(parts: list[Any], layout: str) -> Any:
+def ragged_dim(tensor: Any) -> int:
+    """Return which dim of a nested tensor has a size of its own in each part; 1 for the strided layout."""
+    if tensor.layout == require_torch().strided:
+        return 1
+    return next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
+
+
+def parts(tensor: Any, ragged: int) -> Sequence[Any]:
+    """Return the parts of a nested tensor, the ragged dim first."""
+    parts: Sequence[Any] = (tensor if ragged == 1 else tensor.transpose(1, ragged)).unbind()
+    return parts
+
+
+def nest(parts: list[Any], layout: str, ragged: int) -> Any:
+    """Return the nested tensor whose parts, ``ragged`` being the first of their dims, are given."""
     torch = require_torch()
-    return torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    return nested if ragged == 1 else nested.transpose(1, ragged)
 
 
 def is_plain(tensor: Any) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def rows(key: str, leaf: Any) -> int:
         return len(leaf)
     if not leaf.ndim:
         raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
-    return int(leaf.shape[0])
+    return len(leaf) if isinstance(leaf, np.ndarray) else _interop.rows(leaf)
 
 
 def take(leaf: Any, indices: IntArray) -> Any:
@@ -60,60 +59,21 @@ def truncate(leaf: Any, dim: int, length: int) -> Any:
     return leaf[(slice(None),) * dim + (slice(length),)]
 
 
-def concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
-    """All samples of all leaves; what is shorter along dim 1 is padded on the right.
-
-    Raises:
-        TypeError: they are not all lists, all arrays, or all tensors.
-        ValueError: they have different numbers of dims, or differ in another dim than the first two.
-    """
-    kinds = {kind(key, leaf) for leaf in leaves}
-    if len(kinds) > 1:
-        raise TypeError(f"Leaf {key!r} is of several kinds in the batches to join: {sorted(kinds)}.")
-    if kinds == {"list"}:
-        return [value for leaf in leaves for value in leaf]
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if not all(shapes):
-        raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
-    if len({(len(shape), shape[2:]) for shape in shapes}) > 1:
-        raise ValueError(f"Leaf {key!r} cannot be joined: only dims 0 and 1 may differ, found shapes {shapes}.")
-    arrays = kinds == {"numpy"}
-    if len({shape[1:] for shape in shapes}) == 1:
-        return np.concatenate(leaves) if arrays else _interop.concatenate(leaves)
-    total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    dtype = np.result_type(*leaves) if arrays else _interop.common_dtype(leaves)
-    bounds = _bounds(dtype)
-    if bounds is not None and not (bounds[0] <= pad_value <= bounds[1] and pad_value == int(pad_value)):
-        raise ValueError(f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}.")
-    joined: Any = np.full(total, pad_value, dtype) if arrays else _interop.full(total, pad_value, dtype, leaves[0])
-    start = 0
-    for leaf, shape in zip(leaves, shapes, strict=True):
-        joined[start : start + shape[0], : shape[1]] = leaf
-        start += shape[0]
-    return joined
-
-
-def _bounds(dtype: Any) -> tuple[int, int] | None:
-    """The least and the largest of an integer dtype, of which bool counts as one; None of others."""
-    if not isinstance(dtype, np.dtype):
-        return _interop.bounds(dtype)
-    if dtype.kind == "b":
-        return 0, 1
-    return (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) if dtype.kind in "iu" else None
-
-
 def describe(leaf: Any) -> str:
     """In a few characters, whatever it is."""
     if isinstance(leaf, list):
         return f"list[{len(leaf)}]"
     if isinstance(leaf, np.ndarray) or _interop.is_tensor(leaf):
         module = "numpy" if isinstance(leaf, np.ndarray) else "torch"
-        return f"{module} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        shape = list(leaf.shape) if module == "numpy" else _interop.known_shape(leaf)
+        return f"{module} {str(leaf.dtype).removeprefix('torch.')}{shape}"
     return type(leaf).__name__
 
 
-def signature(leaf: Any) -> tuple[str, str, tuple[int, ...]]:
-    """What all ranks have to agree on, but for sizes: kind, dtype and shape."""
-    if isinstance(leaf, np.ndarray) or _interop.is_tensor(leaf):
-        return type(leaf).__name__, str(leaf.dtype), tuple(leaf.shape)
-    return type(leaf).__name__, "", ()
+def signature(leaf: Any) -> tuple[str, str, str, tuple[int, ...]]:
+    """Return what all ranks have to agree on, but for sizes: kind, dtype, device and shape."""
+    if isinstance(leaf, np.ndarray):
+        return type(leaf).__name__, str(leaf.dtype), "", tuple(leaf.shape)
+    if _interop.is_tensor(leaf):
+        return type(leaf).__name__, str(leaf.dtype), leaf.device.type, tuple(leaf.shape)
+    return type(leaf).__name__, "", "", ()

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _interop
+from . import _interop, _leaf
 from ._checks import IntArray, whole, whole_numbers
 
 if TYPE_CHECKING:
@@ -56,14 +56,34 @@ def spans(batch: BatchedDataDict[Any], planned_by: str) -> list[tuple[int, int, 
     return found
 
 
+def sequences(batch: BatchedDataDict[Any], dim: int, named: Iterable[str] | None) -> list[str]:
+    """Return the keys of the leaves whose ``dim`` is the sequence: those named, else those as wide as ``input_key``."""
+    dims = {key: getattr(leaf, "ndim", 0) for key, leaf in batch.data.items()}
+    if named is not None:
+        keys = [named] if isinstance(named, str) else list(named)
+        if unknown := [key for key in keys if key not in dims]:
+            raise ValueError(f"Unknown sequence_keys {unknown}; the batch has {sorted(dims)}.")
+        if flat := [key for key in keys if dims[key] <= dim]:
+            raise ValueError(f"Leaves {flat} in sequence_keys have no dim {dim}, so no sequences to truncate.")
+        return keys
+    key = batch.input_key
+    if key is None or dims.get(key, 0) < 2:
+        raise ValueError(
+            f"It is unknown how wide sequences are: the batch has no array or tensor of (samples, width, ...) at the "
+            f"plan's input_key, {key!r}. Name the leaves to truncate: sequence_keys=[...]."
+        )
+    width = batch.data[key].shape[1]
+    return [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]
+
+
 def cut(
-    batch: BatchedDataDict[Any], where: list[tuple[int, int, int]], sequence_dim: int | None
+    batch: BatchedDataDict[Any], where: list[tuple[int, int, int]], dim: int = 1, keys: Iterable[str] = ()
 ) -> Iterator[SlicedDataDict[Any]]:
-    """The samples of each span, truncated to its length unless there is no ``sequence_dim``."""
+    """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
     for start, end, length in where:
         microbatch = batch.slice(start, end)
-        if sequence_dim is not None:
-            microbatch.truncate_tensors(sequence_dim, length)
+        for key in keys:
+            microbatch.data[key] = _leaf.truncate(microbatch.data[key], dim, length)
         yield microbatch
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _interop, _leaf, _transport
+from . import _interop, _joining, _leaf, _transport
 from ._checks import whole, whole_numbers
 from ._sharding import Cuts, Lengths
 
@@ -36,6 +36,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
     micro_batch_lengths: Lengths | None
     elem_counts_per_gb: list[int] | None
     shard_sizes: list[int] | None
+    input_key: str | None
     padding: npt.NDArray[np.bool_] | None
 
     def __init__(self, data: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None, /, **kw: Any) -> None:
@@ -46,7 +47,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def _forget_plan(self) -> None:
         self.micro_batch_indices = self.micro_batch_lengths = None
-        self.elem_counts_per_gb = self.shard_sizes = None
+        self.elem_counts_per_gb = self.shard_sizes = self.input_key = None
 
     def __repr__(self) -> str:
         try:
@@ -87,16 +88,18 @@ class Samples(UserDict[str, Any], Generic[Content]):
     def from_batches(
         cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, Any] | None = None
     ) -> Self:
-        """All samples of all batches, one batch after the other.
+        """Return all samples of all batches, one batch after the other.
 
-        Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right.
+        Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right. A batch
+        without samples may lack keys that others have. A masked array keeps its mask.
 
         Args:
-            pad_value_dict: what to pad with, by key; 0 for others.
+            pad_value_dict: what to pad with, by key. The default is 0, which strings and times cannot hold.
 
         Raises:
-            ValueError: no batches, different keys, or other dims differ; in ``pad_value_dict`` keys that no batch has,
-                or a value that a leaf of whole numbers cannot hold.
+            ValueError: there are no batches, batches with samples have different keys, or other dims differ; the dtypes
+                of a key have no common one, or a whole number would become another one in it; ``pad_value_dict``
+                has keys that no batch has, or a value that the leaf's dtype cannot hold.
             TypeError: a key has a list in one batch and a tensor in another.
 
         >>> joined = BatchedDataDict.from_batches([{"x": np.array([[1, 2]])}, {"x": np.array([[3]])}], {"x": -1})
@@ -107,21 +110,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if not given:
             raise ValueError("There are no batches to join.")
         sizes = [batch.size for batch in given]
-        for number, batch in enumerate(given):
-            if different := set(batch) ^ set(given[0]):
-                raise ValueError(f"Batches 0 and {number} differ in keys: only one of them has {sorted(different)}.")
-        pad_values = pad_value_dict or {}
-        if unknown := set(pad_values) - set(given[0]):
-            raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; batches have {sorted(given[0])}.")
         new = cls()
-        for key in given[0]:
-            new.data[key] = _leaf.concatenate(key, [batch.data[key] for batch in given], pad_values.get(key, 0))
-        if any(batch.padding is not None for batch in given):
-            known = [
-                np.zeros(size, np.bool_) if batch.padding is None else batch.padding
-                for batch, size in zip(given, sizes, strict=True)
-            ]
-            new.padding = np.concatenate(known)
+        new.data = _joining.joined([batch.data for batch in given], sizes, pad_value_dict or {})
+        new.padding = _joining.joined_padding([batch.padding for batch in given], sizes)
         return new
 
     def _made(self, make: Callable[[Any], Any]) -> SlicedDataDict[Content]:
@@ -190,19 +181,30 @@ class Samples(UserDict[str, Any], Generic[Content]):
         group = self.slice(start, start + counts[batch_idx])
         group.micro_batch_indices = [cuts[batch_idx]]
         group.micro_batch_lengths = [lengths[batch_idx]]
+        group.input_key = self.input_key
         if len(cuts) == 1:
             group.shard_sizes = self.shard_sizes
         if self.elem_counts_per_gb is not None:
             group.elem_counts_per_gb = [counts[batch_idx]]
         return group
 
-    def repeat_interleave(self, num_repeats: int, /) -> Self:
-        """A new batch with each sample ``num_repeats`` (1 or more) times in a row; what lists hold is copied.
+    @overload
+    def repeat_interleave(self, num_repeats: int) -> Self: ...
+
+    @overload
+    def repeat_interleave(self, *, repeats: int) -> Self: ...
+
+    def repeat_interleave(self, num_repeats: int | None = None, *, repeats: int | None = None) -> Self:
+        """Return a new batch with each sample several times (1 or more) in a row; what lists hold is copied.
+
+        The number has two names; TypeError unless exactly one of them is given.
 
         >>> BatchedDataDict(x=np.array([1, 2])).repeat_interleave(2)["x"].tolist()
         [1, 1, 2, 2]
         """
-        times = whole("num_repeats", num_repeats, at_least=1)
+        if (num_repeats is None) == (repeats is None):
+            raise TypeError("repeat_interleave() needs one number: num_repeats or repeats, which mean the same.")
+        times = whole("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
         self.size  # noqa: B018
         return self._like(self._made(lambda leaf: _leaf.repeat(leaf, times)))
 
@@ -277,12 +279,14 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return self
 
     def all_gather(self, group: Any = None) -> Self:
-        """The samples of all ranks of a torch process group, in the order of ranks, on every rank.
+        """Return the samples of all ranks of a torch process group, in the order of ranks, on every rank.
 
         Ranks may have different numbers of samples; leaves that differ in dim 1 are padded as in `from_batches`.
 
         Raises:
-            ValueError: ranks have different keys, or a key with different kinds, dims or dtypes; on every rank alike.
+            ValueError: ranks have different keys, or a key with different kinds, dims, dtypes or devices; or a rank
+                cannot send its leaves, or cannot receive those of others. Every rank raises it, and it names the
+                ranks that failed.
         """
         from ._gathering import gathered
 

@@ -16,6 +16,8 @@ from . import _interop
 from ._interop import Array
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+# torch takes it for granted that memory is aligned to 16 bytes: reading a complex128 elsewhere ends the process.
+_ALIGNMENT = 16
 
 
 def packed(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
@@ -63,8 +65,9 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
     if _interop.is_nested(tensor):
-        parts = [_pack_tensor(key, part, views) for part in tensor.unbind()]
-        return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."))
+        ragged = _interop.ragged_dim(tensor)
+        parts = [_pack_tensor(key, part, views) for part in _interop.parts(tensor, ragged)]
+        return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."), ragged)
     if not _interop.is_plain(tensor):
         return tensor  # sparse, quantized, or of a class with a storage of its own, which knows how to pickle itself
     return _Sent(_read, _interop.memory(tensor), _interop.dtype_name(tensor), views)
@@ -81,9 +84,12 @@ class _Sent:
 
 
 def _read(array: Array, dtype: str, view: bool) -> Any:
-    """The tensor whose memory was sent as ``array``."""
+    """Return the tensor whose memory was sent as ``array``."""
     if array.size == 0:
         array, view = np.empty_like(array), True
+    elif array.__array_interface__["data"][0] % _ALIGNMENT:
+        # Ray aligns buffers below 2 KiB to 8 bytes only. numpy copies from any address, and its own memory is aligned.
+        array = array.copy(order="K")
     elif not array.flags.writeable:
         array = np.asarray(_Window(array))
     # An array that owns its memory was made for this reader by an older protocol.
