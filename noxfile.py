@@ -2,6 +2,7 @@
 """The one entry point: `nox` checks everything, `nox -s demo` shows the main job."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,15 +14,6 @@ nox.options.sessions = ["lint", "typecheck", "tests", "integration"]
 nox.options.default_venv_backend = "uv|venv"
 
 ROOT = Path(__file__).parent
-# Which siblings each package stands on. Its tests get these and nothing else, so an undeclared import fails.
-SIBLINGS = {
-    "sharding": [],
-    "batching": [],
-    "placement": [],
-    "venvs": [],
-    "workergroup": ["sharding", "placement", "venvs"],
-    "tpu-executor": ["placement"],
-}
 MULTIHOST = "integration-tests/multihost"
 SOAK = f"{MULTIHOST}/test_soak.py"
 # uv knows nothing of pip's settings. It is to trust what the machine trusts, as pip does, and to look where pip finds
@@ -34,6 +26,19 @@ if os.environ.get("PIP_FIND_LINKS"):
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     UV_ENV["UV_COMPILE_BYTECODE"] = "1"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def siblings(name: str) -> list[str]:
+    """Return the siblings that a package stands on by its pyproject, each after those that it stands on itself."""
+    found: dict[str, None] = {}
+    for requirement in nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]:
+        if sibling := re.match(r"fairlead-([a-z0-9-]+)", requirement):
+            found.update(dict.fromkeys([*siblings(sibling[1]), sibling[1]]))
+    return list(found)
+
+
+# The tests of a package get its siblings and nothing else, so an undeclared import fails.
+SIBLINGS = {path.parent.name: siblings(path.parent.name) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 
 
 def package(name: str, extra: str = "") -> str:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All benchmarks in one run: prints their tables and writes them to benchmarks/RESULTS.md."""
+"""Run the benchmarks, print their tables and write them to benchmarks/RESULTS.md; fail if a row misses its bound."""
 
 import argparse
 import datetime
 import os
 import platform
+import sys
 from pathlib import Path
 
 import bench_batching
@@ -52,12 +53,19 @@ def main() -> None:
     chosen = parser.parse_args().packages or list(MODULES)
     results = Path(__file__).with_name("RESULTS.md")
     known = sections(results.read_text()) if results.exists() else {}
+    missed = []
     for name in chosen:
-        shown = table(MODULES[name].rows())
+        rows = list(MODULES[name].rows())
+        missed += [
+            f"{name}: {row.what.strip()}: {row.measured}, must reach {row.must_reach}" for row in rows if not row.ok
+        ]
+        shown = table(rows)
         print(f"\n{name}\n{shown}", flush=True)
         known[name] = f"{machine()}\n\n{shown}"
         parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
         results.write_text("\n\n".join(parts) + "\n")
+    if missed:
+        sys.exit("\n".join(["Some rows missed their bounds:", *missed]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 """Six packages, versioned each for itself, agree with each other, with their changelogs and with the tools."""
 
 import ast
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,14 +45,6 @@ def closure(name: str) -> set[str]:
     return {part for one in siblings(name) for part in (one, *closure(one))}
 
 
-def of_noxfile(what: str) -> object:
-    """A constant of the noxfile, without an import."""
-    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == what:
-            return ast.literal_eval(node.value)
-    raise LookupError(what)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges(name):
     """Every range in which a package declares a sibling admits the sibling beside it, and has an upper end."""
@@ -79,9 +75,27 @@ def test_installed(name):
     assert installed == assigned(name)
 
 
-def test_siblings_of_nox():
-    """Tests of a package get the siblings that it stands on, and no others."""
-    assert {name: sorted(found) for name, found in of_noxfile("SIBLINGS").items()} == {
+def test_siblings_of_nox(tmp_path):
+    """Tests of a package get the siblings that its pyproject declares, theirs before them, and no others."""
+    pytest.importorskip("nox", reason="needs nox")
+    shutil.copy(ROOT / "noxfile.py", tmp_path)
+    declared = {
+        "base": ["numpy>=1.26"],
+        "on-base": ["fairlead-base>=0.1,<0.2", "ray"],
+        "on-both": ["fairlead-on-base[extra]>=0.1,<0.2"],
+    }
+    for name, dependencies in ({name: project(name)["dependencies"] for name in NAMES} | declared).items():
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(f"[project]\ndependencies = {json.dumps(dependencies)}\n")
+    printed = "import json, noxfile; print(json.dumps(noxfile.SIBLINGS))"
+    found = json.loads(subprocess.check_output([sys.executable, "-c", printed], cwd=tmp_path, text=True, timeout=60))
+    assert {name: found.pop(name) for name in declared} == {
+        "base": [],
+        "on-base": ["base"],
+        "on-both": ["base", "on-base"],
+    }
+    assert {name: sorted(siblings) for name, siblings in found.items()} == {
         name: sorted(closure(name)) for name in NAMES
     }
 
