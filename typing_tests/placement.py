@@ -91,13 +91,16 @@ def configure(config: ClusterConfig) -> None:
     assert_type(cluster.grid([], title="Mine"), RenderableType)
     assert_type(cluster.print_cluster_grid(), None)
     assert_type(cluster.print_all_worker_groups([]), None)
+    assert_type(cluster.groups(), tuple[Any, ...])
 
 
 def explain(cluster: RayVirtualCluster) -> None:
     report = cluster.explain(unified=True)
     assert_type(report, Report)
-    assert_type(report.verdict, Literal["fits", "taken", "impossible"])
+    assert_type(report.verdict, Literal["fits", "taken", "impossible", "reserved"])
     assert_type(report.plan, Mapping[int, tuple[str, ...]])
+    assert_type(report.reserved_at, float | None)
+    assert_type(report.lost, tuple[str, ...])
     assert_type(report.nodes, tuple[Node, ...])
     assert_type(report.holders, tuple[Holder, ...])
     for ask in report.asks:
@@ -155,6 +158,7 @@ def hold(slots: Sequence[Slot], groups: Sequence[PlacementGroup]) -> None:
     for (lease,) in lease_ports(slots):
         with lease as held:
             assert_type(held, PortLease)
+            assert_type(held.host_port, str)
             assert_type(held.address, str)
             assert_type(held.port, int)
             assert_type(held.node_id, str)

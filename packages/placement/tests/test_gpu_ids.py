@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reserving particular GPUs, on one node of 4 that are not real."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -223,10 +224,54 @@ def test_a_waiter_is_served(local):
 def test_wrong_ids_are_not_kept(local, monkeypatch):
     """What Ray placed on other GPUs is given back, and counts as taken (seam: the check says they are others)."""
     checked = []
-    monkeypatch.setattr("fairlead_placement._gpu_ids._as_wanted", lambda *placed: checked.append(placed))
+    monkeypatch.setattr("fairlead_placement._gpu_ids._as_wanted", lambda *placed, **options: checked.append(placed))
     with pytest.raises(PlacementTimeoutError, match="or take turns with it"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
     assert len(checked) == 1
+
+
+def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
+    """Slow nodes have all the time of the reservation to report their ids (seam: the time they are given)."""
+    given = []
+    get = ray.get
+
+    def timed_get(refs, *, timeout=None):
+        given.append(timeout)
+        return get(refs, timeout=timeout)
+
+    monkeypatch.setattr("fairlead_placement._accelerators.ray.get", timed_get)
+    for gpu_ids, times in ((None, 1), ([1], 3)):
+        given.clear()
+        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
+            assert len(cluster.slots()) == 1
+        asked = [timeout for timeout in given if timeout is not None]
+        assert len(asked) == times
+        assert all(100 < timeout <= 4000 for timeout in asked)
+
+
+def test_ids_are_found_without_time_to_wait(local):
+    """A reservation that takes only what is free now still learns its ids: the resources are held by then."""
+    with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
+        assert len(cluster.slots()[0].accelerator_ids) == 1
+
+
+def test_ids_that_do_not_come(local, monkeypatch):
+    """When the tasks do not finish, the error says so and what to do, and nothing stays reserved (seam: the task)."""
+    release = ray.remote(num_cpus=0)(Gate).remote()
+
+    def never():
+        ray.get(release.wait.remote())
+
+    monkeypatch.setattr("fairlead_placement._accelerators._ask_ids", lambda: ray.remote(never))
+    monkeypatch.setattr("fairlead_placement._accelerators.LEAST_S", 0.2)
+    with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
+        RayVirtualCluster([1], reserve_timeout_s=0).reserve()
+    ray.kill(release)
+
+
+class Gate:
+    async def wait(self):
+        await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize(

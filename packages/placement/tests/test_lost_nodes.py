@@ -80,12 +80,16 @@ def test_a_lost_node_is_replaced(nodes, eventually):
             cluster.replace_lost_nodes(timeout_s=1)
         assert 1 <= time.monotonic() - began < 4
         assert cluster.slots() == before
+        report = cluster.explain()
+        assert (report.verdict, report.lost) == ("reserved", (gone,))
+        assert f"Node(s) {gone[:8]} are gone: replace_lost_nodes() reserves" in " ".join(str(report).split())
 
         late = nodes.add_node(num_cpus=4)
         with RayVirtualCluster([1], use_gpus=False, name="other"):  # not held up by the parked group
             new = cluster.replace_lost_nodes(timeout_s=30)
         assert [slot.node_id for slot in new] == [late.node_id] * 2
         assert cluster.slots() == new + before[2:]
+        assert cluster.explain().lost == ()
         assert [(s.node_idx, s.node_rank, s.local_rank) for s in cluster.slots()] == [
             (0, 0, 0),
             (0, 0, 1),
@@ -149,12 +153,12 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     slots_of = _holding.slots_of
     drained: list[str] = []
 
-    def drain_first(placed, capacity):
+    def drain_first(placed, capacity, **options):
         if not drained:
             drained.append(placed[0].node_ids[0])
             client = ray._private.worker.global_worker.gcs_client
             assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 60) * 1000))[0]
-        return slots_of(placed, capacity)
+        return slots_of(placed, capacity, **options)
 
     class Busy:  # an idle node goes as soon as it is drained
         def here(self):

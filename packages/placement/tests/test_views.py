@@ -2,6 +2,7 @@
 """Parts of a reserved cluster, and what would become of a reservation."""
 
 import gc
+import time
 
 import pytest
 import ray
@@ -78,6 +79,44 @@ class TestViews:
                 claim.release()
 
 
+class Group:
+    """What a library gives as `group`; all of them are equal, and none can be hashed."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return isinstance(other, Group)
+
+
+def test_groups_of_a_cluster():
+    """Groups are listed in the order they were made, until they release their slots or are gone."""
+    with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=3) as cluster:
+        assert cluster.groups() == ()
+        slots = cluster.slots()
+        groups = [Group(), Group(), Group()]
+        last = claim_slots(slots[2:], "first made, on the last slot", group=groups[0])
+        claims = [claim_slots(slots[:1], "second", group=groups[1]), claim_slots(slots, "third", group=groups[2])]
+        claims.append(claim_slots(slots[:1], "without a group"))
+
+        def numbers(where):
+            return [[one is group for one in groups].index(True) for group in where.groups()]
+
+        assert numbers(cluster) == [0, 1, 2]
+        left, right = cluster.split([2, 1])
+        assert (numbers(left), numbers(right)) == ([1, 2], [0, 2])
+        last.release()  # as a group does that moves to other slots
+        last = claim_slots(slots[1:2], "first made, moved", group=groups[0])
+        assert numbers(cluster) == [0, 1, 2]
+        assert numbers(right) == [2]
+        claims.pop(0).release()
+        assert numbers(cluster) == [0, 2]
+        groups[2] = None  # dropped without a release
+        assert numbers(cluster) == [0]
+        for claim in (last, *claims):
+            claim.release()
+    assert cluster.groups() == ()
+
+
 class TestExplain:
     def test_fits(self):
         """Where it would go, without reserving anything."""
@@ -119,6 +158,24 @@ class TestExplain:
         ray.get(release.set.remote())
         ray.get(running)
         ray.kill(release)
+
+    def test_reserved(self):
+        """A cluster that is reserved says so, where and since when; a view speaks for its own slots."""
+        with RayVirtualCluster([10, 3], use_gpus=False, name="first") as cluster:
+            report = cluster.explain()
+            (node,) = report.nodes
+            assert (report.verdict, report.plan) == ("reserved", {0: (node.node_id,) * 10, 1: (node.node_id,) * 3})
+            assert [ask.count for ask in report.asks] == [10, 3]
+            assert report.lost == ()
+            assert abs(report.reserved_at - time.time()) < 600
+            since = time.strftime("%F %T", time.localtime(report.reserved_at))
+            assert str(report).endswith(f"It is reserved since {since}: 13 slot(s) on 1 node(s).")
+            assert "reserved on" in str(report)
+            assert {holder.name.rpartition("-")[0] for holder in report.holders} == {"first-0", "first-1"}
+            few = cluster.split([11, 2])[0].explain(unified=True)
+            assert (few.verdict, {at: len(nodes) for at, nodes in few.plan.items()}) == ("reserved", {0: 10, 1: 1})
+            assert [ask.count for ask in few.asks] == [10, 1]
+        assert cluster.explain().verdict == "fits"
 
     def test_impossible(self):
         """Even when idle it would not fit; so the one group over several logical nodes on one physical node."""

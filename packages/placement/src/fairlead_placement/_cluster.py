@@ -21,10 +21,11 @@ from ._drawn import Drawn
 from ._gpu_ids import check_gpu_ids
 from ._holding import Holding, forgotten
 from ._labels import check_selector
+from ._occupancy import groups_on
 from ._planner import STRATEGIES, Ask, Strategy
 from ._ports import PORT_HIGH, PORT_LOW, check_range
 from ._report import Report
-from ._reservation import examine
+from ._reservation import examine, examine_reserved
 from ._slot import Slot
 from ._usage import NodeUsage
 from .exceptions import PlacementError
@@ -201,15 +202,23 @@ class RayVirtualCluster(Drawn):
         return sum(count > 0 for count in self._counts)
 
     def explain(self, *, unified: bool = False) -> Report:
-        """What would become of a reservation now: whether it fits, where it would go, and who holds what is missing.
+        """Say whether a reservation would fit now, where it would go, and who holds what is missing. Reserves nothing.
 
-        Reserves nothing; of a cluster that is reserved it tells about a second one like it. Which GPUs are free is not
-        looked at, as that needs them to be held: for `gpu_ids` it tells about any GPUs.
+        Which GPUs are free is not looked at, as that needs them to be held: for `gpu_ids` the answer is about any GPUs.
+
+        Args:
+            unified: as of `reserve`. It makes no difference for a cluster that is reserved.
+
+        Returns:
+            The report. For a cluster that is reserved its verdict is "reserved", and it shows on which nodes and since
+            when.
 
         Raises:
             PlacementError: Ray is not running.
         """
         self._check_running()
+        if slots := self._shown_slots():
+            return examine_reserved(self._holding.asks, slots, self._holding.reserved_at)
         return examine(self._holding.asks, unified=unified, segment_size=self._holding.segment_size)
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
@@ -380,6 +389,16 @@ class RayVirtualCluster(Drawn):
         else of this one sample. One request a node.
         """
         return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
+
+    def groups(self) -> tuple[Any, ...]:
+        """Return the worker groups that this process runs on this cluster's slots, in the order they were made.
+
+        The cluster does not keep them alive. Reserves nothing. A view returns the groups on its own slots.
+
+        Returns:
+            Each group that has not been shut down: what was given to `claim_slots` as `group`, once.
+        """
+        return tuple(groups_on(self._shown_slots()))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
         return self.slots() if self._holding.reserved and not self._holding.ray_ended else ()

@@ -10,19 +10,20 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ._accelerators import accelerator_ids
+from ._accelerators import LEAST_S, accelerator_ids
 from ._groups import PLACING_S, Reserved, remove
 from ._planner import Node
 from ._ray_private import visible_gpus
 
-__all__ = ["IDS_S", "Fillers", "drop", "filled", "gpu_names"]
+__all__ = ["Fillers", "drop", "filled", "gpu_names"]
 
-# A task that tells an id takes milliseconds, and about a second where its process has to be started.
-IDS_S = 30.0
+# A node that does not report its ids in this time is taken to have the usual ones: one silent node must not use up the
+# time of the whole reservation.
+NAMES_S = 30.0
 Fillers = Mapping[str, Mapping[str, Reserved]]
 
 
-def gpu_names(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
+def gpu_names(nodes: Sequence[Node], *, deadline: float) -> dict[str, tuple[str, ...]]:
     """The ids of all GPUs of each node, by node id, in Ray's own order; asked with one short task a node.
 
     They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. A node that does not answer is
@@ -37,7 +38,8 @@ def gpu_names(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
         if count > 0
     }
     names = {node_id: tuple(map(str, range(count))) for node_id, count in counts.items()}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=IDS_S) if asked else ([], [])
+    limit_s = min(NAMES_S, max(LEAST_S, deadline - time.monotonic()))
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
     for ref in answered:
         with contextlib.suppress(ray.exceptions.RayError):  # its node has gone
             visible = ray.get(ref)
@@ -47,11 +49,11 @@ def gpu_names(nodes: Sequence[Node]) -> dict[str, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def filled(nodes: Sequence[Node]) -> Iterator[Fillers]:
+def filled(nodes: Sequence[Node], *, deadline: float) -> Iterator[Fillers]:
     """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
 
     Yields for each node id the groups by GPU id. Whatever happens in the block, or before it, all of them are gone
-    after it; one may be dropped earlier.
+    after it; one may be dropped earlier. The ids are asked for until the `deadline` of the reservation.
     """
     made: list[Reserved] = []
     try:
@@ -67,7 +69,7 @@ def filled(nodes: Sequence[Node]) -> Iterator[Fillers]:
         there = {one.group.id for one in placed}
         drop([one for one in made if one.group.id not in there])
         held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
-        for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, timeout_s=IDS_S), strict=True):
+        for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
             held[one.node_ids[0]][gpu_id] = one
         yield held
     finally:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ._accelerators import accelerator_ids
-from ._gpu_fillers import IDS_S, Fillers, drop, filled, gpu_names
+from ._gpu_fillers import Fillers, drop, filled, gpu_names
 from ._gpu_holders import held_by
 from ._groups import Reserved, place
 from ._inventory import read_nodes
@@ -88,12 +88,13 @@ def reserve_gpus(
         PlacementTimeoutError: the ids were free, but not what else is asked for.
     """
     began = time.monotonic()
+    deadline = began + timeout_s
     names: dict[str, tuple[str, ...]] = {}
     with Waiting(f"Reserving {name or 'a cluster'}") as waiting:
         pause = POLL_S[0]
         while True:
             nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
-            names.update(gpu_names([node for node in nodes if node.node_id not in names]))
+            names.update(gpu_names([node for node in nodes if node.node_id not in names], deadline=deadline))
             owned = {node.node_id: frozenset(names[node.node_id]) for node in nodes}
             waited = time.monotonic() - began
             if never_fits(_exact(asks, wanted), _shown(nodes, owned, owned), own_nodes=unified):
@@ -104,7 +105,7 @@ def reserve_gpus(
                 waiting.show("nodes have to join", limit)
             else:
                 limit = timeout_s
-                placed, free = _try_nodes(asks, wanted, nodes, owned, name=name, unified=unified)
+                placed, free = _try_nodes(asks, wanted, nodes, owned, name=name, unified=unified, deadline=deadline)
                 if placed is not None:
                     return placed
                 if waited >= limit:
@@ -116,7 +117,14 @@ def reserve_gpus(
 
 
 def _try_nodes(
-    asks: Sequence[Ask], wanted: Wanted, nodes: Sequence[Node], owned: Ids, *, name: str, unified: bool
+    asks: Sequence[Ask],
+    wanted: Wanted,
+    nodes: Sequence[Node],
+    owned: Ids,
+    *,
+    name: str,
+    unified: bool,
+    deadline: float,
 ) -> tuple[tuple[Reserved, ...] | None, Ids]:
     """Try the nodes that may have the ids free, each once; also what was found to be free on those tried."""
     found: Ids = {}
@@ -129,10 +137,10 @@ def _try_nodes(
         on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
         placed: tuple[Reserved, ...] | None = None
         try:
-            with filled([node for node in nodes if node.node_id in on.values()]) as fillers:
+            with filled([node for node in nodes if node.node_id in on.values()], deadline=deadline) as fillers:
                 found.update({node_id: frozenset(held) for node_id, held in fillers.items()})
                 if all(wanted[node_idx] <= found[node_id] for node_idx, node_id in on.items()):
-                    placed = _exchange(asks, wanted, on, fillers, name=name, unified=unified)
+                    placed = _exchange(asks, wanted, on, fillers, name=name, unified=unified, deadline=deadline)
                     if placed is None:  # somebody was faster
                         found.update(dict.fromkeys(on.values(), frozenset()))
         except BaseException:
@@ -143,7 +151,14 @@ def _try_nodes(
 
 
 def _exchange(
-    asks: Sequence[Ask], wanted: Wanted, on: Mapping[int, str], fillers: Fillers, *, name: str, unified: bool
+    asks: Sequence[Ask],
+    wanted: Wanted,
+    on: Mapping[int, str],
+    fillers: Fillers,
+    *,
+    name: str,
+    unified: bool,
+    deadline: float,
 ) -> tuple[Reserved, ...] | None:
     """Give the wanted GPUs back and place the groups on them; None, with nothing left, if they are not what Ray gave.
 
@@ -161,7 +176,7 @@ def _exchange(
             chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in turn_asks}
             placed = place(turn_asks, chosen, name=name, unified=unified)
             made.extend(placed or ())
-            if placed is None or not _as_wanted(placed, wanted):
+            if placed is None or not _as_wanted(placed, wanted, deadline=deadline):
                 drop(made)
                 return None
     except BaseException:
@@ -170,9 +185,9 @@ def _exchange(
     return tuple(sorted(made, key=lambda one: one.node_idx[0]))
 
 
-def _as_wanted(placed: Sequence[Reserved], wanted: Wanted) -> bool:
+def _as_wanted(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -> bool:
     got: dict[int, set[str]] = {}
-    for one, ids in zip(placed, accelerator_ids(placed, timeout_s=IDS_S), strict=True):
+    for one, ids in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
         for node_idx, of_bundle in zip(one.node_idx, ids, strict=True):
             got.setdefault(node_idx, set()).update(of_bundle)
     return all(ids == wanted[node_idx] for node_idx, ids in got.items())
@@ -245,7 +260,7 @@ def _refusal(
     }
     # Looked at again where nothing was found, too: there somebody else may just have been faster.
     unseen = {node.node_id: node for some in having.values() for node in some if not found.get(node.node_id)}
-    with filled(list(unseen.values())) as fillers:
+    with filled(list(unseen.values()), deadline=time.monotonic()) as fillers:
         free = {**found, **{node_id: frozenset(held) for node_id, held in fillers.items()}}
     reasons = []
     for node_idx, candidates in having.items():

@@ -67,6 +67,7 @@ class Holding:
         self.wait_for_nodes_s = wait_for_nodes_s
         self.unified = False
         self.reserved = False
+        self.reserved_at = 0.0
         self._connection = ""
         self.slots: tuple[Slot, ...] = ()
         self._groups: list[PlacementGroup] = []
@@ -104,7 +105,7 @@ class Holding:
                 )
                 self._groups = [one.group for one in placed]
                 try:
-                    self.slots = slots_of(placed, self.capacity)
+                    self.slots = slots_of(placed, self.capacity, deadline=deadline)
                     if self.monitor_memory:
                         self._monitor = Monitor(self.node_ids, self.name)
                         self._monitor.read()
@@ -116,7 +117,7 @@ class Holding:
                     if not (of_ray and lost and time.monotonic() < deadline):
                         raise
                 else:
-                    self.unified, self.reserved = unified, True
+                    self.unified, self.reserved, self.reserved_at = unified, True, time.time()
                     return
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
@@ -145,7 +146,7 @@ class Holding:
                         wait_for_nodes_s=left,
                         avoid=avoid,
                     )
-                found = slots_of(placed, self.capacity)
+                found = slots_of(placed, self.capacity, deadline=deadline)
             except BaseException:
                 remove([one.group for one in placed])
                 raise

@@ -6,7 +6,7 @@ Counted per driver: Ray keeps an actor that a bundle has no room for pending wit
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ._slot import Slot
 from .exceptions import ResourceInsufficientError
@@ -15,6 +15,8 @@ __all__ = ["SlotClaim", "claim_slots", "groups_on"]
 
 _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
+# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references.
+_groups: list[Callable[[], object | None]] = []
 # Reentrant: a finalizer that releases a claim may run in the middle of anything.
 _lock = threading.RLock()
 
@@ -66,6 +68,10 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
                 raise ResourceInsufficientError(_full(slot, holder, there))
         for key in keys:
             _held.setdefault(key, []).append(claim)
+        if group is not None:
+            _groups[:] = [known for known in _groups if known() is not None]
+            if all(known() is not group for known in _groups):
+                _groups.append(claim._group)
     return claim
 
 
@@ -82,10 +88,14 @@ def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
 
 
 def groups_on(slots: Sequence[Slot]) -> list[object]:
-    """The groups registered on any of the slots, in the order they came."""
+    """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
         claims = dict.fromkeys(claim for slot in slots for claim in _held.get(_key(slot), []))
-    return [group for claim in claims if (group := claim._group()) is not None]
+        there = [claim._group() for claim in claims]
+        known = [group() for group in _groups]
+    # By identity: what a group compares equal to is its own affair.
+    on_slots = {id(group) for group in there if group is not None}
+    return [group for group in known if group is not None and id(group) in on_slots]
 
 
 def _key(slot: Slot) -> _Key:

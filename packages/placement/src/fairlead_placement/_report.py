@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was asked, what is there, and who holds it: the table under every refusal."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,8 +15,8 @@ from ._render import as_html, as_text
 
 __all__ = ["Holder", "Report", "Verdict"]
 
-Verdict = Literal["fits", "taken", "impossible"]
-_SAID = {
+Verdict = Literal["fits", "taken", "impossible", "reserved"]
+_SAID: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
     "impossible": "It does not fit, even when nothing else runs.",
@@ -49,8 +50,12 @@ class Report:
         asks: what was asked, one entry per logical node in use.
         nodes: the nodes that were there, in physical order.
         holders: the placement groups and actors that held resources on them.
-        verdict: "fits", "taken" (it would, but others hold what it needs) or "impossible" (not even when idle).
-        plan: if it fits, the node id of each bundle by logical node: what `reserve` would ask Ray for.
+        verdict: "fits", "taken" (it would, but others hold what it needs), "impossible" (not even when idle), or
+            "reserved" (the cluster holds it already).
+        plan: if it fits, the node id of each bundle by logical node: what `reserve` would ask Ray for. If it is
+            reserved, the node id of each slot by logical node.
+        reserved_at: if it is reserved, when that was done, in seconds since the epoch; otherwise None.
+        lost: if it is reserved, the ids of its nodes that are gone.
     """
 
     asks: tuple[Ask, ...]
@@ -58,9 +63,11 @@ class Report:
     holders: tuple[Holder, ...] = ()
     verdict: Verdict = "impossible"
     plan: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    reserved_at: float | None = None
+    lost: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
-        return Group(self._asked(), self._found(), Text(_SAID[self.verdict]))
+        return Group(self._asked(), self._found(), Text(self._summary()))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -68,8 +75,20 @@ class Report:
     def _repr_html_(self) -> str:
         return as_html(self)
 
+    def _summary(self) -> str:
+        if self.verdict != "reserved":
+            return _SAID[self.verdict]
+        nodes = [node_id for nodes in self.plan.values() for node_id in nodes]
+        since = "" if self.reserved_at is None else f" since {time.strftime('%F %T', time.localtime(self.reserved_at))}"
+        text = f"It is reserved{since}: {len(nodes)} slot(s) on {len(set(nodes))} node(s)."
+        if self.lost:
+            gone = ", ".join(node_id[:8] for node_id in self.lost)
+            text += f" Node(s) {gone} are gone: replace_lost_nodes() reserves their slots on other nodes."
+        return text
+
     def _asked(self) -> Table:
-        columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
+        place = "reserved on" if self.verdict == "reserved" else "planned on"
+        columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
         for first, last, ask in self._runs():
             number = str(first) if first == last else f"{first} to {last}"

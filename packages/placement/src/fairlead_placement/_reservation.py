@@ -4,16 +4,18 @@
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from ._groups import Demand, Reserved, place
-from ._inventory import read_holders, read_nodes
+from ._inventory import alive_nodes, read_holders, read_nodes
 from ._planner import Ask, Node, never_fits, plan
 from ._ray_private import autoscaler_is_there
 from ._report import Report
+from ._slot import Slot
 from ._waiting import Waiting
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
 
-__all__ = ["examine", "report_of", "reserve"]
+__all__ = ["examine", "examine_reserved", "report_of", "reserve"]
 
 POLL_S = (0.05, 0.5)
 
@@ -21,6 +23,23 @@ POLL_S = (0.05, 0.5)
 def examine(asks: Sequence[Ask], *, unified: bool, segment_size: int | None) -> Report:
     """What would become of a reservation now, without reserving."""
     return report_of(asks, read_nodes(), unified=unified, segment_size=segment_size)
+
+
+def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
+    """Return what the given slots of a reservation hold, and where."""
+    where: dict[int, tuple[str, ...]] = {}
+    for slot in slots:
+        where[slot.node_idx] = (*where.get(slot.node_idx, ()), slot.node_id)
+    return Report(
+        # A view has some of the slots only.
+        asks=tuple(replace(ask, count=len(where[ask.node_idx])) for ask in asks if ask.node_idx in where),
+        nodes=read_nodes(),
+        holders=read_holders(),
+        verdict="reserved",
+        plan=where,
+        reserved_at=reserved_at,
+        lost=tuple(sorted({slot.node_id for slot in slots} - alive_nodes())),
+    )
 
 
 def reserve(

@@ -13,12 +13,13 @@ from .exceptions import PlacementError
 
 __all__ = ["slots_of"]
 
-ACCELERATOR_IDS_S = 30.0
 
+def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order.
 
-def slots_of(placed: Sequence[Reserved], capacity: int) -> tuple[Slot, ...]:
-    """The bundles of groups as slots in physical order; asks every bundle that has accelerators which they are."""
-    ids = accelerator_ids(placed, timeout_s=ACCELERATOR_IDS_S)
+    Every bundle that has accelerators is asked for their ids, until the `deadline` of the reservation.
+    """
+    ids = accelerator_ids(placed, deadline=deadline)
     nodes = read_nodes()
     position = {node.node_id: at for at, node in enumerate(nodes)}
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
