@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of memory that says what a worker is doing, read by other processes at any moment."""
 
+import contextlib
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
 import ray
 
+from fairlead_workergroup import _record
 from fairlead_workergroup._host import start_tick
 from fairlead_workergroup._record import (
+    CANCELLED_AT,
     CANCELLED_KEPT,
+    STATE,
+    STATES_AT,
     OverlappingRecord,
     Record,
     open_record,
     read_record,
     write_cancelled,
 )
+from fairlead_workergroup._records import cancel_tasks, look, read_records
 
 
 @pytest.fixture
@@ -78,6 +87,87 @@ def test_a_cancelled_call_does_not_start(record):
     write_cancelled(record._file, [b"a" + b"b" * 23, b"a" + b"c" * 23])
     record.task = b"b" * 23 + b"a"  # in the list as the end of one and the start of another
     record.end(record.begin(1))
+
+
+def test_two_threads_cancel_at_once(record, monkeypatch):
+    """Neither task is lost, although both threads would read the count before either writes (seam: that moment)."""
+    both_have_read = threading.Barrier(2)
+
+    def number(file, at, read=_record._number):
+        count = read(file, at)
+        if at == CANCELLED_AT:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_have_read.wait(timeout=0.5)  # the other one may be kept out until this one has written
+        return count
+
+    def cancel(task):
+        file = open_record(os.getpid())
+        write_cancelled(file, [task])
+        os.close(file)
+
+    monkeypatch.setattr(_record, "_number", number)
+    tasks = [b"a" * 24, b"b" * 24]
+    threads = [threading.Thread(target=cancel, args=[task]) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for record.task in tasks:
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            record.begin(1)
+
+
+def test_a_canceller_that_stands_still(record, monkeypatch):
+    """A stopped process that holds the lock delays a cancel, and does not prevent it."""
+    monkeypatch.setattr(_record, "LOCK_S", 0.05)
+    held = open_record(os.getpid())
+    fcntl.flock(held, fcntl.LOCK_EX)
+    write_cancelled(record._file, [b"t" * 24])
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        record.begin(1)
+    os.close(held)
+
+
+@pytest.fixture
+def workers():
+    """Three processes with a record each, that do nothing."""
+    program = textwrap.dedent("""
+        from fairlead_workergroup._record import Record
+        record = Record(["__init__", "work"])
+        print("ready", flush=True)
+        input()
+    """)
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    assert [process.stdout.readline() for process in started] == [b"ready\n"] * 3
+    yield [(process.pid, start_tick(process.pid)) for process in started]
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_one_record_that_stays_busy(workers):
+    """Nothing is known of its worker, which may be running a cancelled task; the others of its node are as ever."""
+    file = open_record(workers[1][0])
+    for at in STATES_AT:
+        os.pwrite(file, struct.pack("<Q", 10**6 + at), at + struct.calcsize(STATE) - 8)  # as if being written
+    with pytest.raises(TimeoutError, match="the worker wrote its record at each of 10000 tries"):
+        read_record(file)
+    os.close(file)
+    assert [record and record["calls"] for record in read_records(workers)] == [0, None, 0]
+    told = look(workers, 60.0, True)
+    assert [("method" in row, row["gone"], row["stuck"]) for row in told] == [
+        (True, False, False),
+        (False, False, False),
+        (True, False, False),
+    ]
+    assert cancel_tasks([(worker, b"t" * 24) for worker in workers]) == [False, True, False]
+    for pid, _ in workers:
+        file = open_record(pid)
+        assert os.pread(file, 8 + 24, CANCELLED_AT) == struct.pack("<Q", 1) + b"t" * 24
+        os.close(file)
 
 
 def test_overlapping_calls(monkeypatch):

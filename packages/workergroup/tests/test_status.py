@@ -4,6 +4,7 @@
 import os
 import pathlib
 import signal
+import struct
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from ray.cluster_utils import Cluster
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, _inspect, report_progress
+from fairlead_workergroup._record import CANCELLED_AT, STATE, STATES_AT, open_record
 from fairlead_workergroup.testing import fill_memory, hang, kill
 
 
@@ -146,6 +148,19 @@ def test_bad_arguments(group, seconds):
         group.get_worker_status(stuck_after_s=seconds)
     with pytest.raises(ValueError, match=r"timeout_s must be a positive number of seconds, got"):
         group.detect_stuck_workers(seconds)
+
+
+def test_a_record_that_cannot_be_read(group):
+    """Only its worker is unknown, not the others of its node."""
+    pid = group._workers_now[2].pid
+    file = open_record(pid)
+    page = os.pread(file, CANCELLED_AT, 0)
+    for at in STATES_AT:
+        os.pwrite(file, b"x" * 8, at + struct.calcsize(STATE) - 8)  # as if being written
+    assert states(group) == ["idle", "idle", "unknown", *["idle"] * 5]
+    os.pwrite(file, page, 0)
+    os.close(file)
+    assert states(group) == ["idle"] * 8
 
 
 def test_a_node_that_does_not_answer(group, monkeypatch, caplog):

@@ -7,6 +7,7 @@ wrote, what it wrote before is read. The page is an anonymous file (`memfd_creat
 so that nothing is left behind however the worker ends. Shipped by value: the standard library and Ray only.
 """
 
+import fcntl
 import json
 import mmap
 import operator
@@ -33,6 +34,8 @@ CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 800, 512, 24
 # Length, then JSON: the methods' names, and the signal that makes the worker write its stacks (0: none).
 ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * TASK_BYTES
 TRIES = 10_000
+# Others hold the lock for microseconds, unless their process is stopped.
+LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
 
@@ -222,12 +225,36 @@ def read_record(file: int) -> dict[str, Any]:
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
-    """Tell a worker that tasks which it may not have started yet are not to be run."""
-    count = _number(file, CANCELLED_AT)
-    for task in tasks:
-        os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * TASK_BYTES)
-        count += 1
-    os.pwrite(file, struct.pack("<Q", count), CANCELLED_AT)
+    """Tell a worker that tasks which it may not have started yet are not to be run.
+
+    Several threads or processes may do so at once, each with the record opened by itself.
+    """
+    _lock(file)
+    try:
+        count = _number(file, CANCELLED_AT)
+        for task in tasks:
+            os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * TASK_BYTES)
+            count += 1
+        os.pwrite(file, struct.pack("<Q", count), CANCELLED_AT)
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _lock(file: int) -> None:
+    """Lock a record against others that write cancelled tasks, or go on without the lock after `LOCK_S`.
+
+    The kernel keeps the lock, by open file: functions shipped by value share no memory, and a writer that is killed
+    leaves no lock behind. Without it a cancelled task may be lost; without the write it would be for certain.
+    """
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.001)
 
 
 def _number(file: int, at: int) -> int:

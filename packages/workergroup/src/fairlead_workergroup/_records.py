@@ -31,11 +31,11 @@ def _record(process: Process) -> Iterator[int | None]:
 
 
 def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """What each worker is doing; None for one that has ended, or whose record cannot be read."""
+    """Return what each worker is doing; None for one that has ended, or whose record could not be read."""
     found: list[dict[str, Any] | None] = []
     for process in processes:
         with _record(process) as file:
-            found.append(None if file is None else read_record(file))
+            found.append(None if file is None else _read(file))
     return found
 
 
@@ -85,14 +85,29 @@ def send_signal(processes: Sequence[Process], number: int) -> list[bool]:
 
 
 def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
-    """Keep workers from starting a task each; which of them had started it already, and are still running it."""
-    running = []
+    """Keep workers from starting a task each.
+
+    Returns:
+        For each whether it had started the task already, and may still be running it.
+    """
+    running: list[bool] = []
     for process, task in tasks:
         with _record(process) as file:
-            if file is not None:
-                write_cancelled(file, [task])
-            running.append(file is not None and read_record(file)["task"] == task)
+            if file is None:
+                running.append(False)
+                continue
+            write_cancelled(file, [task])
+            record = _read(file)
+            running.append(record is None or record["task"] == task)
     return running
+
+
+def _read(file: int) -> dict[str, Any] | None:
+    """Return what a record says; None if it stays busy: what the node's other workers do is reported all the same."""
+    try:
+        return read_record(file)
+    except TimeoutError:
+        return None
 
 
 def _pidfd(process: Process) -> int | None:

@@ -19,7 +19,7 @@ class WorkerStatus:
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         state: "starting" (in its constructor), "idle", "busy", "stuck" (busy or stopped, without progress for long),
-            "dead", "restarting", or "unknown": its node is alive and did not answer.
+            "dead", "restarting", or "unknown": its node is alive and did not answer, or its record could not be read.
         node_id: Ray's id of its node.
         pid: its process there.
         method: what it is running; None when it is not running anything, or nobody knows.
