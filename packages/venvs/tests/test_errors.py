@@ -46,7 +46,7 @@ def test_messages():
     )
     assert str(ERRORS[3]).startswith("Not done within 3 s: uv sync. ")
     assert "`pip install uv`" in str(ERRORS[5])
-    assert "Add 'ray==2.60.0' to its requirements" in str(ERRORS[6])
+    assert "Ask for 'ray==2.60.0' in its requirements" in str(ERRORS[6])
 
 
 def test_groups():

@@ -50,6 +50,7 @@ def ray_wheels(tools, wheels, tmp_path_factory):
         shutil.copy(wheel, folder)
     for version in (ray.__version__, "2.0.0"):
         tools.ray_wheel(folder, version)
+    tools.make_wheel(folder, "needs_old_ray", requires=["ray==2.0.0"])
     return folder
 
 
@@ -127,7 +128,7 @@ def test_worker(worker_spec, tmp_path, monkeypatch):
     assert set(env.runtime_env["env_vars"]) == {"PATH", "VIRTUAL_ENV"}
 
 
-@pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["ray==2.0.0"], "2.0.0")])
+@pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["needs_old_ray"], "2.0.0")])
 def test_another_ray(worker_spec, wanted, found):
     """An environment without Ray, or with another one, is refused for workers, with what to add."""
     with pytest.raises(VenvNodesError) as caught:
@@ -135,7 +136,37 @@ def test_another_ray(worker_spec, wanted, found):
     error = only(caught)
     assert isinstance(error, VenvMismatchError)
     assert (error.what, error.found, error.wanted) == ("ray", found, ray.__version__)
-    assert f"Add 'ray=={ray.__version__}'" in str(error)
+    assert f"Ask for 'ray=={ray.__version__}'" in str(error)
+
+
+def test_a_pin_of_another_ray(root):
+    """A pin that excludes the cluster's Ray is refused before anything is built, whoever asks."""
+    spec = VenvSpec(requirements=["alpha", "ray[default]==2.0.0"], no_index=True)
+    with pytest.raises(VenvMismatchError) as caught:
+        ensure_worker_env(spec)
+    assert (caught.value.found, caught.value.wanted) == ("==2.0.0", ray.__version__)
+    assert str(caught.value) == (
+        f"{spec!r} has ray ==2.0.0, but a worker of this cluster needs ray {ray.__version__}. Ask for "
+        f"'ray=={ray.__version__}' in its requirements, or in the dependencies of its project and lock it again "
+        "(`uv add`)."
+    )
+    with pytest.raises(VenvMismatchError):
+        ensure_worker_env("uv run --no-project --with alpha --with 'ray<2.1'")
+    assert not root.exists()
+
+
+def test_a_lock_of_another_ray(root, ray_wheels, make_project, tools):
+    """The lock of a project says which Ray its groups and extras would install."""
+    groups = '[dependency-groups]\nold = ["needs_old_ray"]\n'
+    folder = make_project(dependencies=["alpha==2.0"], more=groups, lock=False)
+    tools.lock_project(folder, ray_wheels)
+    with pytest.raises(VenvMismatchError, match=rf"The lock in {folder} has ray 2\.0\.0, but a worker .* needs ray"):
+        ensure_worker_env(VenvSpec(project=folder, groups=["old"]))
+    assert not root.exists()
+    # Without that group nothing excludes the cluster's Ray: it is found to be missing when it has been built.
+    spec = VenvSpec(project=folder, find_links=[str(ray_wheels)], no_index=True, install_project=False)
+    with pytest.raises(VenvNodesError, match="cannot start the workers"):
+        ensure_worker_env(spec)
 
 
 def test_another_python(worker_spec):

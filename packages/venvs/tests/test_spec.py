@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
+from fairlead_venvs._lock import locked_versions
+from fairlead_venvs._requirements import excluded_version, normalised
 
 
 @pytest.mark.parametrize(
@@ -162,3 +164,64 @@ def test_a_spec_travels_and_shows_itself(tmp_path, monkeypatch):
     assert spec.project == str(Path(tmp_path, "sub"))
     assert spec.find_links == (str(tmp_path / "wheels"),)
     assert spec.extras == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "excluded"),
+    [
+        ("ray", None),
+        ("ray>=2.55", None),
+        ("ray==2.60", None),
+        ("Ray[default] ~= 2.60.0", None),
+        ("ray==2.59", "==2.59"),
+        ("ray<2.50", "<2.50"),
+        ("ray[default,train]==2.59.*", "==2.59.*"),
+        ("ray!=2.60.0,>2", "!=2.60.0,>2"),
+        ("ray==2.59; python_version >= '3.11'", "==2.59"),
+        ("ray==2.59; python_version < '3.11'", None),
+        ("ray==2.59; sys_platform == 'plan9'", None),
+        ("ray==2.59; extra == 'old'", None),
+        ("ray @ https://host/ray-2.59.0-cp311-cp311-linux_x86_64.whl", "2.59.0"),
+        ("ray @ https://host/ray-2.60.0%2Bours-cp311-cp311-linux_x86_64.whl#sha256=ab", "2.60.0+ours"),
+        ("ray @ https://host/ray-2.60.0-cp311-cp311-linux_x86_64.whl", None),
+        ("ray @ git+https://host/ray.git@ray-2.59.0", None),
+        ("raylet==1.0", None),
+    ],
+)
+def test_requirements_that_exclude_a_version(requirement, excluded):
+    """Names, extras, markers and wheels are read as pip reads them; what cannot be decided excludes nothing."""
+    wanted = normalised(["alpha==1.0", requirement])
+    assert excluded_version(wanted, "ray", "2.60.0", "3.11") == excluded
+
+
+def test_wheels_that_exclude_a_version(tools, tmp_path):
+    """A wheel that is given by its path has its version in its name."""
+    wheels = [str(tools.make_wheel(tmp_path, "ray", version)) for version in ("2.59.0", "2.60.0")]
+    assert [excluded_version([one], "ray", "2.60.0", "3.11") for one in wheels] == ["2.59.0", None]
+
+
+LOCK = b"""
+[[package]]
+name = "proj"
+version = "0.1"
+source = { virtual = "." }
+dependencies = [{ name = "alpha" }]
+[package.optional-dependencies]
+serve = [{ name = "ray", marker = "python_full_version < '3.12'" }]
+
+[[package]]
+name = "alpha"
+version = "1.0"
+
+[[package]]
+name = "ray"
+version = "2.59.0"
+"""
+
+
+def test_versions_in_a_lock():
+    """Only what an installation with these extras takes counts."""
+    assert locked_versions(LOCK, "ray", "proj", (), (), "3.11") == frozenset()
+    assert locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.12") == frozenset()
+    assert locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.11") == {"2.59.0"}
+    assert locked_versions(LOCK, "numpy", "proj", ("serve",), (), "3.11") == frozenset()

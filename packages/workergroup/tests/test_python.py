@@ -93,6 +93,6 @@ def test_python_without_ray(cluster, tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
     with pytest.raises(
-        WorkerStartError, match=rf"has ray none, but .* needs ray {ray.__version__}. Add 'ray=={ray.__version__}'"
+        WorkerStartError, match=rf"has ray none, but .* needs ray {ray.__version__}. Ask for 'ray=={ray.__version__}'"
     ):
         RayWorkerGroup(cluster, "only_there.Worker", python=str(venv / "bin" / "python"))

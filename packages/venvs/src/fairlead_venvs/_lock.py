@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
 from packaging.utils import canonicalize_name
 
-__all__ = ["LocalFile", "LocalFolder", "local_parts"]
+from ._requirements import applies
+
+__all__ = ["LocalFile", "LocalFolder", "local_parts", "locked_versions"]
 
 # Cheap to look for: most locks name nothing local but their own project, and some are a megabyte.
 LOCAL = rb'^source = \{ (?:editable|virtual|directory|path|registry) = "(?![a-z+]+://)([^"]*)"'
@@ -67,6 +68,21 @@ def local_parts(
     return tuple(folders), tuple(files)
 
 
+def locked_versions(
+    lock: bytes, distribution: str, name: str, extras: tuple[str, ...], groups: tuple[str, ...], python: str
+) -> frozenset[str]:
+    """Return the versions of a distribution that an installation of the project `name` may take; none if it takes none.
+
+    There are several when the lock has forks, such as one for each platform.
+    """
+    # Cheap to look for, as most locks are large.
+    if not re.search(rb'^name = "' + re.escape(distribution.encode()) + rb'"$', lock, flags=re.MULTILINE):
+        return frozenset()
+    packages = tomllib.loads(lock.decode()).get("package", [])
+    reached = _reached(packages, name, extras, groups, python)
+    return frozenset(one["version"] for one in reached if one["name"] == distribution and "version" in one)
+
+
 def _reached(
     packages: Iterable[Mapping[str, Any]], name: str, extras: Iterable[str], groups: Iterable[str], python: str
 ) -> list[Mapping[str, Any]]:
@@ -92,16 +108,5 @@ def _reached(
 
 def _edges(dependencies: Iterable[Mapping[str, Any]], python: str) -> Iterator[tuple[str, str]]:
     for dependency in dependencies:
-        if _applies(dependency.get("marker", ""), python):
+        if applies(dependency.get("marker", ""), python):
             yield from ((dependency["name"], extra) for extra in ("", *dependency.get("extra", [])))
-
-
-def _applies(marker: str, python: str) -> bool:
-    if not marker or "extra" in marker:
-        return True
-    version = ".".join(python.split(".")[:2])
-    full = python if python.count(".") == 2 else f"{python}.0"
-    try:
-        return Marker(marker).evaluate({"python_version": version, "python_full_version": full})
-    except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
-        return True

@@ -12,9 +12,12 @@ from . import _node_task
 from ._asking import alive_nodes, on_nodes
 from ._command import is_uv_command
 from ._local import as_spec, checked_seconds
+from ._lock import locked_versions
 from ._nodes import ensure_on_nodes
+from ._project import read_project
 from ._recipe import Outcome
 from ._registry import get_actor_python_env
+from ._requirements import excluded_version
 from ._spec import VenvSpec
 from ._uv import Deadline
 from .exceptions import VenvError, VenvMismatchError, VenvNodesError
@@ -55,7 +58,8 @@ def ensure_worker_env(
     Raises:
         TypeError, ValueError: nothing that could be built; no such deadline; a class that is not registered; no Ray; a
             node that is not there.
-        VenvMismatchError: another version of Python was asked for than the cluster has.
+        VenvMismatchError: another version of Python or Ray was asked for than the cluster has. Nothing has been
+            downloaded or built.
         VenvNodesError: nodes on which it went wrong, each with its own error: a VenvMismatchError if Ray is missing in
             the environment, or of another version than the cluster's.
     """
@@ -72,6 +76,7 @@ def ensure_worker_env(
         spec = as_spec(what)
         _same_python(spec)
         there = alive_nodes(nodes)
+        _allows_ray(spec)
         (outcomes,) = ensure_on_nodes([spec], nodes=list(there), timeout_s=timeout_s, progress=progress)
     _same_ray(outcomes, there)
     path = next(iter(outcomes.values())).python
@@ -107,6 +112,36 @@ def _same_python(spec: VenvSpec) -> None:
     wanted = ".".join(map(str, sys.version_info[:2]))
     if spec.python is not None and not f"{spec.python}.".startswith(f"{wanted}."):
         raise VenvMismatchError("python", spec.python, wanted, repr(spec))
+
+
+def _allows_ray(spec: VenvSpec) -> None:
+    """Refuse a spec that pins another Ray than the cluster's, before anything is downloaded or built.
+
+    Raises:
+        VenvMismatchError: its requirements, or the lock of its project, exclude the cluster's Ray.
+    """
+    import ray
+
+    if spec.setup:
+        return  # the command may install another Ray
+    python = spec.python or ".".join(map(str, sys.version_info[:2]))
+    if spec.project is None:
+        found = excluded_version(spec.requirements or (), "ray", ray.__version__, python)
+        if found is not None:
+            raise VenvMismatchError("ray", found, ray.__version__, repr(spec))
+        return
+    project = read_project(
+        spec.project,
+        extras=spec.extras,
+        groups=spec.groups,
+        default_groups=spec.default_groups,
+        no_groups=spec.no_groups,
+        python=python,
+    )
+    versions = locked_versions(project.lock, "ray", project.name, project.extras, project.groups, python)
+    if versions and ray.__version__ not in versions:
+        lock = f"The lock in {project.root}"
+        raise VenvMismatchError("ray", " or ".join(sorted(versions)), ray.__version__, lock)
 
 
 def _probed(python: str, there: Mapping[str, str], deadline: Deadline) -> dict[str, Outcome]:

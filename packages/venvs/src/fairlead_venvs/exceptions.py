@@ -114,8 +114,8 @@ class VenvMismatchError(VenvError):
 
     def __str__(self) -> str:
         remedy = {
-            "ray": f"Add 'ray=={self.wanted}' to its requirements, or to the dependencies of its project and lock it "
-            "again (`uv add`)",
+            "ray": f"Ask for 'ray=={self.wanted}' in its requirements, or in the dependencies of its project and lock "
+            "it again (`uv add`)",
             "python": f"Ask for python={self.wanted!r}",
             "platform": "Choose nodes of one platform (nodes=...), and ask once for each platform from a driver there",
         }.get(self.what, "Make them equal")
