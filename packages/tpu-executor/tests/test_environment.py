@@ -3,8 +3,10 @@
 
 import pytest
 
+from fairlead_placement import PortLease
 from fairlead_tpu_executor import CpuAcceleratorConfig, SliceInfo, TpuAcceleratorConfig
 from fairlead_tpu_executor._environment import host_environment, megascale_port
+from fairlead_tpu_executor._ports import Ports
 
 SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
@@ -41,6 +43,15 @@ def test_two_slices():
     }
     assert (found["EXECUTOR_CALL_SLICE"], found["TPU_POD_COUNT"]) == ("1", "2")
     assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "10.0.0.3:1500"
+
+
+def test_addresses_of_ipv6():
+    """An IPv6 address stands in brackets, so that the port after it can be told apart."""
+    held = (PortLease("fd00::1", 1400, "n0", "id"), PortLease("fd00::1", 8081, "n0", "id"))
+    ports = Ports()
+    ports._coordinators, ports._megascale = {"lease": held[0]}, ("lease", 8081, held[1])
+    assert (ports.coordinator("lease"), ports.megascale) == ("[fd00::1]:1400", "[fd00::1]:8081")
+    assert environment(TpuAcceleratorConfig("v4-16", 2), 2, megascale=ports.megascale)["MEGASCALE_PORT"] == "8081"
 
 
 def test_layers():

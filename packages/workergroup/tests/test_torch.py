@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch helpers, on real process groups; skipped without torch."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -89,6 +92,23 @@ def test_groups_along_axes(local_ray):
             group.call("bad_axis").result()
         assert group.call("leave").result() == [False] * 4
         assert group.call("join").result()[0] == ("gloo", 0, 4)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_store_on_ipv6(local_ray):
+    """Workers whose master has an IPv6 address find the store; the interface of such an address is found too."""
+    from fairlead_workergroup import torch as helpers
+
+    with RayVirtualCluster([2], use_gpus=False) as cluster:
+        slots = [dataclasses.replace(slot, node_ip="::1") for slot in cluster.slots()]
+        axes = NamedSharding.from_shape(dp=2)
+        with RayWorkerGroup(slots, Member, sharding_annotations=axes) as group:
+            assert group.call("join").result() == [("gloo", rank, 2) for rank in range(2)]
+            assert group.call("sum_along", "dp").result() == [1, 1]
+            assert group.call("leave").result() == [False] * 2
+    assert helpers._interface_of("::1") == "lo"
+    assert helpers._interface_of("127.0.0.1") == "lo"
+    assert helpers._interface_of("2001:db8::99") is None
 
 
 def test_the_clusters_backend(local_ray):

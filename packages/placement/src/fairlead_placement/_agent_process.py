@@ -5,6 +5,7 @@ Shipped by value, so nodes need nothing but Ray: this module imports the standar
 is shipped by value too.
 """
 
+import errno
 import random
 import socket
 import threading
@@ -122,16 +123,33 @@ class AgentProcess:
 
 
 def _hold(port: int) -> socket.socket | None:
-    """A bound socket that never listens, or None if the port is taken.
+    """Return a bound socket that never listens, or None if the port is taken.
 
     Bound without SO_REUSEADDR, so neither another lease nor a plain bind can have the port; the option is set
     afterwards, which lets a server that sets it too (torch's TCPStore, gRPC) listen while the lease is held.
+
+    The socket is bound on IPv6 and IPv4 together, so that nobody can have the port on either; where the machine has no
+    IPv6, on IPv4.
     """
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.bind(("", port))
+        return _bind(socket.AF_INET6, "::", port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+    try:
+        return _bind(socket.AF_INET, "", port)
     except OSError:
-        held.close()
         return None
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind((address, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except BaseException:
+        held.close()
+        raise
     return held

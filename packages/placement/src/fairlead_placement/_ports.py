@@ -26,24 +26,31 @@ ANSWER_S = 60.0
 class PortLease:
     """A port held on a node until it is released or the driver ends.
 
-    The node's agent has it bound, so no other lease and no plain `bind` gets it. A server that sets SO_REUSEADDR,
-    as torch's TCPStore and gRPC do, can listen on it while it is held.
+    The node's agent has it bound on IPv4 and IPv6, so no other lease and no plain `bind` gets it on either. A server
+    that sets SO_REUSEADDR, as torch's TCPStore and gRPC do, can listen on it while it is held.
 
     Attributes:
-        address: of the node.
+        address: of the node, IPv4 or IPv6, without brackets.
         port: its number.
         node_id: Ray's id of the node.
         lease_id: by which the node's agent knows it.
 
     >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
-    >>> f"{lease.address}:{lease.port}"
+    >>> lease.host_port
     '10.0.0.1:1400'
+    >>> PortLease("fd00::1", 1400, "0" * 56, "id").host_port
+    '[fd00::1]:1400'
     """
 
     address: str
     port: int
     node_id: str
     lease_id: str
+
+    @property
+    def host_port(self) -> str:
+        """The address and the port as URLs and gRPC write them: an IPv6 address stands in brackets."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     def release(self) -> None:
         """Give the port back. Can be repeated; does nothing when Ray is down or the node is gone."""

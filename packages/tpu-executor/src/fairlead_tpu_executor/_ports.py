@@ -55,14 +55,13 @@ class Ports:
             self._megascale = (leases[0], megascale_port, _lease_one(_first(leases[0]), megascale_port))
 
     def coordinator(self, lease: Lease) -> str:
-        """`host:port` for the hosts of a slice."""
-        held = self._coordinators[lease]
-        return f"{held.address}:{held.port}"
+        """`host:port` for the hosts of a slice; an IPv6 address stands in brackets."""
+        return self._coordinators[lease].host_port
 
     @property
     def megascale(self) -> str | None:
         """`host:port` for all slices; None with one slice."""
-        return None if self._megascale is None else f"{self._megascale[2].address}:{self._megascale[2].port}"
+        return None if self._megascale is None else self._megascale[2].host_port
 
     def release(self) -> None:
         """Hold nothing. Can be repeated."""

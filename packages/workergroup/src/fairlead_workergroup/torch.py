@@ -64,7 +64,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        init_method=_store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -72,8 +72,15 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     _timeout = timedelta(seconds=timeout_s)
 
 
+def _store_url(address: str, port: str) -> str:
+    """Return where torch finds the store; an IPv6 address stands in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
 def _interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address."""
+    """Return the network interface that has an IPv4 or IPv6 address; None if none has."""
+    if ":" in address:
+        return _interface_of_ipv6(socket.inet_pton(socket.AF_INET6, address.partition("%")[0]))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -83,6 +90,15 @@ def _interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_ipv6(address: bytes) -> str | None:
+    try:
+        with open("/proc/net/if_inet6") as file:
+            lines = [line.split() for line in file]
+    except FileNotFoundError:
+        return None  # this machine has no IPv6
+    return next((name for digits, *_, name in lines if bytes.fromhex(digits) == address), None)
 
 
 def axis_group(*axes: str) -> dist.ProcessGroup:
