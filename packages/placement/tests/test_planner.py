@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of which bundle goes where: complete, never over-committed, in physical order."""
 
+import dataclasses
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from fairlead_placement import _planner
 from fairlead_placement._labels import matches
-from fairlead_placement._planner import STRATEGIES, Ask, Node, never_fits, plan
+from fairlead_placement._planner import STRATEGIES, Ask, Node, decide, never_fits, plan
 from fairlead_placement._topology import node_place, physical_order
 
 
@@ -245,6 +247,41 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
     monkeypatch.setattr(_planner, "WORK", 5)
     assert plan(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2) is None
     assert not never_fits(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2)
+
+
+@given(mixed_requests(), labelled_clusters(), st.booleans())
+def test_deciding_is_planning_and_refusing(asks, nodes, own_nodes):
+    """One question gives the plan for what is free, or whether there is none even when nothing else runs."""
+    chosen = plan(asks, nodes, own_nodes=own_nodes)
+    never = never_fits(asks, nodes, own_nodes=own_nodes)
+
+    assert decide(asks, nodes, own_nodes=own_nodes) == (chosen, never)
+    idle = [dataclasses.replace(one, free=one.total) for one in nodes]
+    assert decide(asks, idle, own_nodes=own_nodes) == (plan(asks, idle, own_nodes=own_nodes), never)
+
+
+def test_deciding_does_no_work_twice(monkeypatch):
+    """Idle nodes are planned for once, as what is free is all there is; others are looked at as if they were idle."""
+    made = []
+    site = _planner.Site
+    monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
+
+    assert decide(asks_of(11), nodes_of(10, 10)) == (None, True)
+    assert len(made) == 1
+    assert decide(asks_of(9), [node("busy", {"CPU": 5}, CPU=9)]) == (None, False)
+    assert len(made) == 3
+
+
+def test_deciding_ends_at_the_deadline():
+    """A question that is still open at the deadline has no plan, and nobody is told that there can be none."""
+    asks, nodes = asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)
+
+    assert decide(asks, nodes, deadline=time.monotonic()) == (None, False)
+    assert decide(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2, deadline=time.monotonic()) == (
+        None,
+        False,
+    )
+    assert decide(asks, nodes, deadline=time.monotonic() + 600)[0] is not None
 
 
 @given(mixed_requests(), labelled_clusters(), st.booleans(), st.randoms())

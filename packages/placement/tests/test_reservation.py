@@ -19,6 +19,7 @@ from fairlead_placement import (
     PlacementTimeoutError,
     RayVirtualCluster,
     ResourceInsufficientError,
+    _planner,
     place_pinned,
     remove_placement_groups,
 )
@@ -193,6 +194,19 @@ def test_empty():
             assert (cluster.world_size(), cluster.slots(), cluster.get_placement_groups()) == (0, (), [])
             with pytest.raises(PlacementError, match="has no slot"):
                 cluster.get_master_address_and_port()
+
+
+def test_a_refusal_is_planned_once(monkeypatch):
+    """What the refusal shows is what was planned: nothing is planned again for it (seam: the start of planning)."""
+    made = []
+    site = _planner.Site
+    monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
+    with pytest.raises(ResourceInsufficientError) as caught:
+        RayVirtualCluster([17]).reserve()
+    assert (len(made), caught.value.report.verdict) == (1, "impossible")
+    with held([{"CPU": 3}]), pytest.raises(PlacementTimeoutError) as caught:
+        RayVirtualCluster([15], use_gpus=False, reserve_timeout_s=0).reserve()
+    assert (len(made), caught.value.report.verdict) == (3, "taken")
 
 
 def test_never_fits():

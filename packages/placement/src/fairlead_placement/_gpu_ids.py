@@ -18,7 +18,6 @@ from ._gpu_holders import held_by
 from ._groups import Reserved, place
 from ._inventory import read_nodes
 from ._planner import Ask, Node, never_fits, plan
-from ._report import Report, Verdict
 from ._reservation import POLL_S, report_of
 from ._waiting import Waiting
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
@@ -100,7 +99,7 @@ def reserve_gpus(
             if never_fits(_exact(asks, wanted), _shown(nodes, owned, owned), own_nodes=unified):
                 limit = wait_for_nodes_s
                 if waited >= limit:
-                    found = _report(asks, nodes, unified, "impossible")
+                    found = report_of(asks, nodes, "impossible")
                     raise ResourceInsufficientError(_no_node(asks, wanted, nodes, names), found)
                 waiting.show("nodes have to join", limit)
             else:
@@ -109,7 +108,7 @@ def reserve_gpus(
                 if placed is not None:
                     return placed
                 if waited >= limit:
-                    raise _refusal(asks, wanted, nodes, names, free, waited, unified)
+                    raise _refusal(asks, wanted, nodes, names, free, waited)
                 waiting.show("others hold its GPUs", limit)
             # Not in step with others that do the same: two that fill one node at a time both miss.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
@@ -252,7 +251,6 @@ def _refusal(
     names: Mapping[str, tuple[str, ...]],
     found: Ids,
     waited: float,
-    unified: bool,
 ) -> ResourceInsufficientError | PlacementTimeoutError:
     having = {
         ask.node_idx: [node for node in nodes if wanted[ask.node_idx] <= set(names[node.node_id])][:SHOWN]
@@ -276,15 +274,10 @@ def _refusal(
         return ResourceInsufficientError(
             f"Waited {waited:.1f} s for particular GPUs. " + ". ".join(reasons) + ". Release them, ask for others "
             "(gpu_ids), or wait longer (reserve_timeout_s).",
-            _report(asks, nodes, unified, "taken"),
+            report_of(asks, nodes, "taken"),
         )
     return PlacementTimeoutError(
         f"Waited {waited:.1f} s: the GPUs asked for are free, but others hold what else the request needs, or take "
         "turns with it (see below). Release some of it, or wait longer (reserve_timeout_s).",
-        _report(asks, nodes, unified, "taken"),
+        report_of(asks, nodes, "taken"),
     )
-
-
-def _report(asks: Sequence[Ask], nodes: Sequence[Node], unified: bool, verdict: Verdict) -> Report:
-    # What the asks alone would come to says nothing about particular GPUs.
-    return replace(report_of(asks, nodes, unified=unified), verdict=verdict, plan={})

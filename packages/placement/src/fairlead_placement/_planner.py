@@ -13,7 +13,7 @@ from ._segments import place_blocks
 from ._site import PRECISION, Shape, Site
 from ._topology import check_size, node_place
 
-__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "never_fits", "plan"]
+__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "decide", "never_fits", "plan"]
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 # How much to try before giving up, in looks at a kind of node: about a second.
@@ -116,15 +116,61 @@ def never_fits(
         return False
 
 
+def decide(
+    asks: Sequence[Ask],
+    nodes: Sequence[Node],
+    *,
+    own_nodes: bool = False,
+    segment_size: int | None = None,
+    deadline: float | None = None,
+) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
+    """Return a plan for what is free, and whether it is certain that there is none even when nothing else runs.
+
+    Args:
+        asks: as of `plan`, as the next three.
+        nodes: what is there.
+        own_nodes: never put two logical nodes on one physical node.
+        segment_size: place logical nodes in groups of this many.
+        deadline: when to stop looking, as of `time.monotonic`; None for the limit of work alone.
+
+    Returns:
+        As `plan` and `never_fits` together, with no more work than is needed for both.
+    """
+    decided = True
+    try:
+        chosen = _plan(asks, nodes, False, own_nodes, segment_size, deadline)
+        if chosen is not None:
+            return chosen, False
+    except Undecided:
+        decided = False
+    if _are_idle(asks, nodes):
+        return None, decided
+    try:
+        return None, _plan(asks, nodes, True, own_nodes, segment_size, deadline) is None
+    except Undecided:
+        return None, False
+
+
+def _are_idle(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
+    """Return whether all that is asked for is free on all nodes."""
+    names = {name for ask in asks for name in ask.bundle}
+    return all(node.free.get(name, 0.0) >= node.total.get(name, 0.0) for node in nodes for name in names)
+
+
 def _plan(
-    asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, segment_size: int | None
+    asks: Sequence[Ask],
+    nodes: Sequence[Node],
+    idle: bool,
+    own_nodes: bool,
+    segment_size: int | None,
+    deadline: float | None = None,
 ) -> dict[int, tuple[str, ...]] | None:
     ordered = sorted(asks, key=lambda ask: ask.node_idx)
     site = Site(ordered, nodes, idle)
     if segment_size is not None:
-        found = _in_segments(ordered, site, nodes, segment_size)
+        found = _in_segments(ordered, site, nodes, segment_size, deadline)
     else:
-        found = _found(ordered, site, range(len(nodes)), own_nodes)
+        found = _found(ordered, site, range(len(nodes)), own_nodes, deadline)
     if found is None:
         return None
     return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in asks}
@@ -134,16 +180,18 @@ def _plan(
 Found = dict[int, list[int]]
 
 
-def _found(asks: Sequence[Ask], site: Site, positions: Sequence[int], own_nodes: bool) -> Found | None:
+def _found(
+    asks: Sequence[Ask], site: Site, positions: Sequence[int], own_nodes: bool, deadline: float | None
+) -> Found | None:
     found = _in_order(asks, site, positions)
     if found is None:
         try:
-            found = _matched(asks, site, positions)
+            found = _matched(asks, site, positions, deadline)
         except Undecided:
             if own_nodes:
                 raise
     if found is None and not own_nodes:
-        found = _searched(asks, site, positions, own=False)
+        found = _searched(asks, site, positions, own=False, deadline=deadline)
     return None if found is None else _by_shape(asks, site, found)
 
 
@@ -187,11 +235,11 @@ def _in_order(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Foun
     return found
 
 
-def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found | None:
+def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int], deadline: float | None) -> Found | None:
     """Nodes of its own for each ask, whenever there is such a plan."""
     shapes = sorted({site.shape_of[ask.node_idx] for ask in asks}, key=lambda s: (-site.shapes[s].least, s))
     if any(site.shapes[s].strategy in ("PACK", "SPREAD") for s in shapes):
-        return _searched(asks, site, positions, own=True)
+        return _searched(asks, site, positions, own=True, deadline=deadline)
     (profiles,) = site.profiles(shapes, [positions])
     needs = dict.fromkeys(shapes, 0)
     for ask in asks:
@@ -212,7 +260,9 @@ def _matched(asks: Sequence[Ask], site: Site, positions: Sequence[int]) -> Found
     return found
 
 
-def _searched(asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own: bool) -> Found | None:
+def _searched(
+    asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own: bool, deadline: float | None
+) -> Found | None:
     """Whatever plan there is, if it is found with bounded work."""
     members: dict[int, list[int]] = {}
     for ask in asks:
@@ -234,7 +284,7 @@ def _searched(asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own:
         shape = site.shapes[s]
         unit = tuple(n * shape.least for n in shape.bundle)
         wants.append(Want(shape.strategy, unit, shape.selector, shape.count // shape.least, len(members[s])))
-    placed = search(wants, rooms, own=own, budget=Budget(WORK))
+    placed = search(wants, rooms, own=own, budget=Budget(WORK, deadline))
     if placed is None:
         return None
     return {
@@ -244,7 +294,9 @@ def _searched(asks: Sequence[Ask], site: Site, positions: Sequence[int], *, own:
     }
 
 
-def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment_size: int) -> Found | None:
+def _in_segments(
+    asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment_size: int, deadline: float | None
+) -> Found | None:
     check_size("segment_size", segment_size)
     if len(asks) % segment_size:
         raise ValueError(
@@ -265,14 +317,14 @@ def _in_segments(asks: Sequence[Ask], site: Site, nodes: Sequence[Node], segment
     chosen = place_blocks(
         contents,
         [{profile: len(at) for profile, at in profiles.items()} for profiles in places],
-        Budget(WORK),
+        Budget(WORK, deadline),
     )
     if chosen is None:
         return None
     found: Found = {}
     for members, of_domain in zip(domains.values(), chosen, strict=True):
         here = [ask for b in of_domain for ask in blocks[b]]
-        part = _found(here, site, members, own_nodes=True)
+        part = _found(here, site, members, True, None)
         assert part is not None, "place_blocks has checked it"
         found.update(part)
     return found

@@ -2,15 +2,15 @@
 """From what is asked to placement groups that Ray has placed, or an error and nothing left behind."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ._groups import Demand, Reserved, place
 from ._inventory import alive_nodes, read_holders, read_nodes
-from ._planner import Ask, Node, never_fits, plan
+from ._planner import Ask, Node, decide
 from ._ray_private import autoscaler_is_there
-from ._report import Report
+from ._report import Report, Verdict
 from ._slot import Slot
 from ._waiting import Waiting
 from .exceptions import PlacementTimeoutError, ResourceInsufficientError
@@ -18,11 +18,17 @@ from .exceptions import PlacementTimeoutError, ResourceInsufficientError
 __all__ = ["examine", "examine_reserved", "report_of", "reserve"]
 
 POLL_S = (0.05, 0.5)
+# A plan is looked for at least so long, even by a reservation that is not to wait: most are found in milliseconds.
+LEAST_PLANNING_S = 1.0
 
 
 def examine(asks: Sequence[Ask], *, unified: bool, segment_size: int | None) -> Report:
     """What would become of a reservation now, without reserving."""
-    return report_of(asks, read_nodes(), unified=unified, segment_size=segment_size)
+    nodes = read_nodes()
+    chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=segment_size)
+    if chosen is not None:
+        return report_of(asks, nodes, "fits", chosen)
+    return report_of(asks, nodes, "impossible" if impossible else "taken")
 
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
@@ -73,8 +79,9 @@ def reserve(
         while True:
             nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             waited = time.monotonic() - began
-            chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
-            if chosen is None and never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size):
+            until = max(began + timeout_s, time.monotonic() + LEAST_PLANNING_S)
+            chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=segment_size, deadline=until)
+            if impossible:
                 limit = wait_for_nodes_s
                 if autoscaler_is_there():
                     limit = max(limit, timeout_s)
@@ -82,7 +89,7 @@ def reserve(
                 if waited >= limit:
                     raise ResourceInsufficientError(
                         _insufficient(asks, unified, segment_size, waited),
-                        report_of(asks, nodes, unified=unified, segment_size=segment_size),
+                        report_of(asks, nodes, "impossible"),
                     )
                 waiting.show("nodes have to join", limit)
             else:
@@ -96,23 +103,19 @@ def reserve(
                     raise PlacementTimeoutError(
                         f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs "
                         "(see below). Release some of it, or wait longer (reserve_timeout_s).",
-                        report_of(asks, nodes, unified=unified, segment_size=segment_size),
+                        report_of(asks, nodes, "taken"),
                     )
                 waiting.show("others hold what it needs", limit)
             time.sleep(max(0.0, min(pause, began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
-def report_of(asks: Sequence[Ask], nodes: Sequence[Node], *, unified: bool, segment_size: int | None = None) -> Report:
-    """What is asked, what these nodes have, and who holds it."""
-    chosen = plan(asks, nodes, own_nodes=unified, segment_size=segment_size)
-    never = chosen is None and never_fits(asks, nodes, own_nodes=unified, segment_size=segment_size)
+def report_of(
+    asks: Sequence[Ask], nodes: Sequence[Node], verdict: Verdict, chosen: Mapping[int, tuple[str, ...]] | None = None
+) -> Report:
+    """Return what is asked, what these nodes have, and who holds it, with what the planner has found."""
     return Report(
-        asks=tuple(asks),
-        nodes=tuple(nodes),
-        holders=read_holders(),
-        verdict="fits" if chosen is not None else "impossible" if never else "taken",
-        plan=chosen or {},
+        asks=tuple(asks), nodes=tuple(nodes), holders=read_holders(), verdict=verdict, plan=dict(chosen or {})
     )
 
 

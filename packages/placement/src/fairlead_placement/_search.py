@@ -5,6 +5,7 @@ Nodes that hold the same are interchangeable, and so are asks that want the same
 nodes, so its cost depends on how different nodes and asks are, hardly on how many nodes there are.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,20 @@ class Undecided(Exception):
 
 
 class Budget:
-    """A work limit that several searches share. Counted, not timed: the same question has the same answer."""
+    """A work limit that several searches share. Counted, not timed: the same question has the same answer.
 
-    def __init__(self, steps: int) -> None:
+    Args:
+        steps: how much work.
+        deadline: when to give up in any case, as of `time.monotonic`; None for no such limit.
+    """
+
+    def __init__(self, steps: int, deadline: float | None = None) -> None:
         self._left = steps
+        self._deadline = deadline
 
     def spend(self, steps: int) -> None:
         self._left -= steps
-        if self._left < 0:
+        if self._left < 0 or (self._deadline is not None and time.monotonic() > self._deadline):
             raise Undecided
 
 
