@@ -65,6 +65,12 @@ class Worker:
         if self.rank() in ranks:
             os._exit(1)
 
+    def items_that_wait(self, failing):
+        if self.rank() in failing:
+            raise KeyError(self.rank())
+        yield self.rank()
+        time.sleep(600)
+
     async def slow_echo(self, value, seconds=0.01):
         await asyncio.sleep(seconds)
         return value

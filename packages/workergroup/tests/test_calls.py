@@ -487,6 +487,11 @@ class TestErrors:
         assert caught.value.rank == 5
         assert caught.value.type_name.endswith("Unpicklable")
         assert "fail_unimportable" in caught.value.remote_traceback
+        call = group.call("fail_unimportable")
+        assert call.wait(60)
+        with pytest.raises(RemoteError) as caught:
+            call.result()
+        assert [note.rpartition(": ")[2] for note in caught.value.__notes__[1:]] == ["Unpicklable"] * 7
 
     def test_errors_in_generators(self, group):
         """An error while a generator runs is raised like any other."""

@@ -8,7 +8,14 @@ import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import CallCancelledError, CallTimeoutError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import (
+    CallCancelledError,
+    CallTimeoutError,
+    RayWorkerGroup,
+    WorkerFailureError,
+    WorkerGroupError,
+)
+from fairlead_workergroup.testing import kill
 
 
 class TestStreams:
@@ -35,6 +42,29 @@ class TestStreams:
         assert [next(stream).value, next(stream).value] == [500, 501]
         assert [outcome.value for outcome in call.stream()] == [502, 503]
 
+    def test_every_worker_has_its_turn(self, group):
+        """Workers that always have an item ready are served in turn, whatever their ranks."""
+        call = group.at(dp=0, tp=slice(0, 2)).call("items", 12)
+        assert call.wait(60)
+        ranks = [outcome.rank for _, outcome in zip(range(12), call.stream(), strict=False)]
+        assert (ranks.count(5), ranks.count(1)) == (6, 6)
+
+    def test_no_result_after_streaming(self, group):
+        """A result lacks the items that stream() has handed out, so it is refused; without any, it is complete."""
+        call = group.at(dp=0).call("items", 2)
+        assert next(call.stream()).value in (100, 200, 500, 600)
+        with pytest.raises(WorkerGroupError, match=r"stream\(\) has handed out 1 item\(s\) of .items. of rank \d"):
+            call.result()
+        assert len(list(call.stream())) == 7
+        with pytest.raises(WorkerGroupError, match="are not kept"):
+            call.result()
+        with pytest.raises(WorkerGroupError, match="are not kept"):
+            asyncio.run(_result_of(call))
+        assert [type(outcome.error) for outcome in call.outcomes()] == [WorkerGroupError] * 4
+        empty = group.at(dp=0).call("items", 0)
+        assert list(empty.stream()) == []
+        assert empty.result() == [[]] * 4
+
     def test_a_timeout_is_of_the_next_item(self, group):
         """A stream may last as long as it likes, as long as its items come."""
         view = group.at(dp=0, tp=0)
@@ -47,10 +77,14 @@ class TestStreams:
 
     def test_errors(self, group, doomed):
         """An error in the middle comes at its place with its type; a worker's end is no quiet end of its stream."""
-        stream = group.at(dp=0, tp=0).call("items_then_fail", 2).stream()
+        call = group.at(dp=0, tp=0).call("items_then_fail", 2)
+        stream = call.stream()
         assert [next(stream).value, next(stream).value] == [0, 1]
-        with pytest.raises(KeyError, match="no more"):
-            next(stream)
+        for again in (lambda: next(stream), lambda: next(call.stream()), call.result):
+            with pytest.raises(KeyError, match="no more") as caught:
+                again()
+            assert caught.value.__notes__[0].startswith("raised by rank 5 (dp=0, tp=0) on node ")
+        assert isinstance(call.outcomes()[0].error, KeyError)
         with pytest.raises(KeyError, match="no more"):
             group.call("items_then_fail", 2).result()
         with pytest.raises(TypeError, match="'rank' is no generator method"):
@@ -62,6 +96,20 @@ class TestStreams:
         classic = doomed.at(dp=0).call("items_then_die", [1])
         with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([classic.futures[1]])
+
+    def test_one_failure_ends_the_wait_for_generators(self, doomed):
+        """A rank that fails is reported while others still wait, by the classic methods too."""
+        failing = doomed.call("items_that_wait", [1])
+        with pytest.raises(KeyError, match="1") as caught:
+            failing.result()
+        assert caught.value.__notes__[0].startswith("raised by rank 1 (dp=0, tp=1)")
+        kill(doomed, 3)
+        with pytest.raises(WorkerFailureError, match="rank 3"):
+            doomed.get_all_worker_results([failing.futures[0], failing.futures[3]])
+
+
+async def _result_of(call):
+    return await call
 
 
 class TestAsync:

@@ -9,10 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import ray
 from ray.exceptions import ActorDiedError
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import CallCancelledError, CallTimeoutError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import (
+    CallCancelledError,
+    CallTimeoutError,
+    MultiWorkerFuture,
+    RayWorkerGroup,
+    WorkerFailureError,
+)
 
 from .calling import MB, Worker
 
@@ -124,6 +131,22 @@ class TestWaiting:
             with pytest.raises(CallTimeoutError):
                 call.result()
             assert group.call("sleep", 0.5, tag=3, timeout=60).result() == [3, 3]
+            self.check_classic_methods(group)
+
+    def check_classic_methods(self, group):
+        """The deadline of refs counts from their call; of refs that the group did not make, from the wait."""
+        refs = group.run_all_workers_single_data("sleep", 1.5, ranks=[1], tag=4)
+        with pytest.raises(CallTimeoutError, match="1 of 2 workers have not finished 'sleep'") as caught:
+            group.get_all_worker_results(refs)
+        assert [late.rank for late in caught.value.late] == [1]
+        for future in (MultiWorkerFuture(refs), group.run_all_workers_single_data("items", 2)):
+            with pytest.raises(CallTimeoutError):
+                group.get_all_worker_results(future)
+        with pytest.raises(CallTimeoutError, match="1 of 1 workers") as caught:
+            group.get_all_worker_results([group.workers[1].what_ran.remote()])
+        assert [late.rank for late in caught.value.late] == [1]
+        ray.wait(refs, num_returns=2, timeout=60)
+        assert group.get_all_worker_results(refs) == [4, 4]  # nothing was lost
 
 
 class TestErrors:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ray import ObjectRefGenerator
 
 from ._outcome import Outcome
-from ._results import REPORT_EVERY_S, what_failed
+from ._results import REPORT_EVERY_S
 from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ async def _collected(call: Call) -> list[Any]:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 if (error := task.exception()) is not None:
-                    call._check_open()
-                    # It may look at the nodes.
-                    raise await asyncio.to_thread(what_failed, [*call._completions.values()], error, call._group)
+                    raise await asyncio.to_thread(call._failure, error)  # it may look at the nodes
             if pending and not done:
                 await asyncio.to_thread(call._on_slow, call._deadline)
     finally:
@@ -88,6 +86,7 @@ async def _value_of(call: Call, at: int) -> Any:
             items.append(ref)
         await asyncio.wrap_future(future.completed().future())
         values = [await asyncio.wrap_future(ref.future()) for ref in items]
+        call._check_complete(at)
         call._count_once([at], items)
         return values
     value = await asyncio.wrap_future(future.future())

@@ -68,7 +68,7 @@ class Call(Underway, PassedOn):
             CallTimeoutError: some workers have not finished by then.
             WorkerFailureError: a worker was lost. The first failure ends the wait.
             CallCancelledError: it was cancelled before all workers had finished.
-            WorkerGroupError: the group's Ray has been shut down.
+            WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out a part of the items.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         deadline = self._until(timeout)
@@ -139,9 +139,10 @@ class Call(Underway, PassedOn):
                     yield outcome
 
     def stream(self, timeout: float | None = None) -> Iterator[Outcome]:
-        """The items of a generator method as they arrive, each as an `Outcome`, those of all workers interleaved.
+        """Return an iterator over the items of a generator method as they arrive, each as an `Outcome`.
 
-        Each item is handed out once: nothing keeps it in the object store afterwards.
+        All workers are served in turn. Each item is handed out once, and nothing keeps it in the object store
+        afterwards: `result()` then raises instead of returning a part of the items. An error is raised again each time.
 
         Args:
             timeout: seconds to wait for the next item; None: until the deadline the call was made with, if any.

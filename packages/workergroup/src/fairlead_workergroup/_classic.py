@@ -37,6 +37,9 @@ class ClassicCalls:
     ) -> Call:
         raise NotImplementedError
 
+    def _note_submitted(self, call: Call) -> list[Any]:
+        raise NotImplementedError
+
     def run_single_worker_single_data(
         self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ObjectRef[Any]:
@@ -62,7 +65,8 @@ class ClassicCalls:
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
-        (future,) = self._dispatch(method, [worker_idx], *_same(args, kwargs), returned=[worker_idx]).futures
+        call = self._dispatch(method, [worker_idx], *_same(args, kwargs), returned=[worker_idx])
+        (future,) = self._note_submitted(call)
         return future
 
     def run_all_workers_single_data(
@@ -84,7 +88,7 @@ class ClassicCalls:
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
-        return self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks).futures
+        return self._note_submitted(self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks))
 
     def run_all_workers_multiple_data(
         self,
@@ -123,7 +127,7 @@ class ClassicCalls:
         columns = [column(f"positional argument {at}", values) for at, values in enumerate(args)]
         named = {name: column(f"argument {name!r}", values) for name, values in kwargs.items()}
         named = _with_common(named, common_kwargs)
-        return self._dispatch(method, ranks, columns, named, returned=ranks).futures
+        return self._note_submitted(self._dispatch(method, ranks, columns, named, returned=ranks))
 
     def run_all_workers_sharded_data(
         self,
@@ -175,7 +179,7 @@ class ClassicCalls:
 
         columns = [column(f"positional argument {at}", nested) for at, nested in enumerate(args)]
         named = {name: column(f"argument {name!r}", nested) for name, nested in kwargs.items()}
-        return self._dispatch(
+        call = self._dispatch(
             method,
             plan.called.tolist(),
             columns,
@@ -183,6 +187,8 @@ class ClassicCalls:
             answers=plan.answers.tolist(),
             returned=plan.returned.tolist(),
         )
+        self._note_submitted(call)
+        return call
 
     def get_all_worker_results(
         self, future: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -194,6 +200,8 @@ class ClassicCalls:
             return_generators_as_proxies: leave generators as they are instead of collecting their items.
 
         Raises:
+            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
+                ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +15,27 @@ from ray import ObjectRef
 
 from ._arguments import Arguments
 from ._call import Call
+from ._deadline import Deadline
 from ._failures import WorkerFacts
 from ._held import Held
 from ._inspect import cancelled, late_workers
 from ._memory import judge
 from ._planning import Column
-from ._ray_private import actor_id_of_ref, object_sizes
+from ._ray_private import actor_id_of_ref, object_sizes, task_of_future, task_of_ref
 from ._restart import remedy
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
 from ._underway import Repeats
 from ._worker_class import WorkerClass
-from .exceptions import LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
+from .exceptions import CallTimeoutError, LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
 __all__ = ["Dispatching"]
+
+# Futures of classic calls whose start is remembered: the latest ones.
+MOST_SUBMITTED = 10_000
 
 
 class Dispatching:
@@ -52,6 +57,7 @@ class Dispatching:
     _restart_scope: str
     _memory_limit: int | None
     _call_timeout_s: float | None
+    _submitted: OrderedDict[bytes, tuple[str, float]]
 
     def restart_failed_workers(self) -> list[int]:
         """See `RayWorkerGroup`."""
@@ -129,6 +135,33 @@ class Dispatching:
             bytes_put=bytes_put,
             repeats=None if kept is None else Repeats(retries, kept),
         )
+
+    def _note_submitted(self, call: Call) -> list[Any]:
+        """Note when the futures of a classic call were made, which ObjectRefs do not say; return them."""
+        for future in call.futures:
+            self._submitted[task_of_future(future)] = (call._method.name, call._began)
+        while len(self._submitted) > MOST_SUBMITTED:
+            self._submitted.popitem(last=False)
+        return call.futures
+
+    def _forget_submitted(self, futures: Sequence[Any]) -> None:
+        for future in futures:
+            self._submitted.pop(task_of_future(future), None)
+
+    def _first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
+        """The first deadline of futures; those that are not known count from `otherwise`."""
+        if self._call_timeout_s is None or not futures:
+            return Deadline()
+        began = min(self._submitted.get(task_of_future(future), ("", otherwise))[1] for future in futures)
+        return Deadline(began + self._call_timeout_s)
+
+    def _late_futures(self, pending: Sequence[ObjectRef], called: int, otherwise: float) -> CallTimeoutError:
+        """The error that names the workers that have not finished what these refs stand for."""
+        method, began = min(
+            (self._submitted.get(task_of_ref(ref), ("a method", otherwise)) for ref in pending), key=lambda one: one[1]
+        )
+        ranks = {self._facts[actor].rank for ref in pending if (actor := actor_id_of_ref(ref)) in self._facts}
+        return CallTimeoutError(method, time.monotonic() - began, called, self._late_workers(sorted(ranks)))
 
     def _is_lost(self, ref: ObjectRef) -> bool:
         """Whether what makes an object is dead, or has been replaced."""

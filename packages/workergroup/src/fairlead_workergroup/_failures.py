@@ -112,18 +112,35 @@ def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerF
         return first
     shown: BaseException = first
     cause = getattr(first, "cause", None)
-    if isinstance(first, UnserializableException) or (isinstance(cause, RayError) and type(cause) is RayError):
-        trace = remote_traceback(first)
-        name, _, message = (trace.strip().splitlines() or ["unknown"])[-1].partition(": ")
-        shown = RemoteError(name.strip(), message, trace, rank)
+    if _is_unknown_here(first):
+        shown = RemoteError(*_said_last(first), remote_traceback(first), rank)
         shown.__cause__ = first
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
         shown = cause
         shown.__cause__ = first
     for failing, error in errors.items():
-        said = "" if error is first else f": {type(getattr(error, 'cause', error)).__name__}"
+        said = "" if error is first else f": {_type_name(error)}"
         shown.add_note(f"raised by {workers[failing]}{said}")
     return shown
+
+
+def _is_unknown_here(error: BaseException) -> bool:
+    """Whether an error stands for one whose class this process does not know."""
+    cause = getattr(error, "cause", None)
+    return isinstance(error, UnserializableException) or (isinstance(cause, RayError) and type(cause) is RayError)
+
+
+def _said_last(error: BaseException) -> tuple[str, str]:
+    """The full name of an exception's class and its message, from the last line of its remote traceback."""
+    name, _, message = (remote_traceback(error).strip().splitlines() or ["unknown"])[-1].partition(": ")
+    return name.strip(), message
+
+
+def _type_name(error: BaseException) -> str:
+    """The name of the class of the exception that a worker raised."""
+    if _is_unknown_here(error):
+        return _said_last(error)[0].rpartition(".")[2]
+    return type(getattr(error, "cause", None) or error).__name__
 
 
 def remote_traceback(error: Any) -> str:

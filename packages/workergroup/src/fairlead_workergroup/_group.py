@@ -6,6 +6,7 @@ import math
 import threading
 import uuid
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -134,6 +135,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
         self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
+        self._submitted: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._load_balancing_strategy = check_strategy(load_balancing_strategy)
         self._enable_load_balancing = enable_load_balancing
         self._gradient_compression = check_compression(enable_gradient_compression)

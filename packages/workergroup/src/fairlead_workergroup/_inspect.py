@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray import ObjectRefGenerator
 
 from fairlead_placement import alive_nodes, run_on_nodes
 
 from . import _processes, _records
 from ._failures import WorkerFacts
-from ._ray_private import task_of_ref
+from ._ray_private import task_of_future
 from .exceptions import LateWorker
 
 __all__ = ["cancelled", "gone", "late_workers", "looked_at"]
@@ -95,8 +94,7 @@ def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
     tasks = {}
     for worker, future in calls:
         ray.cancel(future)
-        end = future.completed() if isinstance(future, ObjectRefGenerator) else future
-        tasks[worker.rank] = (worker.process, task_of_ref(end))
+        tasks[worker.rank] = (worker.process, task_of_future(future))
     workers = [worker for worker, _ in calls]
     running = looked_at(workers, _records.cancel_tasks, lambda worker: tasks[worker.rank])
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, ObjectRefGenerator
 
 __all__ = [
     "actor_id_of",
@@ -15,6 +15,7 @@ __all__ = [
     "dead_actors",
     "never_connect",
     "object_sizes",
+    "task_of_future",
     "task_of_ref",
 ]
 
@@ -50,6 +51,11 @@ def task_of_ref(ref: ObjectRef) -> bytes:
     """The id of the task that makes an object, as that task sees its own."""
     task: bytes = ref.task_id().binary()
     return task
+
+
+def task_of_future(future: Any) -> bytes:
+    """The id of the task that makes an object, or the items of a generator."""
+    return task_of_ref(future.completed() if isinstance(future, ObjectRefGenerator) else future)
 
 
 def dead_actors() -> frozenset[str]:

@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
+from ._deadline import Deadline
 from ._failures import WorkerFacts, as_failures, explained
 from ._inspect import gone
 from ._ray_private import actor_id_of_ref
-from .exceptions import WorkerFailureError
+from .exceptions import CallTimeoutError, WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
-__all__ = ["REPORT_EVERY_S", "MultiWorkerFuture", "fetched", "not_here_yet", "positions", "what_failed"]
+__all__ = ["REPORT_EVERY_S", "MultiWorkerFuture", "drain", "fetched", "not_here_yet", "positions", "what_failed"]
 
+logger = logging.getLogger(__name__)
 
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
@@ -67,6 +71,8 @@ class MultiWorkerFuture:
             return_generators_as_proxies: leave generators as they are: each an iterator of ObjectRefs.
 
         Raises:
+            CallTimeoutError: a worker has not finished by the `call_timeout_s` of `worker_group`, which counts from
+                the call; for ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and notes that name the failing ranks.
             ValueError: `return_from_workers` names a rank that was not called.
@@ -99,44 +105,134 @@ def positions(future: MultiWorkerFuture) -> tuple[list[int], list[int]]:
 def fetched(
     futures: Sequence[Any], *, silent: Sequence[Any] = (), group: RayWorkerGroup | None = None, proxies: bool = False
 ) -> list[Any]:
-    """The values of futures in order; `silent` ones are waited for and not fetched."""
+    """Return the values of futures in order.
+
+    Args:
+        futures: ObjectRefs, or generators of them; a generator gives one value for each item, at its place.
+        silent: futures that are waited for and not fetched.
+        group: the group whose workers make them. Its `call_timeout_s` holds, and errors name ranks.
+        proxies: return generators as they are.
+
+    Raises:
+        TypeError: a future is neither an ObjectRef nor a generator.
+        CallTimeoutError: a worker has not finished by the group's `call_timeout_s`.
+        WorkerFailureError, Exception: as of `MultiWorkerFuture.get_results`.
+    """
     if group is not None:
         group._check_connected()
-    refs: list[ObjectRef] = []
-    slots: list[Any] = []
     for future in futures:
-        if isinstance(future, ObjectRefGenerator):
-            if proxies:
-                slots.append(future)
-                continue
-            new = list(_streamed(future, group))
-        elif isinstance(future, ObjectRef):
-            new = [future]
-        else:
+        if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
-        slots.extend([_AT] * len(new))
-        refs.extend(new)
-    waited_for = [ref for ref in silent if isinstance(ref, ObjectRef)]
+    streams = {f: list[ObjectRef]() for f in futures if isinstance(f, ObjectRefGenerator) and not proxies}
+    singles = [future for future in (*futures, *silent) if isinstance(future, ObjectRef)]
+    wait = _Wait(group, [*streams, *singles])
+    refs = singles
     try:
+        if streams:
+            drain(streams, singles, wait.until_some_are_ready)
+        refs = [ref for future in futures for ref in streams.get(future, [future])]
+        refs = [ref for ref in refs if isinstance(ref, ObjectRef)]
         # Those that do not answer hold None: fetching them moves nothing, and surfaces their errors.
-        values = iter(ray.get([*refs, *waited_for])[: len(refs)])
+        waited_for = [future for future in silent if isinstance(future, ObjectRef)]
+        values = iter(wait.values([*refs, *waited_for])[: len(refs)])
+    except CallTimeoutError:
+        raise
     except Exception as error:  # noqa: BLE001  whatever a worker raised
-        raise what_failed([*refs, *waited_for], error, group)  # noqa: B904  chained there
+        ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
+        raise what_failed(list(dict.fromkeys([*singles, *ends])), error, group)  # noqa: B904  chained there
     if group is not None:
+        group._forget_submitted([*streams, *singles])
         group._count_fetched(refs)
-    return [next(values) if slot is _AT else slot for slot in slots]
+    slots = [slot for future in futures for slot in streams.get(future, [future])]
+    return [next(values) if isinstance(slot, ObjectRef) else slot for slot in slots]
 
 
-_AT = object()
+def drain(
+    streams: Mapping[ObjectRefGenerator, list[ObjectRef]],
+    singles: Sequence[ObjectRef],
+    until_some_are_ready: Callable[[list[Any]], list[Any]],
+) -> None:
+    """Take the items of generators as they arrive, of all generators in turn, until every generator has ended.
+
+    Args:
+        streams: the list to which the items of each generator are added.
+        singles: other results of the same call; the error of one ends the wait.
+        until_some_are_ready: waits, and returns those of the futures given that are ready.
+
+    Raises:
+        Exception: what a worker raised, as Ray raises it, or what `until_some_are_ready` raises.
+    """
+    waiting: dict[Any, None] = dict.fromkeys([*streams, *singles])
+    while waiting:
+        for future in until_some_are_ready(list(waiting)):
+            if isinstance(future, ObjectRef):
+                del waiting[future]
+                ray.get(future)
+                continue
+            items = streams[future]
+            while (ref := next(future, None)) is not None:
+                items.append(ref)
+                if not future.next_ready():
+                    break
+            else:
+                del waiting[future]
+                # A generator that raises gives its error as its last item; one whose worker has died, its completion.
+                ray.get([*items[-1:], future.completed()])
 
 
-def _streamed(generator: ObjectRefGenerator, group: RayWorkerGroup | None) -> Iterator[ObjectRef]:
-    try:
-        yield from generator
-        # A stream that is cut off by the worker's end just stops.
-        ray.get(generator.completed())
-    except Exception as error:  # noqa: BLE001  whatever a worker raised
-        raise what_failed([generator.completed()], error, group)  # noqa: B904  chained there
+class _Wait:
+    """One wait for futures that were made at different times, each with a deadline of its own."""
+
+    def __init__(self, group: RayWorkerGroup | None, futures: Sequence[Any]) -> None:
+        self._group = group
+        self._futures = futures
+        self._began = time.monotonic()
+        self._report = Deadline.after(REPORT_EVERY_S)
+        self._deadline = self._first_deadline(futures)
+
+    def until_some_are_ready(self, futures: list[Any]) -> list[Any]:
+        """Return the futures that are ready, once there is one.
+
+        Raises:
+            CallTimeoutError: the deadline of one that is not ready has passed.
+        """
+        while True:
+            left = self._deadline.left(at_most=REPORT_EVERY_S)
+            ready, _ = ray.wait(futures, num_returns=1, timeout=left, fetch_local=False)
+            if ready:
+                more, _ = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)
+                return list(dict.fromkeys([*ready, *more]))
+            self._check_late()
+
+    def values(self, refs: list[ObjectRef]) -> list[Any]:
+        """Return the values of refs; moving them here is not counted against the deadline.
+
+        Raises:
+            CallTimeoutError: the deadline of one that is not ready has passed.
+        """
+        while True:
+            try:
+                values: list[Any] = ray.get(refs, timeout=self._deadline.left(at_most=REPORT_EVERY_S))
+                return values
+            except Exception as error:
+                if not not_here_yet(error):
+                    raise
+            self._check_late()
+
+    def _check_late(self) -> None:
+        ends = {one.completed() if isinstance(one, ObjectRefGenerator) else one: one for one in self._futures}
+        _, pending = ray.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)
+        self._deadline = self._first_deadline([ends[ref] for ref in pending])
+        if self._group is None or not pending:
+            return
+        if self._deadline.passed:
+            raise self._group._late_futures(pending, len(ends), self._began)
+        if self._report.passed:
+            self._report = Deadline.after(REPORT_EVERY_S)
+            logger.warning("%s", self._group._late_futures(pending, len(ends), self._began))
+
+    def _first_deadline(self, futures: Sequence[Any]) -> Deadline:
+        return Deadline() if self._group is None else self._group._first_deadline(futures, self._began)
 
 
 def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,9 +17,9 @@ from ray import ObjectRef, ObjectRefGenerator
 
 from ._deadline import Deadline, check_timeout
 from ._outcome import Outcome
-from ._results import REPORT_EVERY_S, MultiWorkerFuture, not_here_yet, positions, what_failed
+from ._results import REPORT_EVERY_S, MultiWorkerFuture, drain, not_here_yet, positions, what_failed
 from ._submit import Request
-from .exceptions import CallCancelledError, CallTimeoutError
+from .exceptions import CallCancelledError, CallTimeoutError, WorkerGroupError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -77,6 +78,7 @@ class Underway(MultiWorkerFuture):
         self._stored = (puts, bytes_put)
         self._submit_s = time.monotonic() - began
         self._items: dict[int, list[ObjectRef]] = {}
+        self._handed_out: Counter[int] = Counter()
         self._counted: set[int] = set()
         self._fetched = (0, 0)
         self._cancelled: tuple[int, ...] = ()
@@ -85,7 +87,7 @@ class Underway(MultiWorkerFuture):
         self._check_open()
         wanted, others = self._positions
         if self._streams:
-            self._get([*self._completions.values()], deadline)
+            self._drain(deadline)
             values = [self._values_of_items(at) for at in wanted]
         else:
             refs = [self.futures[at] for at in wanted]
@@ -122,6 +124,7 @@ class Underway(MultiWorkerFuture):
             for at, future in zip(lost, again, strict=True):
                 self.futures[at] = future
                 self._items.pop(at, None)
+                self._handed_out.pop(at, None)
             self.__dict__.pop("_completions", None)
             self._repeats.made += 1
         return True
@@ -131,28 +134,50 @@ class Underway(MultiWorkerFuture):
             return None
         return values[0] if self._single else values
 
+    def _drain(self, deadline: Deadline) -> None:
+        """Take the items of all generators until each has ended; the first failure ends the wait."""
+        streams = {self.futures[at]: self._items.setdefault(at, []) for at in self._positions[0]}
+        singles = [self.futures[at] for at in self._positions[1]]
+        try:
+            drain(streams, singles, lambda futures: self._until_some_are_ready(futures, deadline))
+        except CallTimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a worker raised
+            raise self._failure(error)  # noqa: B904  chained there
+
+    def _until_some_are_ready(self, futures: list[Any], deadline: Deadline, *, fetch_local: bool = False) -> list[Any]:
+        while True:
+            ready, _ = ray.wait(
+                futures, num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S), fetch_local=fetch_local
+            )
+            if ready:
+                more, _ = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=fetch_local)
+                return list(dict.fromkeys([*ready, *more]))
+            self._on_slow(deadline)
+
     def _arriving(self, timeout: float | None) -> Iterator[Outcome]:
         self._check_open()
-        ranks = self._ranks
-        for at in self._positions[0]:
-            while kept := self._items.get(at):
-                yield Outcome(ranks[at], self._coords(at), self._get([kept.pop(0)], self._deadline)[0])
-        open_streams = {self.futures[at]: at for at in self._positions[0]}
+        streams = {self.futures[at]: at for at in self._positions[0]}
         deadline = self._until(timeout)
-        while open_streams:
-            ready, _ = ray.wait(list(open_streams), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
-            if not ready:
-                self._on_slow(deadline)
-            for stream in ready:
-                at = open_streams[stream]
-                ref = next(stream, None)
-                if ref is None:
-                    del open_streams[stream]
+        while streams:
+            # One item of every worker that has one, then the next round: Ray prefers some workers to others.
+            ready = [stream for stream, at in streams.items() if self._items.get(at)]
+            for stream in ready or self._until_some_are_ready(list(streams), deadline, fetch_local=True):
+                at = streams[stream]
+                kept = self._items.setdefault(at, [])
+                if not kept and (ref := next(stream, None)) is not None:
+                    kept.append(ref)
+                    del ref
+                if not kept:
+                    del streams[stream]
                     continue
-                (value,) = self._get([ref], deadline)
-                self._count([ref])
-                yield Outcome(ranks[at], self._coords(at), value)
-                del ref, value
+                # What cannot be fetched stays where it is: an error is raised again, and a timeout loses nothing.
+                (value,) = self._get(kept[:1], deadline)
+                self._count(kept[:1])
+                self._handed_out[at] += 1
+                del kept[0]
+                yield Outcome(self._ranks[at], self._coords(at), value)
+                del value
                 deadline = self._until(timeout)  # of the next item
         # A stream that was cut off by a worker's end just stops; its completion tells.
         self._get([*self._completions.values()], self._until(timeout))
@@ -202,12 +227,26 @@ class Underway(MultiWorkerFuture):
                 return values
             except Exception as error:  # noqa: BLE001  whatever a worker raised
                 if not not_here_yet(error):
-                    self._check_open()
-                    raise what_failed([*self._completions.values()], error, self._group)  # noqa: B904  chained there
+                    raise self._failure(error)  # noqa: B904  chained there
             if not self._pending():
                 deadline = Deadline()
             else:
                 self._on_slow(deadline)
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """The exception to raise for what Ray raised, which names all ranks that have failed by now.
+
+        Raises:
+            CallCancelledError: the call has been cancelled.
+        """
+        self._check_open()
+        return what_failed(self._ends(), error, self._group)
+
+    def _ends(self) -> list[ObjectRef]:
+        """The refs that say how each worker has ended."""
+        # A generator that raises gives its error as its last item.
+        last_items = [items[-1] for items in self._items.values() if items]
+        return list(dict.fromkeys([*self._completions.values(), *last_items]))
 
     def _on_slow(self, deadline: Deadline) -> None:
         if deadline.passed:
@@ -264,10 +303,19 @@ class Underway(MultiWorkerFuture):
         try:
             ray.get(self._completions[at])
             values: list[Any] = ray.get(items)
-        except Exception as error:  # noqa: BLE001  whatever the worker raised
-            raise what_failed([self._completions[at], *items[-1:]], error, self._group)  # noqa: B904  chained there
+        except Exception as error:  # noqa: BLE001  whatever a worker raised
+            raise what_failed(self._ends(), error, self._group)  # noqa: B904  chained there
+        self._check_complete(at)
         self._count_once([at], items)
         return values
+
+    def _check_complete(self, at: int) -> None:
+        """Refuse to return a part of a generator's items as if it were all."""
+        if count := self._handed_out[at]:
+            raise WorkerGroupError(
+                f"stream() has handed out {count} item(s) of {self._method.name!r} of rank {self._ranks[at]}, and they "
+                "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
+            )
 
     def _count_once(self, answers: Sequence[int], refs: Sequence[ObjectRef]) -> None:
         """Count answers as fetched, unless they have been fetched before."""
