@@ -99,13 +99,17 @@ class TestStreams:
 
     def test_one_failure_ends_the_wait_for_generators(self, doomed):
         """A rank that fails is reported while others still wait, by the classic methods too."""
-        failing = doomed.call("items_that_wait", [1])
+        with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):
+            doomed.at(dp=1, tp=0).call("endless_items").result(timeout=0.3)  # items that keep coming are no end
+        kill(doomed, 2)
+        failing = doomed.at(dp=0).call("items_that_wait", [1])
         with pytest.raises(KeyError, match="1") as caught:
             failing.result()
         assert caught.value.__notes__[0].startswith("raised by rank 1 (dp=0, tp=1)")
+        lost = doomed.at(dp=1, tp=1).call("items_that_wait", [])
         kill(doomed, 3)
         with pytest.raises(WorkerFailureError, match="rank 3"):
-            doomed.get_all_worker_results([failing.futures[0], failing.futures[3]])
+            doomed.get_all_worker_results([failing.futures[0], lost.futures[0]])
 
 
 async def _result_of(call):

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
+# A generator that is always ready must not keep the others waiting.
+MOST_IN_A_TURN = 100
 # How often a wait without an end says whom it is for.
 REPORT_EVERY_S = 60.0
 
@@ -170,14 +172,15 @@ def drain(
                 ray.get(future)
                 continue
             items = streams[future]
-            while (ref := next(future, None)) is not None:
+            for _ in range(MOST_IN_A_TURN):
+                if (ref := next(future, None)) is None:
+                    del waiting[future]
+                    # A generator that raises gives its error as its last item; if its worker died, its completion.
+                    ray.get([*items[-1:], future.completed()])
+                    break
                 items.append(ref)
                 if not future.next_ready():
                     break
-            else:
-                del waiting[future]
-                # A generator that raises gives its error as its last item; one whose worker has died, its completion.
-                ray.get([*items[-1:], future.completed()])
 
 
 class _Wait:
@@ -200,6 +203,8 @@ class _Wait:
             left = self._deadline.left(at_most=REPORT_EVERY_S)
             ready, _ = ray.wait(futures, num_returns=1, timeout=left, fetch_local=False)
             if ready:
+                if self._deadline.passed:
+                    self._check_late()
                 more, _ = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)
                 return list(dict.fromkeys([*ready, *more]))
             self._check_late()

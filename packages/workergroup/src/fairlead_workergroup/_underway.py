@@ -151,6 +151,8 @@ class Underway(MultiWorkerFuture):
                 futures, num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S), fetch_local=fetch_local
             )
             if ready:
+                if deadline.passed and (pending := self._pending()):
+                    raise self._late(pending)
                 more, _ = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=fetch_local)
                 return list(dict.fromkeys([*ready, *more]))
             self._on_slow(deadline)
