@@ -142,7 +142,7 @@ def test_bare_slots_are_gone(hosts, start_spare):
         ):
             yield cluster.slots()[1].node_ip
             wait_until_dead(cluster.slots()[1].node_id)
-            with pytest.raises(WorkerFailureError, match="This group was made from slots, so there is no cluster"):
+            with pytest.raises(WorkerFailureError, match="so there is no cluster that could reserve others"):
                 group.restart_failed_workers()
             assert group.at(worker=0).call("facts").result()[0][1] == 0
         yield

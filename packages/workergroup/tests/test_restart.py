@@ -5,6 +5,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +102,16 @@ class Worker:
 
     def raise_loss(self):
         raise WorkerFailureError((), "of a group of mine")
+
+    def map_until_looked_at(self, block):
+        """Have all pages of a large value resident for several looks of the guard."""
+        total = int(block.sum())
+        time.sleep(1.0)
+        return total
+
+    def start_child(self, size):
+        code = f"block = b'x' * {size}; import time; time.sleep(60)"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def grow(self, size):
         self.block = np.ones(size // 8)
@@ -459,8 +471,18 @@ def test_memory_limit(made):
         (failure,) = caught.value.failures
         assert (failure.rank, failure.kind) == (2, "out-of-memory")
         assert "memory_limit of 600,000,000 bytes" in failure.cause
-        assert int(failure.cause.split("resident memory was ")[1].split(" bytes")[0].replace(",", "")) > 600_000_000
+        assert int(failure.cause.split(" held ")[1].split(" bytes")[0].replace(",", "")) > 600_000_000
         assert group.call("state").result()[2][1] == incarnation
+
+
+def test_memory_that_counts(made):
+    """Values in the object store do not count for a worker that maps them; what its children hold does."""
+    group = made(restart_on_failure=True, memory_limit="300MB")
+    assert group.at(dp=1, tp=0).call("map_until_looked_at", np.ones(50 * MB)).result() == [50 * MB]
+    with pytest.raises(WorkerFailureError) as caught:
+        group.at(dp=1, tp=0).call("start_child", 400_000_000).result()
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.kind) == (2, "out-of-memory")
 
 
 def test_slots_of_two_clusters(local_ray):

@@ -137,12 +137,20 @@ def test_force_while_another_thread_cleans_up(group, tmp_path, eventually):
 
 
 def test_reverse_order(group, monkeypatch):
-    """Rank 0, which holds the store of torch.distributed, is ended last."""
+    """Rank 0, which holds the store of torch.distributed, is ended when the processes of the others are gone."""
     killed, kill = [], ray.kill
-    workers = list(group.workers)
-    monkeypatch.setattr(ray, "kill", lambda actor: (killed.append(workers.index(actor)), kill(actor)))
+    workers, processes = list(group.workers), pids(group)
+    there = []
+
+    def note_and_kill(actor):
+        killed.append(workers.index(actor))
+        there.append(len(alive(processes)))
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", note_and_kill)
     group.shutdown()
     assert killed == [3, 2, 1, 0]
+    assert there[-1] == 1
 
 
 def test_cleanup(group, tmp_path):
@@ -325,6 +333,6 @@ def test_killed_while_ray_makes_them(local_ray, monkeypatch, room):
     # Ray knows of an actor that has a name when it gives the handle.
     workers = {rank: actor_class.options(name=f"{room}-{rank}").remote() for rank in range(4)}
     assert len(actors_being_made()) == 4
-    assert _shutdown.kill_and_wait(workers, [])
+    assert _shutdown.kill_and_wait(workers, {}) == []
     assert seen == ([0] * 4 if room else [4, 3, 2, 1])
     assert not actors_being_made()

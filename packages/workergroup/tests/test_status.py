@@ -193,20 +193,20 @@ def test_a_dead_worker(cluster):
 def test_nodes_are_asked_at_once_who_is_gone(cluster, monkeypatch, tmp_path):
     """A shutdown waits for all nodes together, however many there are."""
 
-    def meet(processes, folder=str(tmp_path)):
-        """Nobody is there, once all four nodes are being asked."""
+    def meet(workers, children, marks, within_s, folder=str(tmp_path)):
+        """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
         mine = pathlib.Path(folder, str(os.getpid()))
         mine.touch()
         deadline = time.monotonic() + 4
-        while len(os.listdir(folder)) < 4:
+        while len(os.listdir(folder)) < 3:
             if time.monotonic() > deadline:
                 mine.unlink()
-                return [pid for pid, _ in processes]
+                return list(workers)
             time.sleep(0.01)
         return []
 
     group = RayWorkerGroup(cluster, Worker, workers_per_node=1)
-    monkeypatch.setattr("fairlead_workergroup._processes.still_there", meet)
+    monkeypatch.setattr("fairlead_workergroup._trees.end_trees", meet)
     assert group.shutdown()
 
 

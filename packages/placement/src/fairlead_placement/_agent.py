@@ -264,7 +264,8 @@ def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: fl
 
 def _failed(node_id: str, method: str, error: BaseException) -> PlacementError:
     return PlacementError(
-        f"The agent of node {node_id} could not do {method!r}: {error}. If the node is gone, reserve again."
+        f"The agent of node {node_id} could not do {method!r}: {error}. If the node is gone, "
+        "`replace_lost_nodes()` of its cluster reserves others."
     )
 
 

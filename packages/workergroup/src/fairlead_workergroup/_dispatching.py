@@ -45,7 +45,7 @@ class Dispatching:
     worker_metadata: list[dict[str, Any]]
     _class: WorkerClass
     _held: Held
-    _id: str
+    _token: str
     _lock: threading.Lock
     _submitting: threading.RLock
     _counts: GroupStatistics
@@ -209,7 +209,7 @@ class Dispatching:
         """Note who is dead, unless it has been replaced; the failures as they are to be told."""
         judged = tuple(failures)
         if self._memory_limit is not None:
-            judged = judge(self._id, judged, self._workers_now, self._memory_limit)
+            judged = judge(self._token, judged, self._workers_now, self._memory_limit)
         with self._lock:
             for failure in judged:
                 now = self._workers_now[failure.rank]

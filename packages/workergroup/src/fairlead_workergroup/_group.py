@@ -32,9 +32,10 @@ from ._python import chosen_python, ready_python
 from ._ray_private import actor_id_of, dead_actors
 from ._recipe import recipe_of
 from ._restart import check_max_restarts, check_scope, restart
-from ._shutdown import clean_up
+from ._shutdown import WorkerProcess, clean_up
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
+from ._trees import mark_of
 from ._view import Addressed
 from ._watch import Watch
 from ._watching import Watched
@@ -72,8 +73,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
             collectives need. With `restart_on_failure` and "group", every call restarts them while a worker is lost.
         on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
             a checkpoint.
-        memory_limit: bytes, or "8GB" or "512MiB", that a worker may have resident, once its constructor has finished,
-            before it is ended, with kind "out-of-memory".
+        memory_limit: bytes, or "8GB" or "512MiB", of memory that a worker and the processes it has started may hold
+            together, once its constructor has finished, before all of them are ended, with kind "out-of-memory". Files
+            and shared memory do not count, nor do the values of the object store.
         async_communication: async methods of a worker overlap, on one event loop, which its other methods block.
             Otherwise a worker runs one method at a time.
         enable_load_balancing: what `map` has given to a worker that dies goes to the others.
@@ -159,7 +161,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self.worker_metadata: list[dict[str, Any]] = []
         self._mesh = Mesh(self.sharding_annotations)
         self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(self.world_size)]
-        self._id = uuid.uuid4().hex[:6]
+        # Long enough that no other group on a node has the same: what carries it is ended with the group.
+        self._token = uuid.uuid4().hex
+        self._id = self._token[:6]
         self._env_vars = env_vars
         self._python = chosen_python(python, builder.ray_actor_class_fqn)
         self._lock = threading.Lock()
@@ -191,7 +195,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 "communication_backend": getattr(cluster, "communication_backend", None),
                 "gradient_compression": self._gradient_compression,
             }
-            recipe = recipe_of(builder, self._class, self.sharding_annotations, facts)
+            recipe = recipe_of(builder, self._class, self.sharding_annotations, facts, token=self._token)
             self._held.recipe = recipe
             self._count(puts=recipe.stored.puts, bytes_put=recipe.stored.bytes_put)
             self._bring_up(range(self.world_size))
@@ -224,6 +228,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         plans = [self._plans[rank] for rank in ranks]
         actors = create(plans, self._class, self._id, self._incarnations)
         self._held.workers.update(zip(ranks, actors, strict=True))
+        for plan in plans:
+            place = plan.place
+            self._held.processes[place.rank] = WorkerProcess(place.slot.node_id, mark_of(self._token, place.rank))
         # The agent that holds the port starts while the workers' processes do.
         if self._held.lease is None:
             ports = self.cluster.port_range if isinstance(self.cluster, RayVirtualCluster) else None
@@ -246,7 +253,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         answers = wait_started(started, plans, name=self.name_prefix, timeout_s=self._start_timeout_s)
         self._know(plans, actors, answers)
         if self._memory_limit is not None:
-            guard(self._id, [self._workers_now[rank] for rank in ranks], self._memory_limit)
+            guard(self._token, [self._workers_now[rank] for rank in ranks], self._memory_limit)
 
     def _know(self, plans: Sequence[WorkerPlan], actors: Sequence[Any], answers: Sequence[Mapping[str, Any]]) -> None:
         """Note who the workers are that have just started."""
@@ -261,7 +268,8 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 rank = plan.place.rank
                 who = dataclasses.replace(plan.facts, pid=answer["pid"], started=answer["started"])
                 self._facts[actor_id_of(actor)] = self._workers_now[rank] = who
-                self._held.processes[rank] = (answer["node_id"], answer["pid"], answer["started"])
+                mark = mark_of(self._token, rank)
+                self._held.processes[rank] = WorkerProcess(answer["node_id"], mark, who.pid, who.started)
                 self.workers[rank] = actor
                 self.worker_metadata[rank] = plan.place.metadata()
                 self._lost.pop(rank, None)
@@ -317,9 +325,10 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         return self._counts
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End the workers, the last rank first, and give back everything the group held.
+        """End the workers and the processes they have started, rank 0 last, and give back everything the group held.
 
-        Waits until the workers' processes are gone. Can be repeated, also by several threads at once: the cleanup runs
+        Waits until all these processes are gone. What a worker has started gets SIGTERM when the worker is gone, and
+        SIGKILL 2 s later. Can be repeated, also by several threads at once: the cleanup runs
         once, and all of them return the same. Safe when workers are dead or hung, and when Ray is down.
 
         Args:

@@ -12,7 +12,7 @@ import ray
 from fairlead_placement import PlacementError, PortLease, SlotClaim, connection
 
 from ._recipe import Recipe
-from ._shutdown import kill_and_wait
+from ._shutdown import WorkerProcess, kill_and_wait
 
 __all__ = ["Held", "forgotten"]
 
@@ -27,7 +27,7 @@ class Held:
     claim: SlotClaim | None = None
     lease: PortLease | None = None
     workers: dict[int, Any] = field(default_factory=dict)
-    processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    processes: dict[int, WorkerProcess] = field(default_factory=dict)
     recipe: Recipe | None = None
     gave_all_back: bool = True
     _ending: threading.RLock = field(default_factory=threading.RLock)
@@ -46,14 +46,14 @@ class Held:
             self.gave_all_back = self._give_back() and self.gave_all_back
 
     def _give_back(self) -> bool:
-        workers, processes = dict(self.workers), list(self.processes.values())
+        workers, processes = dict(self.workers), dict(self.processes)
         self.workers.clear()
         self.processes.clear()
         self.recipe = None
         ended = True
         if self.connected:
             try:
-                ended = kill_and_wait(workers, processes)
+                ended = not kill_and_wait(workers, processes)
             except (ray.exceptions.RayError, PlacementError) as error:
                 logger.warning("ending the workers of a group: %s", error)
                 ended = False

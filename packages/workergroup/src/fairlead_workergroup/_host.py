@@ -19,6 +19,7 @@ import ray
 from ._loading import load
 from ._record import OverlappingRecord, Record
 from ._stacks import write_stacks_on_signal
+from ._trees import mark_tree
 
 __all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
 
@@ -70,6 +71,8 @@ class WorkerHost:
         """The environment and what is published of the worker, before a line of the user's is imported."""
         os.environ.update(facts["env"])
         sys.path.extend(path for path in facts["path"] if path not in sys.path)
+        if "tree" in facts:
+            self._fairlead_page = mark_tree(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")

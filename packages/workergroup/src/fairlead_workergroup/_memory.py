@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import ray
 
-from . import _guard
+from . import _guard, _trees
 from ._failures import WorkerFacts
 from ._inspect import looked_at
+from ._trees import mark_of
 from .exceptions import WorkerFailure, WorkerGroupError
 
 __all__ = ["guard", "judge", "parse_memory"]
 
-ray.cloudpickle.register_pickle_by_value(_guard)
+for _module in (_guard, _trees):
+    ray.cloudpickle.register_pickle_by_value(_module)
 
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -43,10 +45,15 @@ def parse_memory(size: int | str) -> int:
 def guard(name: str, workers: Sequence[WorkerFacts], limit: int) -> None:
     """Have the nodes' agents end those that pass the limit; one request a node.
 
+    Args:
+        name: the group's token.
+        workers: whom.
+        limit: bytes, of a worker and of what it has started together.
+
     Raises:
         WorkerGroupError: a node's agent did not take it on.
     """
-    started = looked_at(workers, _guard.start_guard, _process, name, limit)
+    started = looked_at(workers, _guard.start_guard, lambda worker: _marked(worker, name), name, limit)
     if unguarded := [worker for worker, there in zip(workers, started, strict=True) if there is None]:
         raise WorkerGroupError(f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer")
 
@@ -63,12 +70,17 @@ def judge(
         replace(
             failure,
             kind="out-of-memory",
-            cause=f"its resident memory was {sizes[failure.rank]:,} bytes, over its memory_limit of {limit:,} bytes",
+            cause=f"its process and those that it had started held {sizes[failure.rank]:,} bytes of memory, over its "
+            f"memory_limit of {limit:,} bytes",
         )
         if failure.rank in sizes
         else failure
         for failure in failures
     )
+
+
+def _marked(worker: WorkerFacts, name: str) -> tuple[int, int, str]:
+    return (*worker.process, mark_of(name, worker.rank))
 
 
 def _process(worker: WorkerFacts) -> tuple[int, int]:

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 
 from ._host import start_tick
 
-__all__ = ["ended", "still_there"]
-
-
-def still_there(processes: Sequence[tuple[int, int]]) -> list[int]:
-    """Which of these (pid, start tick) still run on this machine."""
-    return [pid for pid, started in processes if started >= 0 and start_tick(pid) == started]
+__all__ = ["ended"]
 
 
 def ended(processes: Sequence[tuple[int, int]]) -> list[bool]:

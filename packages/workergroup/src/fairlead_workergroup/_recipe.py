@@ -12,6 +12,7 @@ from fairlead_sharding import NamedSharding
 from ._arguments import Arguments
 from ._builder import RayWorkerBuilder
 from ._start import WorkerPlan
+from ._trees import mark_of
 from ._worker_class import WorkerClass
 
 __all__ = ["Recipe", "recipe_of"]
@@ -26,6 +27,7 @@ class Recipe:
         kwargs: keyword arguments.
         target: what the class is loaded from.
         facts: what every worker is told, whatever its rank.
+        token: identifies the group among all groups of all drivers.
         stored: the references that keep all of it in the store, and what they cost.
     """
 
@@ -33,6 +35,7 @@ class Recipe:
     kwargs: Mapping[str, Any]
     target: Any
     facts: Mapping[str, Any]
+    token: str
     stored: Arguments
 
     def start(
@@ -54,6 +57,7 @@ class Recipe:
             "name": plan.place.name,
             "coords": dict(plan.coords),
             "incarnation": incarnation,
+            "tree": f"{mark_of(self.token, plan.place.rank)}{incarnation}",
             "env": {**plan.environment.variables, "MASTER_PORT": str(master_port)},
             "path": list(plan.environment.path),
         }
@@ -64,7 +68,7 @@ class Recipe:
 
 
 def recipe_of(
-    builder: RayWorkerBuilder, described: WorkerClass, sharding: NamedSharding, facts: Mapping[str, Any]
+    builder: RayWorkerBuilder, described: WorkerClass, sharding: NamedSharding, facts: Mapping[str, Any], *, token: str
 ) -> Recipe:
     """Store what all workers are made from."""
     stored = Arguments()
@@ -76,5 +80,6 @@ def recipe_of(
         kwargs={name: stored.prepared(value) for name, value in builder.kwargs.items()},
         target=stored.prepared(described.target),
         facts={**facts, "world_size": sharding.size, "layout": layout},
+        token=token,
         stored=stored,
     )

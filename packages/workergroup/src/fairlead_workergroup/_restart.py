@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group_table
 from fairlead_placement import PlacementError, RayVirtualCluster, alive_nodes, claim_slots
 
 from ._causes import note_causes
+from ._inspect import gone
 from ._places import moved
 from ._ray_private import actor_id_of, dead_actors
 from ._shutdown import kill_and_wait
@@ -30,6 +31,9 @@ CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it: reserve the cluster again, and make a new "
     "group on it."
 )
+# Ray notices within a moment that a process has ended.
+NOTICED_S = 2.0
+NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
 NO_CAUSE = f"Ray says that it is dead, and has not said within {CAUSE_S:g} s what it died of"
 
 
@@ -57,12 +61,18 @@ def check_max_restarts(count: int) -> int:
 
 def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
     """The workers that are dead now, by rank, also those that no call has met."""
-    gone = dead_actors()
-    dead = [group._workers_now[rank] for rank, worker in enumerate(group.workers) if actor_id_of(worker) in gone]
+    known = dead_actors()
+    dead = [group._workers_now[rank] for rank, worker in enumerate(group.workers) if actor_id_of(worker) in known]
     note_causes(group, dead, within_s=CAUSE_S)
     # Dead all the same: who asks for a restart is not to be told that there is nothing to do.
     if unexplained := [who.failure("killed", NO_CAUSE) for who in dead if who.rank not in group._lost]:
         group._note_lost(unexplained)
+    # Ray notices a death by connections that break, and a fork of the worker holds them.
+    living = [who for who in group._workers_now if who.rank not in group._lost]
+    ended = [who for who, is_gone in zip(living, gone(living), strict=True) if is_gone]
+    note_causes(group, ended, within_s=NOTICED_S)
+    if unnoticed := [who.failure("killed", NOT_NOTICED) for who in ended if who.rank not in group._lost]:
+        group._note_lost(unnoticed)
     return dict(sorted(group._lost.items()))
 
 
@@ -79,8 +89,10 @@ def restart(group: RayWorkerGroup) -> list[int]:
             raise WorkerFailureError(tuple(lost.values()), reason)
         group._restarting.update(ranks)
         group._show_states()
+        ended = False
         try:
-            _end(group, ranks)
+            _check_ended(group, ranks, lost)
+            ended = True
             _find_new_slots(group, lost)
             _count(group, lost)  # not what found no room: it has restarted nothing
             for rank in ranks:
@@ -99,6 +111,8 @@ def restart(group: RayWorkerGroup) -> list[int]:
         except Exception as error:
             if group._ending:
                 raise
+            if ended:  # what was started meanwhile
+                _end(group, ranks)
             told = _not_restarted(group, ranks, error)
             if told is error:
                 raise
@@ -163,11 +177,22 @@ def _count(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
         group._restarts[rank] += 1
 
 
-def _end(group: RayWorkerGroup, ranks: Sequence[int]) -> None:
-    """What is left of these workers, the last rank first: a slot is free only when its process is gone."""
+def _end(group: RayWorkerGroup, ranks: Sequence[int]) -> list[str]:
+    """End what is left of these workers and of what they have started; return what is still there."""
     held = group._held
     workers = {rank: held.workers[rank] for rank in ranks if rank in held.workers}
-    kill_and_wait(workers, [held.processes[rank] for rank in ranks if rank in held.processes])
+    return kill_and_wait(workers, {rank: held.processes[rank] for rank in ranks if rank in held.processes})
+
+
+def _check_ended(group: RayWorkerGroup, ranks: Sequence[int], lost: Mapping[int, WorkerFailure]) -> None:
+    """End what is left of workers, and refuse to use their slots again as long as some of it is there."""
+    if there := _end(group, ranks):
+        raise WorkerFailureError(
+            tuple(lost.values()),
+            f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(there)}. They do "
+            "not react to SIGKILL, or their node does not react: look at them there. When they are gone, call "
+            "`restart_failed_workers()` again; or make a new group on other nodes.",
+        )
 
 
 def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
@@ -177,11 +202,11 @@ def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) ->
         return
     cluster = group.cluster
     if not isinstance(cluster, RayVirtualCluster):
-        gone = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
+        lost_nodes = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
         raise WorkerFailureError(
             tuple(lost.values()),
-            f"Their slots were on node(s) {', '.join(gone)}, which are lost. This group was made from slots, so there "
-            "is no cluster that could reserve others: get new slots, and make a new group.",
+            f"Their slots were on node(s) {', '.join(lost_nodes)}, which are lost. This group was made from slots, so "
+            "there is no cluster that could reserve others: get new slots, and make a new group.",
         )
     try:
         cluster.replace_lost_nodes(timeout_s=group._start_timeout_s)
@@ -210,8 +235,7 @@ def _key(slot: object) -> tuple[str, int]:
 
 
 def _not_restarted(group: RayWorkerGroup, ranks: Sequence[int], error: Exception) -> Exception:
-    """End what a failed restart has started; the ranks stay lost, and can be tried again."""
-    _end(group, ranks)
+    """Note that a restart has failed, and return the error to raise; the ranks stay lost, and can be tried again."""
     cause = error.reason if isinstance(error, WorkerStartError) else str(error)
     rank = error.rank if isinstance(error, WorkerStartError) else -1
     failures = tuple(

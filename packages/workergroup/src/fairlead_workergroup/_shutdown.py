@@ -3,27 +3,55 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from fairlead_placement import alive_nodes, run_on_nodes
 
-from . import _processes
+from . import _trees
 from ._ray_private import actor_id_of, actors_being_made
+from ._trees import Process
 
-__all__ = ["clean_up", "kill_and_wait"]
+__all__ = ["WorkerProcess", "clean_up", "kill_and_wait"]
 
 logger = logging.getLogger(__name__)
-ray.cloudpickle.register_pickle_by_value(_processes)
+ray.cloudpickle.register_pickle_by_value(_trees)
 
 # Ray takes one to three seconds to start processes; those that find no room are not waited for longer.
 MADE_S = 5.0
-# Ray takes about 5 s at worst to end a process that does not end itself.
-GONE_S = 15.0
+# What the agents wait for: a worker that Ray does not end, and children that do not end themselves.
+GONE_S = 20.0
 # Nodes are asked once more when that is over.
 LAST_LOOK_S = 5.0
+# How long an answer may take on its way.
+ANSWERED_S = 2.0
+# Without an answer, children are found by their marks alone.
+FIND_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """Where a worker runs, and what finds its process and what it has started.
+
+    Attributes:
+        node_id: Ray's id of the node.
+        mark: what the identity of the worker begins with; as of `_trees.mark_of`.
+        pid: its process; 0 until it has started.
+        started: the tick that the process started at.
+    """
+
+    node_id: str
+    mark: str
+    pid: int = 0
+    started: int = -1
+
+    @property
+    def process(self) -> Process:
+        """Its pid and start tick."""
+        return self.pid, self.started
 
 
 def clean_up(workers: Mapping[int, Any], method: str, timeout: float | None) -> bool:
@@ -43,26 +71,52 @@ def clean_up(workers: Mapping[int, Any], method: str, timeout: float | None) -> 
     return clean
 
 
-def kill_and_wait(workers: Mapping[int, Any], processes: Sequence[tuple[str, int, int]]) -> bool:
-    """End the workers, the last rank first, and wait until their processes are gone; whether they are.
+def kill_and_wait(workers: Mapping[int, Any], processes: Mapping[int, WorkerProcess]) -> list[str]:
+    """End workers and everything that they have started, and wait until all of it is gone.
+
+    Rank 0, which holds the store of torch.distributed, is ended when the processes of the others are gone.
 
     Args:
-        workers: the handles, by rank; rank 0, which holds the store of torch.distributed, is ended last.
-        processes: (node id, pid, start tick) of those that had started.
+        workers: the handles, by rank.
+        processes: where each runs, by rank.
+
+    Returns:
+        What is still there, for people; nothing if all is gone. It is logged too.
     """
+    others = {rank: worker for rank, worker in workers.items() if rank}
+    first: dict[int, Any] = {rank: worker for rank, worker in workers.items() if not rank}
+    children: dict[WorkerProcess, list[Process]] = {}
     try:
-        _let_them_be_made(workers)
-    finally:  # also at a second Ctrl-C
-        for _, worker in sorted(workers.items(), reverse=True):
-            ray.kill(worker)
+        try:
+            _let_them_be_made(workers)
+            # A child whose parent has died cannot be told from others by its parent.
+            children = _find_children(processes.values())
+        finally:  # also at a second Ctrl-C
+            _kill(others)
+        left = _wait(others, [processes[rank] for rank in processes if rank], children)
+    finally:
+        _kill(first)
+    left += _wait(first, [processes[rank] for rank in processes if not rank], children)
+    if left:
+        logger.warning("Still there after workers were ended: %s.", "; ".join(left))
+    return left
+
+
+def _kill(workers: Mapping[int, Any]) -> None:
+    for _, worker in sorted(workers.items(), reverse=True):
+        ray.kill(worker)
+
+
+def _wait(
+    workers: Mapping[int, Any], processes: Sequence[WorkerProcess], children: Mapping[WorkerProcess, Sequence[Process]]
+) -> list[str]:
+    """Wait until workers that were killed are gone, end what they had started, and return what is still there."""
     # An actor that is dead answers this at once with an error, and nothing else does after a kill.
     refs = [worker.__ray_ready__.remote() for worker in workers.values()]
     deadline = time.monotonic() + GONE_S
     _, alive = ray.wait(refs, num_returns=len(refs), timeout=GONE_S) if refs else ([], [])
-    there = _remaining(processes, deadline)
-    if alive or there:
-        logger.warning("%d worker(s) did not end within %g s: pids %s", max(len(alive), len(there)), GONE_S, there)
-    return not alive and not there
+    there = _end_trees(processes, children, deadline)
+    return there if there or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
 def _let_them_be_made(workers: Mapping[int, Any]) -> None:
@@ -79,24 +133,57 @@ def _let_them_be_made(workers: Mapping[int, Any]) -> None:
         pause = min(2 * pause, 0.5)
 
 
-def _remaining(processes: Sequence[tuple[str, int, int]], deadline: float) -> list[int]:
-    """The pids that are still there at the deadline; all nodes are asked at once each time."""
-    by_node: dict[str, list[tuple[int, int]]] = {}
-    for node_id, pid, started in processes:
-        by_node.setdefault(node_id, []).append((pid, started))
-    pause = 0.01
+def _by_node(processes: Iterable[WorkerProcess]) -> dict[str, list[WorkerProcess]]:
+    by_node: dict[str, list[WorkerProcess]] = {}
+    for process in processes:
+        by_node.setdefault(process.node_id, []).append(process)
+    return by_node
+
+
+def _find_children(processes: Iterable[WorkerProcess]) -> dict[WorkerProcess, list[Process]]:
+    """Return what is below each worker now, as far as the nodes answer; one request to each."""
+    alive = alive_nodes()
+    by_node = _by_node(one for one in processes if one.pid and one.node_id in alive)
+    asks = {node_id: ([one.process for one in there],) for node_id, there in by_node.items()}
+    children: dict[WorkerProcess, list[Process]] = {}
+    for node_id, found in run_on_nodes(_trees.find_children, asks, timeout_s=FIND_S).items():
+        if not isinstance(found, Exception):
+            children.update(zip(by_node[node_id], found, strict=True))
+    return children
+
+
+def _end_trees(
+    processes: Sequence[WorkerProcess], children: Mapping[WorkerProcess, Sequence[Process]], deadline: float
+) -> list[str]:
+    """Return what is still there at the deadline; all nodes are asked at once."""
+    left = _by_node(processes)
+    pause = 0.1
     while True:
-        alive = alive_nodes()
-        asks = {node_id: (there,) for node_id, there in by_node.items() if node_id in alive}
-        left = max(LAST_LOOK_S, deadline - time.monotonic())
-        by_node = {}
-        for node_id, there in run_on_nodes(_processes.still_there, asks, timeout_s=left).items():
-            if isinstance(there, Exception):
-                logger.warning("cannot ask node %s which workers are still there: %s", node_id[:8], there)
-                by_node[node_id] = asks[node_id][0]
-            elif there:
-                by_node[node_id] = [one for one in asks[node_id][0] if one[0] in there]
-        if not by_node or time.monotonic() >= deadline:
-            return [pid for ones in by_node.values() for pid, _ in ones]
+        alive = alive_nodes() if left else frozenset()
+        left = {node_id: there for node_id, there in left.items() if node_id in alive}
+        if not left:
+            return []
+        within_s = max(LAST_LOOK_S, deadline - time.monotonic())
+        asks = {
+            node_id: (
+                [one.process for one in there if one.pid],
+                [child for one in there for child in children.get(one, ())],
+                [one.mark for one in there],
+                within_s - ANSWERED_S,
+            )
+            for node_id, there in left.items()
+        }
+        found = run_on_nodes(_trees.end_trees, asks, timeout_s=within_s)
+        silent = {node_id: answer for node_id, answer in found.items() if isinstance(answer, Exception)}
+        there = [
+            f"pid {pid} on node {node_id[:8]}"
+            for node_id, answer in found.items()
+            if not isinstance(answer, Exception)
+            for pid, _ in answer
+        ]
+        # A node that does not answer may be going.
+        if there or not silent or time.monotonic() >= deadline:
+            return there + [f"workers on node {one[:8]}, whose agent says: {error}" for one, error in silent.items()]
+        left = {node_id: left[node_id] for node_id in silent}
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

@@ -11,14 +11,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _describe, _host, _loading, _record, _stacks
+from . import _describe, _host, _loading, _record, _stacks, _trees
 from ._failures import remote_traceback
 from .exceptions import WorkerStartError
 
 __all__ = ["Method", "WorkerClass", "describe_class", "full_name", "shipped"]
 
 # A worker's Python needs nothing but Ray.
-for _module in (_host, _describe, _loading, _record, _stacks):
+for _module in (_host, _describe, _loading, _record, _stacks, _trees):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
