@@ -250,7 +250,7 @@ def wrong(cluster: RayVirtualCluster, agent: NodeAgent, slot: Slot, slots: Seque
     RayVirtualCluster(8)  # type: ignore[arg-type]
     RayVirtualCluster([8], placement_group_strategy="TIGHT")  # type: ignore[arg-type]
     RayVirtualCluster([8], communication_backend="mpi")  # type: ignore[arg-type]
-    RayVirtualCluster([8], True, 1, 8, "", "PACK", True)  # type: ignore[call-arg]
+    RayVirtualCluster([8], True, 1, 8, "", "PACK", None, None, None, None, True)  # type: ignore[call-arg]
     RayVirtualCluster.from_config({"num_nodes": 2})  # type: ignore[typeddict-item]
     cluster.select(0)  # type: ignore[call-arg]
     cluster.split(2)  # type: ignore[arg-type]

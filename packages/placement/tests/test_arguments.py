@@ -29,6 +29,9 @@ def test_from_config():
     """Equal logical nodes from a mapping; the options are those of the class."""
     cluster = RayVirtualCluster.from_config({"gpus_per_node": 4, "num_nodes": 3}, use_gpus=False, name="c")
     assert repr(cluster) == "RayVirtualCluster([4, 4, 4], CPU, name='c', not reserved)"
+    ports = {"master_port_range_low": 2000, "master_port_range_high": 2010, "segment_size": 2}
+    cluster = RayVirtualCluster.from_config({"gpus_per_node": 4, "num_nodes": 4, **ports}, port_range_high=2005)
+    assert (cluster.port_range_low, cluster.port_range_high, cluster.segment_size) == (2000, 2005, 2)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,7 @@ def test_from_config():
         ({"num_nodes": 2}, r"config\['gpus_per_node'\] must be an integer of at least 1, got None"),
         ({"gpus_per_node": 8, "num_nodes": 0}, r"config\['num_nodes'\] must be .*, got 0"),
         ({"gpus_per_node": "8", "num_nodes": 1}, r"config\['gpus_per_node'\] must be .*, got '8'"),
+        ({"gpus_per_node": 8, "num_nodes": 1, "gpus": 1}, r"unknown keys \['gpus'\]; it takes \['gpus_per_node', "),
     ],
 )
 def test_bad_config(config, message):

@@ -49,7 +49,7 @@ def test_attaching(server, run_script):
     secret = "FAIRLEAD_TEST_SECRET"
     out = run_script(
         f"""
-        import logging, os
+        import logging, os, sys
         before = dict(os.environ)
         import ray
         from fairlead_placement import PlacementError, init_ray
@@ -73,6 +73,8 @@ def test_attaching(server, run_script):
 
         logging.getLogger("ray").setLevel(logging.WARNING)
         init_ray(), init_ray(address="auto"), init_ray(address="{address}")
+        logging.getLogger("fairlead_placement").addHandler(logging.StreamHandler(sys.stdout))
+        init_ray(num_cpus=2), init_ray(num_cpus=3)
         print(ray.get_runtime_context().gcs_address, logging.getLogger("ray").level == logging.WARNING)
         for other in ("local", "10.0.0.1:6379"):
             try:
@@ -90,6 +92,10 @@ def test_attaching(server, run_script):
         "[]",
         "True False False",
         "True False",
+        (
+            "init_ray(num_cpus=3) has no effect: it attached to a running Ray cluster, which has 2. Pass "
+            'address="local" to start a cluster of this size.'
+        ),
         f"{address} True",
         f"Ray is connected to {address} already. Call ray.shutdown() before 'local' is used.",
         f"Ray is connected to {address} already. Call ray.shutdown() before '10.0.0.1:6379' is used.",

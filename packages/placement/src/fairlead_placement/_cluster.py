@@ -4,7 +4,7 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypedDict
+from typing import Any, Literal, NoReturn, NotRequired, TypedDict
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -41,6 +41,9 @@ class ClusterConfig(TypedDict):
     Attributes:
         gpus_per_node: bundles of each logical node.
         num_nodes: how many logical nodes.
+        master_port_range_low: the cluster's `port_range_low`.
+        master_port_range_high: the cluster's `port_range_high`.
+        segment_size: the cluster's `segment_size`.
 
     >>> config: ClusterConfig = {"gpus_per_node": 8, "num_nodes": 2}
     >>> RayVirtualCluster.from_config(config).world_size()
@@ -49,6 +52,9 @@ class ClusterConfig(TypedDict):
 
     gpus_per_node: int
     num_nodes: int
+    master_port_range_low: NotRequired[int | None]
+    master_port_range_high: NotRequired[int | None]
+    segment_size: NotRequired[int | None]
 
 
 class RayVirtualCluster(Drawn):
@@ -97,15 +103,15 @@ class RayVirtualCluster(Drawn):
         num_gpus_per_node: int = 8,
         name: str = "",
         placement_group_strategy: Strategy = "STRICT_PACK",
+        port_range_low: int | None = None,
+        port_range_high: int | None = None,
+        segment_size: int | None = None,
+        node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
         *,
         enable_colocation: bool = False,
         gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
         monitor_memory: bool = False,
         communication_backend: Literal["nccl", "gloo"] | None = None,
-        port_range_low: int | None = None,
-        port_range_high: int | None = None,
-        segment_size: int | None = None,
-        node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
         label_selector: Mapping[str, str] | None = None,
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
@@ -120,6 +126,10 @@ class RayVirtualCluster(Drawn):
             PORT_HIGH if port_range_high is None else port_range_high,
         )
         check_range(*self._ports)
+        self.placement_group_strategy = placement_group_strategy
+        self.port_range_low, self.port_range_high = self._ports
+        self.segment_size = segment_size
+        self.node_resource_constraints = node_resource_constraints
         self.use_gpus = use_gpus
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
@@ -157,18 +167,26 @@ class RayVirtualCluster(Drawn):
         """A cluster of equal logical nodes.
 
         Args:
-            config: `{"gpus_per_node": 8, "num_nodes": 2}`: bundles per logical node, and how many of these.
-            options: as of the class.
+            config: `{"gpus_per_node": 8, "num_nodes": 2}`: bundles per logical node, and how many of these. It may
+                also have `master_port_range_low`, `master_port_range_high` and `segment_size`.
+            options: as of the class; they take precedence over the config.
 
         Raises:
-            ValueError: a key is missing, or a number is not a positive integer.
+            ValueError: a key is missing or unknown, or a number is not a positive integer.
 
         >>> RayVirtualCluster.from_config({"gpus_per_node": 8, "num_nodes": 2})
         RayVirtualCluster([8, 8], GPU, name='', not reserved)
         """
+        if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
+            raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
         for key in ("gpus_per_node", "num_nodes"):
             checked_positive(f"config[{key!r}]", config.get(key))
-        return cls([config["gpus_per_node"]] * config["num_nodes"], **options)
+        given = {
+            "port_range_low": config.get("master_port_range_low"),
+            "port_range_high": config.get("master_port_range_high"),
+            "segment_size": config.get("segment_size"),
+        }
+        return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
 
     def __repr__(self) -> str:
         state = "reserved" if self._holding.reserved else "not reserved"
@@ -364,12 +382,26 @@ class RayVirtualCluster(Drawn):
         """
         return self.get_available_addresses_and_ports_batch([(pg_idx, bundle_idx)])[0]
 
-    def get_available_addresses_and_ports_batch(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
-        """As `get_available_address_and_port` for many bundles, all or none; each node is asked once."""
+    def get_available_addresses_and_ports_batch(
+        self, pg_bundle_pairs: Sequence[tuple[int, int]], batch_size: int = 256
+    ) -> list[tuple[str, int]]:
+        """Lease a port for each of many bundles, all or none.
+
+        Args:
+            pg_bundle_pairs: `(pg_idx, bundle_idx)` as of `get_available_address_and_port`.
+            batch_size: accepted for programs written for NeMo RL; there is one request for each node, whatever it is.
+
+        Returns:
+            The address and the port of each bundle, in order.
+
+        Raises:
+            IndexError: there is no such group or bundle.
+            PortUnavailableError: no port of `port_range` is free there.
+        """
         groups = self.get_placement_groups()
         by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in self.slots()}
         chosen = []
-        for pg_idx, bundle_idx in pairs:
+        for pg_idx, bundle_idx in pg_bundle_pairs:
             if not 0 <= pg_idx < len(groups):
                 raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
             slot = by_bundle.get((groups[pg_idx].id, bundle_idx))

@@ -17,6 +17,7 @@ __all__ = ["init_ray"]
 
 # A local cluster that this function started carries a resource of this name, so that it can be told from others.
 _TAG = "fairlead-local-"
+logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
@@ -38,7 +39,8 @@ def init_ray(
         address: of the cluster to attach to, as for `ray.init`; "local" always starts a new one. None: the cluster
             that `RAY_ADDRESS` names or that runs on this machine. A local cluster that this function started for
             other visible devices is not attached to.
-        num_cpus: CPUs of a local cluster; None: those of the machine.
+        num_cpus: CPUs of a local cluster; None: those of the machine. A cluster that is attached to keeps what it has,
+            and a warning says so.
         num_gpus: GPUs of a local cluster; None: those of the machine.
 
     Returns:
@@ -56,16 +58,19 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        logger = logging.getLogger("ray")
-        level = logger.level
+        rays = logging.getLogger("ray")
+        level = rays.level
         try:
             # Not worth a line in the log; but ray.init sets the level for good.
-            return ray.init(ignore_reinit_error=True, logging_level="error")
+            context = ray.init(ignore_reinit_error=True, logging_level="error")
         finally:
-            logger.setLevel(level)
+            rays.setLevel(level)
+        _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
+        return context
     if (address or os.environ.get("RAY_ADDRESS")) != "local":
         context = _attach(address)
         if context is not None:
+            _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
             return context
     options: dict[str, Any] = {}
     if log_dir is not None:
@@ -111,6 +116,21 @@ def _attach(named: str | None) -> Any | None:
         ray.shutdown()
         return None
     return context
+
+
+def _warn_of_no_effect(**wanted: int | None) -> None:
+    """Warn that a cluster that is attached to does not have what was wanted of a local one."""
+    resources = ray.cluster_resources()
+    for name, amount in wanted.items():
+        has = resources.get("CPU" if name == "num_cpus" else "GPU", 0)
+        if amount is not None and amount != has:
+            logger.warning(
+                "init_ray(%s=%s) has no effect: it attached to a running Ray cluster, which has %g. Pass "
+                'address="local" to start a cluster of this size.',
+                name,
+                amount,
+                has,
+            )
 
 
 def _answers(address: str) -> bool:

@@ -63,13 +63,13 @@ class Grid:
         """The number of coordinates along the axis."""
         return int(self._layout.shape[find(self._names, name)])
 
-    def get_worker_coords(self, rank: int) -> dict[str, int]:
-        """The rank's coordinate along every axis; takes as long with a million ranks as with two.
+    def get_worker_coords(self, worker_id: int) -> dict[str, int]:
+        """Return the coordinate of a rank along every axis; takes as long with a million ranks as with two.
 
         >>> NamedSharding.from_shape(dp=2, tp=4).get_worker_coords(6)
         {'dp': 1, 'tp': 2}
         """
-        position = self._position(rank)
+        position = self._position(worker_id)
         return {name: position // stride % size for name, stride, size in self._steps}
 
     def get_ranks_by_coord(self, /, **coords: int) -> list[int]:

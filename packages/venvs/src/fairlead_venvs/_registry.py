@@ -69,7 +69,7 @@ def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
     actor_environments[fqn] = spec
 
 
-def get_actor_python_env(fqn: str) -> str | VenvSpec:
+def get_actor_python_env(actor_class_fqn: str) -> str | VenvSpec:
     """Which environment a worker class needs: what was registered, else what the pyproject.toml says.
 
     The pyproject.toml is the one of the current folder, or of the next one above it that has the table
@@ -78,15 +78,16 @@ def get_actor_python_env(fqn: str) -> str | VenvSpec:
     Raises:
         ValueError: neither says anything about this class, or the table cannot be read.
     """
-    if fqn in actor_environments:
-        return actor_environments[fqn]
+    if actor_class_fqn in actor_environments:
+        return actor_environments[actor_class_fqn]
     told = _from_pyproject()
-    if fqn in told:
-        return told[fqn]
+    if actor_class_fqn in told:
+        return told[actor_class_fqn]
     known = ", ".join(sorted({*actor_environments, *told})) or "none"
     raise ValueError(
-        f"no environment is known for the worker class {fqn!r} (known are: {known}). Give one: by "
-        f"register_actor_env({fqn!r}, ...), by the table {TABLE} in a pyproject.toml, or by python= of the worker group"
+        f"no environment is known for the worker class {actor_class_fqn!r} (known are: {known}). Give one: by "
+        f"register_actor_env({actor_class_fqn!r}, ...), by the table {TABLE} in a pyproject.toml, or by python= of the "
+        "worker group"
     )
 
 

@@ -84,14 +84,14 @@ def ensure_worker_env(
 
 
 def make_actor_runtime_env(
-    fqn: str, *, nodes: Sequence[str] | None = None, timeout_s: float = 1800, progress: bool = True
+    actor_class_fqn: str, *, nodes: Sequence[str] | None = None, timeout_s: float = 1800, progress: bool = True
 ) -> dict[str, Any]:
     """The runtime_env for actors of a registered class, its environment made ready on every node.
 
     Never a copy of the driver's environment: the interpreter, and VIRTUAL_ENV and PATH that go with it.
 
     Args:
-        fqn: full name of the class.
+        actor_class_fqn: full name of the class.
         nodes: as for `ensure_worker_env`, as the rest.
 
     Returns:
@@ -100,7 +100,7 @@ def make_actor_runtime_env(
     Raises:
         As `ensure_worker_env`.
     """
-    what = get_actor_python_env(fqn)
+    what = get_actor_python_env(actor_class_fqn)
     return dict(ensure_worker_env(what, nodes=nodes, timeout_s=timeout_s, progress=progress).runtime_env)
 
 

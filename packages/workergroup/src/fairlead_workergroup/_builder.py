@@ -27,8 +27,8 @@ class RayWorkerBuilder:
     """A worker class and the arguments of its constructor, for a group or for one worker at a time.
 
     Args:
-        worker: the full name of a class (then only the workers import it), a class, or a `@ray.remote` class. One that
-            workers cannot import, from `__main__` or a notebook, is shipped by value.
+        ray_actor_class_fqn: the full name of a class (then only the workers import it), a class, or a `@ray.remote`
+            class. One that workers cannot import, from `__main__` or a notebook, is shipped by value.
         args: positional arguments of its constructor.
         kwargs: keyword arguments of its constructor.
 
@@ -45,9 +45,9 @@ class RayWorkerBuilder:
     'collections.Counter'
     """
 
-    def __init__(self, worker: ClassLike, /, *args: Any, **kwargs: Any) -> None:
-        self.ray_actor_class_fqn: str = full_name(worker)
-        self.worker: ClassLike = worker
+    def __init__(self, ray_actor_class_fqn: ClassLike, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn: str = full_name(ray_actor_class_fqn)
+        self.worker: ClassLike = ray_actor_class_fqn
         self.args = args
         self.kwargs = kwargs
 

@@ -41,12 +41,12 @@ class ClassicCalls:
         raise NotImplementedError
 
     def run_single_worker_single_data(
-        self, method: str, /, worker_idx: int, *args: Any, **kwargs: Any
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ObjectRef[Any]:
         """Call a method of one worker.
 
         Args:
-            method: its name.
+            method_name: the method's name.
             worker_idx: the worker's rank.
             args: positional arguments of the method.
             kwargs: keyword arguments of the method.
@@ -65,17 +65,17 @@ class ClassicCalls:
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
-        call = self._dispatch(method, [worker_idx], *_same(args, kwargs), returned=[worker_idx])
+        call = self._dispatch(method_name, [worker_idx], *_same(args, kwargs), returned=[worker_idx])
         (future,) = self._note_submitted(call)
         return future
 
     def run_all_workers_single_data(
-        self, method: str, /, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
     ) -> list[ObjectRef[Any]]:
         """Call a method of all workers with the same arguments.
 
         Args:
-            method: its name.
+            method_name: the method's name.
             args: positional arguments of the method.
             run_rank_0_only_axes: along these axes only coordinate 0 is called.
             kwargs: keyword arguments of the method.
@@ -88,12 +88,11 @@ class ClassicCalls:
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
         """
         ranks = self._leaders(run_rank_0_only_axes)
-        return self._note_submitted(self._dispatch(method, ranks, *_same(args, kwargs), returned=ranks))
+        return self._note_submitted(self._dispatch(method_name, ranks, *_same(args, kwargs), returned=ranks))
 
     def run_all_workers_multiple_data(
         self,
-        method: str,
-        /,
+        method_name: str,
         *args: Sequence[Any],
         run_rank_0_only_axes: Axes = None,
         common_kwargs: Mapping[str, Any] | None = None,
@@ -102,7 +101,7 @@ class ClassicCalls:
         """Call a method of all workers, each with arguments of its own.
 
         Args:
-            method: its name.
+            method_name: the method's name.
             args: a list per positional argument, with one value for each worker called, by rank.
             run_rank_0_only_axes: along these axes only coordinate 0 is called, and has a value.
             common_kwargs: keyword arguments that are the same for all.
@@ -127,12 +126,11 @@ class ClassicCalls:
         columns = [column(f"positional argument {at}", values) for at, values in enumerate(args)]
         named = {name: column(f"argument {name!r}", values) for name, values in kwargs.items()}
         named = _with_common(named, common_kwargs)
-        return self._note_submitted(self._dispatch(method, ranks, columns, named, returned=ranks))
+        return self._note_submitted(self._dispatch(method_name, ranks, columns, named, returned=ranks))
 
     def run_all_workers_sharded_data(
         self,
-        method: str,
-        /,
+        method_name: str,
         *args: Any,
         in_sharded_axes: Axes = None,
         replicate_on_axes: Axes = None,
@@ -144,7 +142,7 @@ class ClassicCalls:
         """Call a method of workers with the piece of the data that their coordinates ask for.
 
         Args:
-            method: its name.
+            method_name: the method's name.
             args: a nested sequence per positional argument: one level for each of `in_sharded_axes`.
             in_sharded_axes: the worker at coordinate c along them gets piece c.
             replicate_on_axes: everybody along them gets the same piece. Along axes in neither, only coordinate 0 is
@@ -174,13 +172,13 @@ class ClassicCalls:
             try:
                 return Column(plan.pieces(nested), index)
             except (TypeError, ValueError) as error:
-                error.add_note(f"in {what} of {method!r}")
+                error.add_note(f"in {what} of {method_name!r}")
                 raise
 
         columns = [column(f"positional argument {at}", nested) for at, nested in enumerate(args)]
         named = {name: column(f"argument {name!r}", nested) for name, nested in kwargs.items()}
         call = self._dispatch(
-            method,
+            method_name,
             plan.called.tolist(),
             columns,
             _with_common(named, common_kwargs),
@@ -191,12 +189,12 @@ class ClassicCalls:
         return call
 
     def get_all_worker_results(
-        self, future: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
+        self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
     ) -> list[Any]:
         """Wait for a call and fetch its results, and nothing else.
 
         Args:
-            future: what a classic method returned.
+            future_bundle: what a classic method returned.
             return_generators_as_proxies: leave generators as they are instead of collecting their items.
 
         Raises:
@@ -205,9 +203,9 @@ class ClassicCalls:
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        if isinstance(future, MultiWorkerFuture):
-            return future.get_results(self, return_generators_as_proxies)  # type: ignore[arg-type]
-        return fetched(future, group=self, proxies=return_generators_as_proxies)  # type: ignore[arg-type]
+        if isinstance(future_bundle, MultiWorkerFuture):
+            return future_bundle.get_results(self, return_generators_as_proxies)  # type: ignore[arg-type]
+        return fetched(future_bundle, group=self, proxies=return_generators_as_proxies)  # type: ignore[arg-type]
 
     def _leaders(self, axes: Axes) -> list[int]:
         sharding = self.sharding_annotations

@@ -27,15 +27,15 @@ _OURS = (
 )
 
 
-def recursive_merge_options(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two sets of Ray options: dicts deep, anything else replaced by `extra`. Neither input is changed.
+def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two sets of Ray options: dicts deep, anything else replaced by `extra_options`. Neither input is changed.
 
     A `_nsight` entry at the top of `runtime_env` becomes `nsight`, Ray's own name.
 
     >>> recursive_merge_options({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"B": "2"}}})
     {'runtime_env': {'env_vars': {'A': '1', 'B': '2'}}}
     """
-    merged = _merged(default, extra)
+    merged = _merged(default_options, extra_options)
     runtime_env = merged.get("runtime_env")
     if isinstance(runtime_env, dict) and "_nsight" in runtime_env:
         runtime_env["nsight"] = runtime_env.pop("_nsight")
