@@ -5,7 +5,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Literal, assert_type
 
 from ray import ObjectRef
@@ -142,8 +142,37 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     group.call("step", PerWorker([1, 2]), ref, made, discard=True)
     group.call("step", Shard(made, "dp"), PerWorker(made), retries=2)
     assert_type(made.as_pieces(), list[ObjectRef[Any]])
+    assert_type(made, Call[Any])
     made.as_argument()
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), Iterator[Any])
+
+
+async def call_functions(group: RayWorkerGroup) -> None:
+    def sizes(worker: Worker, least: int) -> Iterator[int]:
+        yield least
+
+    async def fetch(worker: Worker) -> str:
+        return "text"
+
+    async def tokens(worker: Worker) -> AsyncIterator[str]:
+        yield "text"
+
+    made = group.call(Worker.step, PerWorker([[1], [2]]), lr=0.1, timeout=60)
+    assert_type(made, Call[list[float]])
+    assert_type(made.result(), list[float])
+    assert_type(await made, list[float])
+    assert_type(group.call(Worker.step, [1], 0.1, collect="dp").result(), list[float])
+    assert_type(group.call(Worker.step, [1], 0.1, collect=()).result(), float)
+    assert_type(group.call(Worker.step, [1], 0.1, discard=True), Call[None])
+    group.call(lambda worker, more: worker.rank + more, 3)
+    assert_type(group.call(sizes, 3).result(), list[list[int]])
+    assert_type(group.call(sizes, 3, collect=()).result(), list[int])
+    assert_type(group.call(fetch).result(), list[str])
+    assert_type(group.call(fetch, collect=()).result(), str)
+    assert_type(group.call(tokens, collect=()).result(), list[str])
+    assert_type(group.at(dp=0).call(Worker.step, [1], 0.1), Call)
+    assert_type(group.explain(Worker.step, [1], 0.1), CallExplanation)
+    assert_type(group.map(sizes, range(3)), Iterator[Any])
 
 
 def wrapped(made: Call) -> None:
@@ -328,9 +357,8 @@ def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: Work
     RayWorkerGroup(slots, Worker, load_balancing_strategy="random")  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, enable_gradient_compression="int8")  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, env_vars={"A": 1})  # type: ignore[dict-item]
-    group.call(Worker.step)  # type: ignore[arg-type]
-    group.call("step", timeout="60")  # type: ignore[arg-type]
-    group.call("step", collect=0)  # type: ignore[arg-type]
+    group.call("step", timeout="60")  # type: ignore[call-overload]
+    group.call("step", collect=0)  # type: ignore[call-overload]
     group.at(dp="0")  # type: ignore[arg-type]
     group.with_options(lr=0.1)  # type: ignore[call-arg]
     group.at(dp=0).with_options(lr=0.1)  # type: ignore[call-arg]

@@ -136,6 +136,10 @@ class TestAsync:
             assert group.call("async_items", 3, discard=True).result() is None
             assert group.call("plain", group.call("plain", 4)).result() == [[4, 4]] * 2
             assert group.call("late", group.call("plain", 4)).result() == [[4, 4]] * 2
+            waiting = group.call(wait_in_a_function)
+            assert group.call(lambda worker: worker.other.set()).result() == [None, None]
+            assert waiting.result() == ["waited", "waited"]
+            assert group.call(Overlapping.late, 4).result() == [4, 4]
             endless = group.call("forever")
             time.sleep(0.3)
             with pytest.raises(CallTimeoutError, match="in 'forever' for"):
@@ -147,11 +151,16 @@ class TestAsync:
             assert group.shutdown(cleanup_method="let_go")
 
 
+async def wait_in_a_function(worker):
+    await worker.other.wait()
+    return "waited"
+
+
 class Overlapping:
     """A worker whose methods wait for each other."""
 
     def __init__(self):
-        self.event = asyncio.Event()
+        self.event, self.other = asyncio.Event(), asyncio.Event()
         self.was_cancelled = False
 
     async def wait_for_it(self):

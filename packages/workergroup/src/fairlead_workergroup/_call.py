@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import ray
 from ray import ObjectRef
@@ -19,12 +19,21 @@ from ._underway import Underway
 from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
+    # Only the one of typing_extensions has a default before Python 3.13.
+    from typing_extensions import TypeVar
+
     from ._group import RayWorkerGroup
+
+    Result = TypeVar("Result", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    Result = TypeVar("Result", covariant=True)
 
 __all__ = ["Call"]
 
 
-class Call(Underway, PassedOn):
+class Call(Underway, PassedOn, Generic[Result]):
     """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.
 
     `result()` waits; `outcomes()` tells about every worker; iterating, also with `async for`, gives an `Outcome` as
@@ -53,7 +62,7 @@ class Call(Underway, PassedOn):
         """The ObjectRefs of the answers, in the order of `result()`; of a generator method, its generators."""
         return [self.futures[at] for at in self._positions[0]]
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Result:
         """Wait for all workers called and fetch the answers, and nothing else.
 
         Args:
@@ -75,7 +84,8 @@ class Call(Underway, PassedOn):
         while True:
             attempt = self._attempt
             try:
-                return self._shaped(self._collected(deadline))
+                result: Result = self._shaped(self._collected(deadline))
+                return result
             except WorkerFailureError:
                 if not self._repeated(attempt):
                     raise
@@ -157,7 +167,7 @@ class Call(Underway, PassedOn):
             raise TypeError(f"{self._method.name!r} is no generator method; its result comes in one piece")
         return self._arriving(timeout)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, Result]:
         return awaited(self).__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
@@ -201,7 +211,7 @@ class Call(Underway, PassedOn):
         if self._streams and return_generators_as_proxies:
             self._check_open()
             return self.refs
-        values = self.result()
+        values: Any = self.result()
         values = [] if self._discard else [values] if self._single else values
         return [item for items in values for item in items] if self._streams else values
 

@@ -10,19 +10,21 @@ from typing import Any
 
 from ._loading import found, undecorated
 
-__all__ = ["describe"]
+__all__ = ["describe", "kind_of"]
 
 
 def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """What the driver has to know of a class that it may not be able to import, as plain data.
 
     `asks` are keyword arguments for the class's `configure_worker`, one dict per worker. Returned are the class's
-    short name, its public methods (kind and parameters), the default options of `@ray.remote` or of a
-    `_default_options` attribute, what it uses that workers of a group cannot have, and the configurations.
+    short name, its public methods (kind and parameters) and the full names of their functions, the default options of
+    `@ray.remote` or of a `_default_options` attribute, what it uses that workers of a group cannot have, and the
+    configurations.
     """
     decorated = found(target)
     cls = undecorated(decorated)
     methods: dict[str, tuple[str, Any]] = {}
+    full_names: dict[str, str] = {}
     refused: list[str] = []
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
@@ -30,9 +32,10 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]
         if name.startswith("_") or not inspect.isroutine(function):
             continue
         methods[name] = (
-            _kind(function),
+            kind_of(function),
             _parameters(getattr(cls, name), bound=isinstance(member, (staticmethod, classmethod))),
         )
+        full_names[name] = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
         refused += [
             f"{name} uses @ray.method({option}=...)"
             for option in ("num_returns", "concurrency_group")
@@ -45,6 +48,7 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]
     return {
         "name": cls.__name__,
         "methods": methods,
+        "full_names": full_names,
         "options": options,
         "refused": refused,
         "configurations": None if configure is None else [_configure(configure, ask) for ask in asks],
@@ -63,7 +67,8 @@ def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...
     return tuple(dict(part or {}) for part in answer)
 
 
-def _kind(function: Any) -> str:
+def kind_of(function: Any) -> str:
+    """Return the kind of a method: plain, generator, async or async_generator."""
     if inspect.isasyncgenfunction(function):
         return "async_generator"
     if inspect.iscoroutinefunction(function):

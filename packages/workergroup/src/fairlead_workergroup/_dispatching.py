@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,7 +26,7 @@ from ._restart import remedy
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
 from ._underway import Repeats
-from ._worker_class import WorkerClass
+from ._worker_class import Method, WorkerClass
 from .exceptions import CallTimeoutError, LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Dispatching:
 
     def _dispatch(
         self,
-        method: str,
+        method: str | Callable[..., Any] | Method,
         called: list[int],
         args: Sequence[Column],
         kwargs: Mapping[str, Column],
@@ -108,7 +108,7 @@ class Dispatching:
         began = time.monotonic()
         if retries and not self._restart_on_failure:
             raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
-        found = self._class.method(method)
+        found = method if isinstance(method, Method) else self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
             workers = self._living()
             if self._lost and (lost := self._blocking(called)):

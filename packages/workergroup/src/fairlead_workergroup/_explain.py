@@ -60,8 +60,12 @@ def explained_call(
     kwargs: Mapping[str, Any],
     columns: Sequence[Column],
     named: Mapping[str, Column],
+    function: bytes | None = None,
 ) -> CallExplanation:
-    """Explain a call from its plan, its arguments as given, and these as columns. Nothing is stored or called."""
+    """Explain a call from its plan, its arguments as given, and these as columns. Nothing is stored or called.
+
+    `function` is the pickled function that runs in place of a method.
+    """
     mesh = plan.mesh
     names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
     given = [*args, *kwargs.values()]
@@ -73,6 +77,8 @@ def explained_call(
         gets = [_what(value, column, at) for value, column in zip(given, every, strict=True)]
         rows.append((str(rank), *(str(coords[name]) for name in mesh.names), *gets, order.get(rank, "no")))
     stored = {id(value) for column in every for value in column.values if not _travels(value)}
+    if not _travels(function):
+        stored.add(id(function))
     total = len(mesh.ranks)
     summary = (
         f"{method}: {len(plan.called)} of {total} workers called, {len(stored)} value(s) stored, "

@@ -52,6 +52,13 @@ def slow(host: Any, seconds: float) -> None:
     plain = vars(host).setdefault("_fairlead_plain", host._fairlead_instance)
     host._fairlead_instance = _Slowed(plain, seconds) if seconds else plain
 
+    def subject() -> Any:
+        time.sleep(seconds)
+        return plain
+
+    # What a function gets that is called in place of a method.
+    host._fairlead_subject = subject
+
 
 class _Slowed:
     def __init__(self, instance: Any, seconds: float) -> None:

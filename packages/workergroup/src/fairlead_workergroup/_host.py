@@ -8,6 +8,7 @@ what is shipped with it, only. What it publishes about the worker is plain data 
 
 import asyncio
 import inspect
+import operator
 import os
 import sys
 import types
@@ -25,6 +26,9 @@ __all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
 
 # What `fairlead_workergroup.testing` has workers do, as the record names it.
 FAULTS = ("hang", "slow", "fill_memory")
+# What the record calls a function that runs in place of a method.
+FUNCTION = "<function>"
+KINDS = ("plain", "generator", "async", "async_generator")
 
 
 def start_tick(pid: int) -> int:
@@ -108,6 +112,26 @@ class WorkerHost:
         args, kwargs = _regrouped(plan, flat)
         for item in getattr(self, method)(*args, **kwargs):  # noqa: UP028  as in `_delegate`
             yield item
+
+    def _fairlead_apply(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with the user's instance as its first argument.
+
+        Args:
+            name: what errors call the function.
+            pickled: the function.
+            args: its other positional arguments.
+            kwargs: its keyword arguments.
+        """
+        try:
+            function = ray.cloudpickle.loads(pickled)
+        except Exception as error:
+            error.add_note(f"while the worker loaded the function {name!r}; its Python must have what it refers to")
+            raise
+        return function(self._fairlead_subject(), *args, **kwargs)
+
+    def _fairlead_subject(self) -> Any:
+        """Return the user's instance; the test kit puts another function here."""
+        return self._fairlead_instance
 
     def _fairlead_run(self, name: str, function: Callable[..., Any], /, *args: Any) -> Any:
         """Run a function of the test kit's on this host; the record shows it as a method of that name."""
@@ -232,21 +256,28 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False)
         concurrent: async methods overlap; otherwise one method runs at a time, whatever its kind.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
-    members: dict[str, Any] = {"_fairlead_methods": ("__init__", *kinds, *FAULTS)}
+    names = ("__init__", *kinds, FUNCTION, *FAULTS)
+    members: dict[str, Any] = {"_fairlead_methods": names}
     for number, (method, kind) in enumerate(kinds.items(), 1):
-        members[method] = function = delegate(method, kind, number)
-        function.__name__ = method
-        function.__qualname__ = f"{WorkerHost.__name__}.{method}"
+        members[method] = delegate(f"_fairlead_instance.{method}", kind, number)
+    for kind in KINDS:
+        members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
+    for method, function in members.items():
+        if method != "_fairlead_methods":
+            function.__name__ = method
+            function.__qualname__ = f"{WorkerHost.__name__}.{method}"
     return type(name, (base,), members)
 
 
-def _delegate(method: str, kind: str, number: int) -> Any:
+def _delegate(path: str, kind: str, number: int) -> Any:
+    """Return a method of a host that runs what is at a path of attributes of it, and records that it does."""
+    find = operator.attrgetter(path)
     if kind == "plain":
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                return getattr(self._fairlead_instance, method)(*args, **kwargs)
+                return find(self)(*args, **kwargs)
             finally:
                 self._fairlead_record.end(key)
 
@@ -256,7 +287,7 @@ def _delegate(method: str, kind: str, number: int) -> Any:
             key = self._fairlead_record.begin(number)
             try:
                 # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
-                for item in getattr(self._fairlead_instance, method)(*args, **kwargs):
+                for item in find(self)(*args, **kwargs):
                     yield item
                     self._fairlead_record.progress()
             finally:
@@ -267,7 +298,7 @@ def _delegate(method: str, kind: str, number: int) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                coroutine = getattr(self._fairlead_instance, method)(*args, **kwargs)
+                coroutine = find(self)(*args, **kwargs)
                 return self._fairlead_loop().run_until_complete(coroutine)
             finally:
                 self._fairlead_record.end(key)
@@ -277,7 +308,7 @@ def _delegate(method: str, kind: str, number: int) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                loop, items = self._fairlead_loop(), getattr(self._fairlead_instance, method)(*args, **kwargs)
+                loop, items = self._fairlead_loop(), find(self)(*args, **kwargs)
                 while True:
                     try:
                         item = loop.run_until_complete(anext(items))
@@ -291,13 +322,14 @@ def _delegate(method: str, kind: str, number: int) -> Any:
     return delegate
 
 
-def _concurrent_delegate(method: str, kind: str, number: int) -> Any:
+def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
+    find = operator.attrgetter(path)
     if kind == "async":
 
         async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                return await getattr(self._fairlead_instance, method)(*args, **kwargs)
+                return await find(self)(*args, **kwargs)
             finally:
                 self._fairlead_record.end(key)
 
@@ -307,11 +339,11 @@ def _concurrent_delegate(method: str, kind: str, number: int) -> Any:
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                async for item in getattr(self._fairlead_instance, method)(*args, **kwargs):
+                async for item in find(self)(*args, **kwargs):
                     yield item
                     self._fairlead_record.progress()
             finally:
                 self._fairlead_record.end(key)
 
         return stream
-    return _delegate(method, kind, number)
+    return _delegate(path, kind, number)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ray
 from ray import ObjectRef
 
+from ._arguments import Arguments
 from ._bar import Bar
 from ._call import Call
 from ._planning import Column
@@ -19,6 +21,7 @@ from .exceptions import WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
+    from ._worker_class import Method
 
 __all__ = ["Strategy", "check_strategy", "mapped"]
 
@@ -52,7 +55,7 @@ class _Sent(NamedTuple):
 def mapped(
     group: RayWorkerGroup,
     ranks: Sequence[int],
-    method: str,
+    method: str | Callable[..., Any],
     items: Iterable[Any],
     *,
     max_in_flight: int,
@@ -65,10 +68,13 @@ def mapped(
         raise ValueError(f"max_in_flight must be a positive number of items, got {max_in_flight!r}")
     found = group._class.method(method)
     if found.result == "items":
-        raise TypeError(f"{method!r} is a generator method; map needs one result for each item: call it and stream")
+        raise TypeError(f"{found.name!r} is a generator method; map needs one result for each item: call it and stream")
     found.check([None], {})
+    stored = Arguments()  # a large function is stored once, not with each item
+    found = replace(found, function=stored.prepared(found.function))
+    group._count(puts=stored.puts, bytes_put=stored.bytes_put)
     total = len(items) if isinstance(items, Sized) else None
-    balancer = _Balancer(group, ranks, method, max_in_flight, check_strategy(strategy), timeout_s)
+    balancer = _Balancer(group, ranks, found, max_in_flight, check_strategy(strategy), timeout_s)
     return _results(balancer, iter(items), total, ordered)
 
 
@@ -101,12 +107,13 @@ class _Balancer:
         self,
         group: RayWorkerGroup,
         ranks: Sequence[int],
-        method: str,
+        method: Method,
         max_in_flight: int,
         strategy: Strategy,
         timeout_s: float | None,
     ) -> None:
-        self.method = method
+        self.method = method.name
+        self._called = method
         self._group = group
         self._max = max_in_flight
         self._strategy = strategy
@@ -157,7 +164,7 @@ class _Balancer:
     def _send(self, position: int, item: Any, rank: int) -> None:
         try:
             call = self._group._dispatch(
-                self.method, [rank], [Column([item])], {}, returned=[rank], timeout_s=self._timeout_s, single=True
+                self._called, [rank], [Column([item])], {}, returned=[rank], timeout_s=self._timeout_s, single=True
             )
         except WorkerFailureError as error:
             self._lost(position, item, rank, error)

@@ -11,8 +11,8 @@ from ._status import StuckWorker, WorkerStatus
 __all__ = ["frames_of_method", "innermost", "with_odd_ranks"]
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-# The host's functions that call a method of the user's, or a fault of the test kit.
-CALLERS = ("delegate", "stream", "_fairlead_run", "_fairlead_made")
+# The functions of the host that call a method or function of the user, or a fault of the test kit.
+CALLERS = ("delegate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_made")
 MOST_NAMED = 8
 
 Frame = tuple[str, str, str]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
+import io
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -13,6 +15,7 @@ __all__ = [
     "actor_id_of_ref",
     "actors_being_made",
     "dead_actors",
+    "dumps_by_value",
     "never_connect",
     "object_sizes",
     "task_of_future",
@@ -99,3 +102,30 @@ def never_connect() -> None:
         connect_unless_told._fairlead = True  # type: ignore[attr-defined]
         auto_init_hook.auto_init_ray = connect_unless_told
     _never_connecting.told = True
+
+
+def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
+    """Pickle a value, with the functions and classes of some modules by value.
+
+    `ray.cloudpickle.register_pickle_by_value` is public, but holds for the whole process: another thread that pickles
+    an argument meanwhile would send a class of its own to the workers. Without these two private functions of
+    cloudpickle, functions and classes that can be imported here travel by name.
+
+    Args:
+        value: what to pickle.
+        by_value: whether the functions and classes of a module, given by name, travel by value.
+    """
+    reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
+    if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):
+        pickled: bytes = ray.cloudpickle.dumps(value)
+        return pickled
+
+    class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (type, types.FunctionType)) and by_value(str(obj.__module__)):
+                return reduce_class(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
+            return super().reducer_override(obj)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()

@@ -34,17 +34,19 @@ def requests(
         TypeError: the method does not take these arguments; nothing has been stored.
     """
     method.check(args, kwargs)
+    if method.function is not None:
+        args = [Column([method.name]), Column([method.function]), *args]
     columns = [column.mapped(arguments.prepared) for column in (*args, *kwargs.values())]
-    names = list(kwargs)
+    names, hosted = list(kwargs), method.hosted
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
     rows = zip(*(column.over(count) for column in columns), strict=True) if columns else [()] * count
     for at, row in enumerate(rows):
-        name = method.name
+        name = hosted
         mine, named = list(row[: len(args)]), dict(zip(names, row[len(args) :], strict=True))
         if gathers:
             flat = _flattened(mine, named)
             # A method of a host that streams must be a generator itself.
-            name, mine, named = f"_fairlead_gathered_{method.result}", [method.name, *flat], {}
+            name, mine, named = f"_fairlead_gathered_{method.result}", [name, *flat], {}
         if answers is not None and not answers[at]:
             name, mine = "_fairlead_silent", [name, *mine]
         yield Request(name, mine, named)

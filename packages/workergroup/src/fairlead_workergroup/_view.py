@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
@@ -17,6 +17,9 @@ from ._planning import Axes, CallPlan, Column, Mesh, as_axes, plan_call
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 __all__ = ["Addressed", "CallOptions", "GroupView"]
 
@@ -107,9 +110,78 @@ class Addressed:
     def _bound_options(self) -> CallOptions | None:
         return None
 
+    @overload
     def call(
         self,
         method: str,
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call: ...
+    @overload
+    def call(self, method: Callable[..., Any], /, *args: Any, discard: Literal[True], **kwargs: Any) -> Call[None]: ...
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, Result]], /, *args: Any, collect: tuple[()], **kwargs: Any
+    ) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Coroutine[Any, Any, Result]],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
+        /,
+        *args: Any,
+        collect: tuple[()],
+        **kwargs: Any,
+    ) -> Call[list[Item]]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[list[Item]]]: ...
+    @overload
+    def call(self, method: Callable[..., Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Result],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    def call(
+        self,
+        method: str | Callable[..., Any],
         /,
         *args: Any,
         collect: Axes = None,
@@ -125,8 +197,13 @@ class Addressed:
         ObjectRef or a `Call` among them is passed on; the driver sees nothing of it. Small plain values travel with
         the call, everything else is stored once, however many workers get it.
 
+        A function is a method of the class if the class has it, inherited or decorated or under another name, and
+        the name of that method is called. Every other function is pickled: by value, or by name if it is from an
+        installed package or from the package that the workers import their class from.
+
         Args:
-            method: its name.
+            method: its name; or the method itself, `Model.loss`; or any other function, which runs in each worker with
+                the user's instance as its first argument: `f(worker, *args, **kwargs)`.
             args: positional arguments of the method.
             collect: None: everybody called answers, a list by rank. Axes: one answer for each coordinate along them,
                 row-major in the order given, by the worker at coordinate 0 of all others. `()`: one worker answers.
@@ -138,7 +215,8 @@ class Addressed:
             kwargs: keyword arguments of the method.
 
         Raises:
-            AttributeError, TypeError: there is no such method, or it does not take these arguments.
+            AttributeError, TypeError: there is no such method, it does not take these arguments, or the function
+                cannot be pickled.
             ValueError: an axis that does not exist, too few or too many pieces or values, or options that contradict
                 each other or the group.
             WorkerFailureError: a worker that would be called is known to be dead, and not restarted.
@@ -148,7 +226,7 @@ class Addressed:
 
     def explain(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         /,
         *args: Any,
         collect: Axes = None,
@@ -169,7 +247,7 @@ class Addressed:
 
     def map(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         items: Iterable[Any],
         /,
         *,
@@ -184,7 +262,7 @@ class Addressed:
         workers become free and results are asked for. A progress bar shows on a terminal when it takes over a second.
 
         Args:
-            method: its name; an item is its only argument.
+            method: its name, or a function, as of `call`; an item is its only argument.
             items: what to work on.
             max_in_flight: how many items each worker has at a time: the next one is there when one is done.
             ordered: results in the order of the items, else as they come.
@@ -217,7 +295,9 @@ class Addressed:
             timeout_s=check_timeout("timeout", timeout),
         )
 
-    def _called(self, method: str, options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _called(
+        self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call:
         plan, columns, named = self._planned(options, args, kwargs)
         return self._of_group._dispatch(
             method,
@@ -233,12 +313,12 @@ class Addressed:
         )
 
     def _explained(
-        self, method: str, options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         found = self._of_group._class.method(method)
         plan, columns, named = self._planned(options, args, kwargs)
         found.check(columns, named)
-        return explained_call(method, plan, args, kwargs, columns, named)
+        return explained_call(found.name, plan, args, kwargs, columns, named, found.function)
 
     def _planned(
         self, options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -300,13 +380,13 @@ class GroupView(Addressed):
         """As of the group; options that are not given stay as they are."""
         return self._with(replace(self._bound or CallOptions(), **options))
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
+    def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
         """As of the group. With options set by `with_options`, all keywords are the method's."""
         if self._bound is None:
             return super().call(method, *args, **kwargs)
         return self._called(method, self._bound, args, kwargs)
 
-    def explain(self, method: str, /, *args: Any, **kwargs: Any) -> CallExplanation:
+    def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
         """As of the group. With options set by `with_options`, all keywords are the method's."""
         if self._bound is None:
             return super().explain(method, *args, **kwargs)

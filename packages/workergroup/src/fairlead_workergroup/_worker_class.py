@@ -3,16 +3,25 @@
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import ray
+from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from . import _describe, _host, _loading, _record, _stacks, _trees
 from ._failures import remote_traceback
+from ._functions import (
+    full_function_name,
+    function_kind,
+    function_name,
+    pickled_function,
+    signature_without_worker,
+)
+from ._loading import undecorated
 from .exceptions import WorkerStartError
 
 __all__ = ["Method", "WorkerClass", "describe_class", "full_name", "shipped"]
@@ -24,11 +33,24 @@ for _module in (_host, _describe, _loading, _record, _stacks, _trees):
 
 @dataclass(frozen=True)
 class Method:
-    """A public method of the user's class: its kind and, where Python can tell, its parameters."""
+    """What a worker can be asked to run: a public method of the user's class, or a function in place of one.
+
+    Attributes:
+        name: of the method or the function.
+        kind: plain, generator, async or async_generator.
+        signature: its parameters, where Python can tell.
+        function: the pickled function, or a reference to it; None for a method.
+    """
 
     name: str
     kind: str
     signature: inspect.Signature | None
+    function: Any = None
+
+    @property
+    def hosted(self) -> str:
+        """The method of the host that runs it."""
+        return self.name if self.function is None else f"_fairlead_function_{self.kind}"
 
     @property
     def result(self) -> str:
@@ -60,6 +82,8 @@ class WorkerClass:
         options: what its own `@ray.remote(...)` or `_default_options` asks for.
         configurations: what its `configure_worker` answered for each worker; None if it has none.
         concurrent: whether its async methods are to overlap.
+        cls: the class itself, if it was given and not only named.
+        full_names: `module.Class.method` of the function of each method.
     """
 
     target: str | bytes
@@ -68,6 +92,8 @@ class WorkerClass:
     options: Mapping[str, Any] = field(default_factory=dict)
     configurations: Sequence[tuple[dict[str, Any], ...]] | None = None
     concurrent: bool = False
+    cls: type | None = None
+    full_names: Mapping[str, str] = field(default_factory=dict)
 
     def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
         """(resources, env_vars, init_kwargs, runtime_env overrides) for one worker, empty where nothing was said."""
@@ -81,15 +107,38 @@ class WorkerClass:
         kinds = {method.name: method.kind for method in self.methods.values()}
         return ray.remote(_host.host_class(self.name, kinds, concurrent=self.concurrent))
 
-    def method(self, name: str) -> Method:
-        """A public method by name.
+    def method(self, method: str | Callable[..., Any]) -> Method:
+        """Return what a worker runs for a method's name, a method of the class, or any other function.
 
         Raises:
-            AttributeError: there is none of this name; lists those there are.
+            AttributeError: there is no method of this name; lists those there are.
+            TypeError: neither a name nor a function that can run in a worker.
         """
-        if name not in self.methods:
-            raise AttributeError(f"{self.name} has no public method {name!r}; it has {sorted(self.methods)}")
-        return self.methods[name]
+        if not isinstance(method, str):
+            function = _without_ray(method)
+            name = self._name_of(function)
+            return self._in_place_of_method(function) if name is None else self.methods[name]
+        if method not in self.methods:
+            raise AttributeError(f"{self.name} has no public method {method!r}; it has {sorted(self.methods)}")
+        return self.methods[method]
+
+    def _name_of(self, function: Any) -> str | None:
+        """Return the name of the method that a function is, whatever the function itself is called."""
+        own = _unbound(function)
+        if self.cls is not None:
+            return next((name for name in self.methods if _unbound(getattr(self.cls, name)) is own), None)
+        # The driver may have another copy of the class, or none: its methods are known by where they were defined.
+        full_name = full_function_name(own)
+        return next((name for name in self.methods if full_name and self.full_names[name] == full_name), None)
+
+    def _in_place_of_method(self, function: Any) -> Method:
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(
+                f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
+            )
+        shared = self.target.partition(".")[0] if isinstance(self.target, str) else None
+        signature = signature_without_worker(function)
+        return Method(function_name(function), function_kind(function), signature, pickled_function(function, shared))
 
 
 def full_name(worker: Any) -> str:
@@ -181,7 +230,40 @@ def describe_class(
             "with one answer each. Remove the option, or create this actor by hand."
         )
     methods = {n: Method(n, kind, _signature(p)) for n, (kind, p) in told["methods"].items()}
-    return WorkerClass(target, told["name"], methods, told["options"], told["configurations"], concurrent)
+    return WorkerClass(
+        target,
+        told["name"],
+        methods,
+        told["options"],
+        told["configurations"],
+        concurrent,
+        cls=None if isinstance(worker, str) else getattr(worker, "__ray_actor_class__", worker),
+        full_names=told["full_names"],
+    )
+
+
+def _unbound(function: Any) -> Any:
+    """Return the function of a class method that was looked up on its class."""
+    return function.__func__ if isinstance(getattr(function, "__self__", None), type) else function
+
+
+def _without_ray(function: Any) -> Any:
+    """Return the user's own method for one that was looked up on a `@ray.remote` class, which wraps its methods."""
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, ActorClass):
+        return function
+    cls = undecorated(owner)
+    for name in dir(cls):
+        if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
+            return getattr(cls, name)
+    return function
+
+
+class _Default:
+    """Stands for a parameter's default, which stays with the workers."""
+
+    def __repr__(self) -> str:
+        return "..."
 
 
 def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Signature | None:
@@ -190,7 +272,7 @@ def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Si
     kinds = list(inspect._ParameterKind)
     return inspect.Signature(
         [
-            inspect.Parameter(name, kinds[kind], default=inspect.Parameter.empty if required else ...)
+            inspect.Parameter(name, kinds[kind], default=inspect.Parameter.empty if required else _Default())
             for name, kind, required in parameters
         ]
     )

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions given to `call` in place of a method's name: methods of the class, and functions that travel to workers."""
+
+import asyncio
+import functools
+import importlib
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import CallTimeoutError, PerWorker, RayWorkerGroup, Shard, WorkerFailureError, current_worker
+from fairlead_workergroup._describe import describe
+from fairlead_workergroup._functions import function_kind, function_name, pickled_function
+from fairlead_workergroup._worker_class import Method, WorkerClass
+from fairlead_workergroup.testing import slow
+
+from .calling import Worker
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return wrapper
+
+
+def anonymous(function):
+    return lambda *args: function(*args)
+
+
+class Base:
+    def inherited(self):
+        return 1
+
+    def overridden(self):
+        return "base"
+
+
+class Model(Base):
+    def overridden(self):
+        return "model"
+
+    @doubled
+    def decorated(self):
+        return 3
+
+    renamed = anonymous(Base.inherited)
+
+    @staticmethod
+    def static(value):
+        return value
+
+    @classmethod
+    def of_class(cls, value):
+        return value
+
+    def _private(self):
+        return "private"
+
+
+class Owner:
+    """An object that can be called, and has a method that can."""
+
+    def __call__(self, worker):
+        yield worker
+
+    def method(self, worker):
+        return worker
+
+
+def described(cls, *, by_name):
+    """The class as a group sees it that was given the class, or its full name."""
+    told = describe(cls)
+    methods = {name: Method(name, kind, None) for name, (kind, _) in told["methods"].items()}
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return WorkerClass(name, "Model", methods, cls=None if by_name else cls, full_names=told["full_names"])
+
+
+class TestResolution:
+    """Which functions are methods of the class."""
+
+    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
+    def test_methods(self, by_name):
+        """Own, inherited, decorated and static methods are called by name."""
+        model = described(Model, by_name=by_name)
+        for name in ("inherited", "overridden", "decorated", "static", "of_class"):
+            assert model.method(getattr(Model, name)) is model.methods[name]
+        assert model.method(Base.inherited) is model.methods["inherited"]
+
+    def test_methods_that_have_another_name(self):
+        """With the class at hand a method is found by what it is, not by what its function is called."""
+        model = described(Model, by_name=False)
+        assert model.method(Model.renamed) is model.methods["renamed"]
+        # By full name only nobody can tell which method an anonymous function is.
+        assert described(Model, by_name=True).method(Model.renamed).function is not None
+
+    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
+    def test_other_functions(self, by_name):
+        """What the class overrides, private methods and namesakes from elsewhere are functions like any other."""
+
+        def inherited(worker):
+            return worker
+
+        model = described(Model, by_name=by_name)
+        for function in (Base.overridden, Model._private, inherited):
+            assert model.method(function).hosted == "_fairlead_function_plain"
+
+    def test_remote_class(self):
+        """Methods looked up on a `@ray.remote` class are those of the class below."""
+        remote = ray.remote(Model)
+        model = described(Model, by_name=False)
+        assert model.method(remote.decorated) is model.methods["decorated"]
+        assert model.method(remote.of_class) is model.methods["of_class"]
+
+    def test_a_bound_method_is_a_function(self):
+        """A method of an object of the driver's is not the worker's method."""
+        model = described(Owner, by_name=False)
+        assert model.method(Owner.method) is model.methods["method"]
+        assert model.method(Owner().method).function is not None
+
+    def test_kinds_and_names(self):
+        """Partial functions and callable objects are told by what they call."""
+
+        async def fetch(worker, x):
+            pass
+
+        async def tokens(worker):
+            yield 1
+
+        unnamed = lambda worker: 1  # noqa: E731
+
+        assert function_kind(fetch) == function_kind(functools.partial(fetch, x=1)) == "async"
+        assert (function_kind(tokens), function_kind(Worker.items)) == ("async_generator", "generator")
+        assert (function_kind(Owner()), function_kind(print)) == ("generator", "plain")
+        assert function_name(functools.partial(fetch, x=1)).endswith("fetch")
+        assert function_name(Owner()) == "Owner"
+        assert function_name(unnamed).endswith(f"<lambda> (test_functions.py:{unnamed.__code__.co_firstlineno})")
+
+
+class TestRefused:
+    """Nothing is launched for a function that cannot run in a worker."""
+
+    @pytest.mark.parametrize(
+        ("function", "args", "message"),
+        [
+            (lambda: 1, (), r"has no positional parameter.* f\(worker, \.\.\.\)"),
+            (lambda *, key: 1, (), "has no positional parameter"),
+            (lambda worker, one: 1, (), "missing a required argument: 'one'"),
+            (lambda worker: 1, (2,), "too many positional arguments"),
+            (Worker, (), "call takes a method's name, a method of the class, or a function"),
+            (7, (), "call takes a method's name.*got 7"),
+        ],
+    )
+    def test_wrong_functions(self, group, function, args, message):
+        """Functions with other parameters, classes, and what cannot be called."""
+        before = group.statistics().requests
+        for refuse in (group.call, group.explain):
+            with pytest.raises(TypeError, match=message):
+                refuse(function, *args)
+        assert group.statistics().requests == before
+
+    def test_what_cannot_be_pickled(self, group):
+        """The error names the function, the variable and the reason."""
+        lock = threading.Lock()
+
+        def locked(worker):
+            return lock
+
+        before = group.statistics().requests
+        message = (
+            r"the function '.*locked' cannot be sent to the workers: it uses 'lock', a lock: TypeError: cannot pickle"
+        )
+        for function in (locked, functools.partial(locked)):
+            with pytest.raises(TypeError, match=message):
+                group.call(function)
+        assert group.statistics().requests == before
+
+    def test_defaults_in_signatures(self, group):
+        """The signature in an error shows that a parameter has a default, and not its value."""
+        with pytest.raises(TypeError, match=r"^sleep\(seconds, ranks=\.\.\., tag=\.\.\.\): missing"):
+            group.call("sleep")
+
+
+class TestCalls:
+    """A function is called as a method is."""
+
+    def test_method_of_the_class(self, group):
+        """`group.call(Worker.rank)` is `group.call("rank")`."""
+        call = group.call(Worker.rank)
+        assert call.result() == list(range(8))
+        assert repr(call).startswith("Call('rank', ")
+        assert call.statistics().puts == 0
+
+    def test_arguments_and_answers(self, group):
+        """Wrapped arguments, collected axes, views, calls as arguments, and closures."""
+        factor = 10
+
+        def scaled(worker, value, *, plus=0):
+            return worker.rank(), factor * value + plus
+
+        assert group.call(scaled, Shard([1, 2], "dp"), plus=PerWorker(range(8)), collect="dp").result() == [
+            (5, 15),
+            (0, 20),
+        ]
+        assert group.at(dp=0, tp=0).call(scaled, 1).result() == [(5, 10)]
+        assert group.with_options(collect=()).call(scaled, value=1).result() == (5, 10)
+        assert group.call(functools.partial(scaled, plus=1), 0, collect=()).result() == (5, 1)
+        assert group.call(lambda worker, ranks: sum(ranks), group.call("rank"), collect=()).result() == 28
+        assert group.call(lambda worker, rank: rank, group.call("rank", collect=()), collect=()).result() == 5
+
+    def test_the_instance_is_the_workers(self, group):
+        """State that a function leaves on the instance is there for methods, also in workers that were slowed."""
+
+        def remember(worker, value):
+            worker.ran = [value]
+            return type(worker).__name__
+
+        view = group.at(dp=0, tp=0)
+        assert view.call(remember, "here").result() == ["Worker"]
+        assert view.call("what_ran").result() == [["here"]]
+        slow(group, 5, 0.01)
+        try:
+            assert view.call(remember, "slowly").result() == ["Worker"]
+        finally:
+            slow(group, 5, 0)
+        assert view.call("what_ran").result() == [["slowly"]]
+
+    def test_discard(self, group):
+        """Nobody answers; generators run to their end, and errors are raised."""
+
+        def items(worker):
+            yield 1
+            worker.ran = ["to its end"]
+
+        call = group.call(items, discard=True)
+        assert (call.result(), call.refs) == (None, [])
+        assert group.call("what_ran", collect=()).result() == ["to its end"]
+        with pytest.raises(ZeroDivisionError):
+            group.call(lambda worker: 1 / 0, discard=True).result()
+
+    def test_generators(self, group):
+        """A generator function streams; its result is the list of its items."""
+
+        def items(worker, count):
+            for item in range(count):
+                yield worker.rank() * 10 + item
+
+        view = group.at(dp=0)
+        assert view.call(items, 2, collect=()).result() == [50, 51]
+        assert sorted(outcome.value for outcome in view.call(items, 2).stream()) == [10, 11, 20, 21, 50, 51, 60, 61]
+
+        async def async_items(worker):
+            for item in range(2):
+                await asyncio.sleep(0)
+                yield item
+
+        assert view.call(async_items, collect=()).result() == [0, 1]
+
+    def test_async_functions(self, group):
+        """An async function runs to its end, and may await the worker's async methods."""
+
+        async def fetch(worker):
+            return await worker.slow_echo("fetched")
+
+        assert group.call(fetch, collect=()).result() == "fetched"
+
+    def test_errors(self, group):
+        """An exception keeps its type, also one of a class that only the function's module has."""
+
+        class Unlucky(Exception):
+            pass
+
+        def fail(worker):
+            if worker.rank() == 3:
+                raise Unlucky("rank 3")
+
+        with pytest.raises(Unlucky, match="rank 3") as caught:
+            group.call(fail).result()
+        assert "raised by rank 3" in caught.value.__notes__[0]
+
+    def test_deadline(self, group):
+        """A late function is named by the caller, and shows in records as a function."""
+        call = group.at(dp=0, tp=0).call(lambda worker: time.sleep(1.5), timeout=0.7)
+        with pytest.raises(CallTimeoutError, match=r"<lambda> \(test_functions.py:\d+\)") as caught:
+            call.result()
+        assert [late.method for late in caught.value.late] == ["<function>"]
+        assert group.at(dp=0, tp=0).call("rank").result() == [5]
+
+    def test_what_is_stored(self, group):
+        """A small function travels with the call; a large one is stored once, however many workers run it."""
+        table = np.zeros(100_000)
+        small, large = (lambda worker: 1), (lambda worker: len(table))
+        assert "0 value(s) stored" in group.explain(small).summary
+        assert "1 value(s) stored" in group.explain(large).summary
+        assert group.call(small).statistics().puts == 0
+        call = group.call(large)
+        assert call.result() == [100_000] * 8
+        assert call.statistics().puts == 1
+        assert 800_000 < call.statistics().bytes_put < 820_000
+
+    def test_map(self, group):
+        """`map` takes functions, and stores a large one once for all items."""
+        table = np.arange(100_000)
+        before = group.statistics().puts
+        assert list(group.map(lambda worker, item: int(table[item]), range(20))) == list(range(20))
+        assert group.statistics().puts == before + 1
+        assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
+
+    def test_repeated_on_a_restarted_worker(self, local_ray):
+        """With retries a function is sent again to a worker that started again."""
+
+        def die_once(worker):
+            if current_worker().incarnation == 0:
+                os._exit(1)
+            return worker.rank()
+
+        with (
+            RayVirtualCluster([1], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Worker, restart_on_failure=True) as one,
+        ):
+            assert one.call(die_once, retries=1).result() == [0]
+            with pytest.raises(WorkerFailureError):
+                one.call(lambda worker: os._exit(1)).result()
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """A module that only the driver can import, with what a function uses of it."""
+    (tmp_path / "outside_module.py").write_text(
+        "SCALE = 3\n"
+        "class Refused(Exception): pass\n"
+        "def helper(value): return SCALE * value\n"
+        "def use(worker, value):\n"
+        "    if value is None: raise Refused('no value')\n"
+        "    return helper(value)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("outside_module")
+    del sys.modules["outside_module"]
+
+
+class TestModules:
+    """Functions of modules that workers do not have."""
+
+    def test_module_of_the_driver_only(self, group, outside):
+        """The function, what it calls and its exceptions travel by value."""
+        with pytest.raises(ModuleNotFoundError):
+            group.call(lambda worker: importlib.import_module("outside_module")).result()
+        assert group.call(outside.use, 2, collect=()).result() == 6
+        with pytest.raises(outside.Refused):
+            group.call(outside.use, None).result()
+
+    def test_nothing_is_registered(self, outside):
+        """What other threads pickle meanwhile is not changed: there the module's functions travel by name."""
+        meanwhile = []
+
+        class Watching:
+            def __reduce__(self):
+                meanwhile.append(ray.cloudpickle.dumps(outside.helper))
+                return int, ()
+
+        pickled = pickled_function(functools.partial(outside.use, value=Watching()), None)
+        assert b"SCALE" in pickled
+        assert len(meanwhile) == 1
+        assert b"SCALE" not in meanwhile[0]
+
+    def test_the_package_of_the_class(self, group):
+        """Functions of the package that workers import their class from see the same classes there."""
+        assert group.call(is_a_worker, collect=()).result()
+        assert len(pickled_function(is_a_worker, __name__.partition(".")[0])) < 200
+        assert b"isinstance" in pickled_function(is_a_worker, None)
+
+    def test_a_module_that_is_missing(self, group, outside):
+        """A module object in a closure travels by name; where it is missing, the error says in which function."""
+        with pytest.raises(ModuleNotFoundError, match="outside_module") as caught:
+            group.call(lambda worker: outside.SCALE, collect=()).result()
+        assert any("while the worker loaded the function" in note for note in caught.value.__notes__)
+
+
+def is_a_worker(worker):
+    return isinstance(worker, Worker)
