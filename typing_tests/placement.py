@@ -76,6 +76,24 @@ def configure(config: ClusterConfig) -> None:
     assert_type(RayVirtualCluster.from_config({"gpus_per_node": 8, "num_nodes": 2}), RayVirtualCluster)
     assert_type(config["gpus_per_node"], int)
     assert_type(config["num_nodes"], int)
+    RayVirtualCluster.from_config(
+        {
+            "gpus_per_node": 8,
+            "num_nodes": 2,
+            "master_port_range_low": 2000,
+            "master_port_range_high": 3000,
+            "segment_size": None,
+        }
+    )
+    if "master_port_range_low" in config and "master_port_range_high" in config and "segment_size" in config:
+        assert_type(config["master_port_range_low"], int | None)
+        assert_type(config["master_port_range_high"], int | None)
+        assert_type(config["segment_size"], int | None)
+    assert_type(cluster.placement_group_strategy, Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"])
+    assert_type(cluster.port_range_low, int)
+    assert_type(cluster.port_range_high, int)
+    assert_type(cluster.segment_size, int | None)
+    assert_type(cluster.node_resource_constraints, Sequence[Mapping[str, float]] | None)
     RayVirtualCluster([8], gpu_ids=[0, 2], placement_group_strategy="PACK", communication_backend="gloo")
     RayVirtualCluster([2, 2], gpu_ids=[[0, 1], [2, 3]], port_range_low=2000, port_range_high=3000)
     RayVirtualCluster([2], segment_size=1, node_resource_constraints=[{"memory": 1e9}], label_selector={"kind": "big"})

@@ -126,7 +126,7 @@ class RayVirtualCluster(Drawn):
             PORT_HIGH if port_range_high is None else port_range_high,
         )
         check_range(*self._ports)
-        self.placement_group_strategy = placement_group_strategy
+        self.placement_group_strategy: Strategy = placement_group_strategy
         self.port_range_low, self.port_range_high = self._ports
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
