@@ -138,7 +138,7 @@ class TestResolution:
 
         assert function_kind(fetch) == function_kind(functools.partial(fetch, x=1)) == "async"
         assert (function_kind(tokens), function_kind(Worker.items)) == ("async_generator", "generator")
-        assert (function_kind(Owner()), function_kind(print)) == ("generator", "plain")
+        assert (function_kind(Owner()), function_kind(len)) == ("generator", "plain")
         assert function_name(functools.partial(fetch, x=1)).endswith("fetch")
         assert function_name(Owner()) == "Owner"
         assert function_name(unnamed).endswith(f"<lambda> (test_functions.py:{unnamed.__code__.co_firstlineno})")

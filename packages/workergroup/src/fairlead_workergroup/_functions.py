@@ -26,8 +26,8 @@ __all__ = [
 def function_name(function: Callable[..., Any]) -> str:
     """Return what errors and logs call a function.
 
-    >>> function_name(os.path.join), function_name(functools.partial(print, 1))
-    ('join', 'print')
+    >>> function_name(os.path.join), function_name(functools.partial(max, 1))
+    ('join', 'max')
     """
     while isinstance(function, functools.partial):
         function = function.func
