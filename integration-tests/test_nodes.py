@@ -5,14 +5,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import RayVirtualCluster, alive_nodes
 from fairlead_sharding import NamedSharding
+from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 
 QUICK_DEATHS = {
@@ -118,3 +121,25 @@ def test_a_node_dies(three_nodes):
         group.shutdown()
         assert time.monotonic() - began < 20
         assert not any(runs(pid) for pid, *_ in living)
+
+
+def test_environments_skip_draining_nodes(
+    three_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An environment is made on the nodes that stay; a node that is draining is named and left out."""
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path))
+    leaving, staying = (node.node_id for node in three_nodes.worker_nodes)
+    # An idle node goes as soon as it is drained.
+    strategy = NodeAffinitySchedulingStrategy(leaving, soft=False)
+    busy = ray.remote(num_cpus=1)(Worker).options(scheduling_strategy=strategy).remote()
+    ray.get(busy.__ray_ready__.remote(), timeout=60)
+    client = ray._private.worker.global_worker.gcs_client
+    assert client.drain_node(leaving, 2, "maintenance", int((time.time() + 120) * 1000))[0]
+
+    python = create_local_venv_on_each_node(VenvSpec(requirements=[]))
+    assert Path(python).exists()
+    assert [leaving[:8] in record.message for record in caplog.records if "draining" in record.message] == [True]
+    assert create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[staying]) == python
+    with pytest.raises(ValueError, match=f"{leaving[:8]}.*a draining node starts no tasks"):
+        create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[leaving])
+    ray.kill(busy)

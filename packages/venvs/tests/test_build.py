@@ -162,7 +162,9 @@ def test_names(spec_of):
             create_local_venv(spec_of("alpha"), name)
 
 
-@pytest.mark.parametrize("damage", ["empty", "garbage", "other", "partial", "list", "gone", "python"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "garbage", "other", "partial", "list", "deep", "gone", "python", "package", "script", "entries"]
+)
 def test_damaged(spec_of, tools, damage):
     """What is not complete is not reported as ready: it is built anew, in the same place."""
     spec = spec_of("alpha")
@@ -173,10 +175,15 @@ def test_damaged(spec_of, tools, damage):
         os.symlink("/nonexistent/python", python)
     elif damage == "gone":
         manifest.unlink()
+    elif damage == "package":
+        next(manifest.parent.glob("lib/*/site-packages/alpha.py")).unlink()
+    elif damage == "script":
+        Path(python).with_name("alpha-says").unlink()
     else:
         other = json.dumps({**json.loads(manifest.read_text()), "fingerprint": "0" * 64})
         partial = json.dumps({"format": 1, "fingerprint": spec.fingerprint()})
-        damaged = {"empty": "", "garbage": "{", "other": other, "partial": partial, "list": "[]"}
+        damaged = {"empty": "", "garbage": "{", "other": other, "partial": partial, "list": "[]", "deep": "[" * 100_000}
+        damaged["entries"] = json.dumps({**json.loads(manifest.read_text()), "entries": {"bin": [[]]}})
         manifest.write_text(damaged[damage])
 
     assert create_local_venv(spec) == python

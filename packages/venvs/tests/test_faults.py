@@ -22,11 +22,13 @@ from fairlead_venvs import (
     VenvError,
     VenvSpec,
     VenvTimeoutError,
+    _wheel,
     create_local_venv,
 )
 from fairlead_venvs._build import locked
 from fairlead_venvs._kernel_lock import KernelLock
 from fairlead_venvs._layout import BUILDING, host_tag, lock_path, look
+from fairlead_venvs._plan import planned
 from fairlead_venvs._progress import Bars
 from fairlead_venvs._uv import Deadline, Runner
 
@@ -269,6 +271,35 @@ def test_lock_that_does_not_match(make_project, project_spec, tools):
     assert "needs to be updated" in str(caught.value)
     python = create_local_venv(project_spec(folder, frozen=True))
     assert tools.says(python, "import alpha; print(alpha.version)") == "1.0"
+    # Its environment is no answer for those who want the check.
+    with pytest.raises(VenvBuildError, match=r"does not match its pyproject.toml"):
+        create_local_venv(project_spec(folder))
+
+
+def test_wheel_without_locks(make_project, project_spec, monkeypatch):
+    """Where the file system has no locks and two processes build different bytes, both use what was first."""
+    folder = make_project()
+    spec = project_spec(folder)
+    backend = folder / "backend.py"
+    unique = 'wheel.writestr(f"{stem}.dist-info/BUILT", str(__import__("time").time_ns()))'
+    backend.write_text(backend.read_text().replace("    return name\n", f"        {unique}\n    return name\n", 1))
+    built = _wheel._kept
+    asked = []
+
+    def kept(store):
+        ready = built(store)
+        asked.append(ready)
+        if len(asked) == 3:
+            # Between the last look before the build and the end of it another process has finished.
+            content = store / "0123"
+            content.mkdir(parents=True)
+            (content / "proj-0.1-py3-none-any.whl").write_bytes(b"first")
+        return ready
+
+    monkeypatch.setattr(_wheel, "_kept", kept)
+    plan = planned(spec)
+    (wheel,) = [path for name, path in plan.files if name.startswith("own/")]
+    assert wheel.read_bytes() == b"first"
 
 
 def test_unknown_package(spec_of):
@@ -326,6 +357,14 @@ def test_folder_that_cannot_be_written(start, tmp_path, options):
     assert out == "up\n"
     assert "VenvBuildError" in err
     assert "FAIRLEAD_VENV_DIR" in err
+
+
+def test_folder_with_a_comma(spec_of, tmp_path, monkeypatch):
+    """uv takes a comma for the end of a folder's name: such a folder is refused before anything is built."""
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "one,two"))
+    with pytest.raises(ValueError, match=r"FAIRLEAD_VENV_DIR is .*one,two.*Choose another folder"):
+        create_local_venv(spec_of("alpha"))
+    assert not (tmp_path / "one,two").exists()
 
 
 def test_folder_that_is_none(spec_of, tmp_path, monkeypatch):

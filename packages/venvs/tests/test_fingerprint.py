@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_venvs import VenvSpec, create_local_venv
+from fairlead_venvs._walk import source_key
 
 MORE = '[project.optional-dependencies]\nx = ["gamma"]\ny = ["beta"]\n[dependency-groups]\ndev = ["beta"]\n'
 
@@ -39,6 +40,21 @@ def test_pyproject(folder, project_spec):
     assert project_spec(folder).fingerprint() != first
 
 
+def test_data_of_a_package(folder):
+    """An edit is seen in every folder that may be shipped, whatever the folder is called."""
+    data = folder / "src" / "proj" / "node_modules" / "t.txt"
+    data.parent.mkdir()
+    data.write_text("one")
+    first = source_key(folder)
+    data.write_text("other")
+    assert source_key(folder) != first
+    # What tools keep beside the pyproject is not the project's.
+    (folder / "node_modules").mkdir()
+    before = source_key(folder)
+    (folder / "node_modules" / "t.txt").touch()
+    assert source_key(folder) == before
+
+
 def test_fields_of_projects(folder, project_spec):
     """Extras, groups, whether the code is installed, Python, setup, and settings; each gives another one."""
     specs = [
@@ -52,6 +68,7 @@ def test_fields_of_projects(folder, project_spec):
         project_spec(folder, setup=["true", "1"]),
         project_spec(folder, env={"UV_TORCH_BACKEND": "cpu"}),
         project_spec(folder, system_site_packages=True),
+        project_spec(folder, frozen=True),
     ]
     assert len({spec.fingerprint() for spec in specs}) == len(specs)
     assert (
@@ -68,7 +85,7 @@ def test_fields_of_requirements(wheels, tools, tmp_path):
     same = [
         VenvSpec(requirements=["NumPy >= 2", "ray[default,data] == 2.60 ; python_version > '3'"]),
         VenvSpec(requirements=[ray, "numpy>=2", "numpy>=2"]),
-        VenvSpec(requirements=["numpy>=2", ray], env={"UV_LINK_MODE": "copy", "SOME_TOKEN": "x"}),
+        VenvSpec(requirements=["numpy>=2", ray], env={"UV_LINK_MODE": "copy", "UV_INDEX_X_PASSWORD": "x"}),
         VenvSpec(requirements=["numpy>=2", ray], env={"UV_OFFLINE": "1"}),
     ]
     assert len({spec.fingerprint() for spec in same}) == 1
@@ -88,6 +105,12 @@ def test_fields_of_requirements(wheels, tools, tmp_path):
     assert len(set(prints)) == len(others)
     tools.make_wheel(tmp_path, "delta", files={"delta.py": ""})
     assert others[-1].fingerprint() not in prints
+    # A folder is a folder, also as a URL.
+    as_url = VenvSpec(requirements=["numpy>=2"], find_links=[tmp_path.as_uri()])
+    assert as_url == others[-1]
+    assert as_url.fingerprint() == others[-1].fingerprint()
+    with pytest.raises(ValueError, match="names a file of another host"):
+        VenvSpec(requirements=[], find_links=["file://host/wheels"])
 
 
 def test_name(folder, project_spec):

@@ -3,15 +3,16 @@
 
 import datetime
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
+from fairlead_venvs import VenvSpec, _layout, create_local_venv, list_venvs, prune
 from fairlead_venvs._kernel_lock import KernelLock
-from fairlead_venvs._layout import MANIFEST, USED, host_name, lock_path
+from fairlead_venvs._layout import BUILDING, MANIFEST, USED, host_id, host_tag, lock_path, mark_used, share_folder
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def age(root):
             text = manifest.read_text()
             at = next(line for line in text.splitlines() if "built_at" in line)
             manifest.write_text(text.replace(at, f' "built_at": {time.time() - seconds},'))
-            mark = manifest.parent / USED / (host or host_name())
+            mark = manifest.parent / USED / (host or host_id())
             mark.touch()
             for one in mark.parent.iterdir():
                 os.utime(one, (time.time() - seconds,) * 2)
@@ -47,7 +48,7 @@ def test_list(spec_of, make_project, project_spec):
     assert project.pids == (running.pid,)
     assert other.pids == ()
     assert before <= project.used_at <= time.time()
-    assert project.hosts == (host_name(),)
+    assert project.hosts == (host_id(),)
     assert project.ray is None
     assert project.size_bytes > other.size_bytes > 1000
     assert list_venvs(sizes=False)[0].size_bytes is None
@@ -110,7 +111,7 @@ def test_prune_beside_another(spec_of, age, root):
 
     def kept():
         elsewhere.extend(prune())
-        yield "nothing"
+        yield from ()
 
     assert prune(keep=kept()) == []
     assert sorted(venv.path for venv in elsewhere) == sorted(folders)
@@ -166,3 +167,138 @@ def test_shared_folder(spec_of, age):
         prune(keep=[3], older_than=5)
     assert prune(older_than=7200) == []
     assert [venv.path for venv in prune(older_than=1800)] == [folder]
+
+
+@pytest.fixture
+def leftover(root):
+    """Makes the folder of a build that began some seconds ago, by a process of this host or of another."""
+    made = []
+
+    def make(pid, age_s, tag=None, below="."):
+        folder = root / below / f"venv-0123456789ab{BUILDING}{tag or host_tag()}-{pid}-{len(made):08x}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
+        made.append(folder)
+        return folder
+
+    yield make
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("below", [".", ".wheels"])
+def test_long_builds_stay(leftover, below):
+    """A build that takes long keeps its folder while its process lives; what a dead process left goes."""
+    with subprocess.Popen(["sleep", "600"]) as builder:
+        # It started before its folder was made, as a builder does.
+        running = leftover(builder.pid, -1, below=below)
+        long_ago = leftover(builder.pid, 3600, below=below)
+        elsewhere = leftover(1, 3600, tag="another-host_abcdef", below=below)
+        abandoned = leftover(1, 2 * 86_400, tag="another-host_abcdef", below=below)
+        prune(older_than=0)
+        assert running.exists()
+        # Its id is that of a process that is younger than the folder.
+        assert not long_ago.exists()
+        assert elsewhere.exists()
+        assert not abandoned.exists()
+        builder.kill()
+    prune(older_than=0)
+    assert not running.exists()
+
+
+def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
+    """What a killed build of any wheel has left is removed by the next build of a wheel."""
+    with subprocess.Popen(["true"]) as builder:
+        builder.wait()
+    abandoned = leftover(builder.pid, 3600, below=".wheels")
+    project_spec(make_project()).fingerprint()
+    assert not abandoned.exists()
+
+
+def test_keep_names_an_environment(spec_of, age):
+    """A name in `keep` that matches nothing is refused before anything is removed; a spec need not be built."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    age(3600)
+    with pytest.raises(ValueError, match=f"keep names no environment: typo. There are: {folder.name}"):
+        prune(keep=["typo", folder.name])
+    assert folder.exists()
+    assert prune(keep=[spec_of("gamma"), folder.name[-12:]]) == []
+
+
+def test_hosts_of_one_name(monkeypatch):
+    """Two containers of one name are two hosts; the machine itself is the same one after a reboot."""
+    system = {_layout.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
+    monkeypatch.setattr(_layout, "_system", lambda path: system[path])
+    container = host_id()
+    system[_layout.PID_NAMESPACE] = "pid:[4026532202]"
+    assert host_id() != container
+    system[_layout.PID_NAMESPACE] = _layout.FIRST_PID_NAMESPACE
+    machine, until_reboot = host_id(), host_tag()
+    system["/proc/sys/kernel/random/boot_id"] = "2"
+    assert host_id() == machine
+    assert host_tag() != until_reboot
+
+
+@pytest.fixture
+def as_user(tmp_path):
+    """Runs a function as another user of one group, under umask 022; its exception if it raises one."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if os.stat(folder).st_mode & 0o077 == 0:
+            os.chmod(folder, os.stat(folder).st_mode | 0o011)
+
+    def run(user, function):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.umask(0o022)
+                os.setgroups([4242])
+                os.setgid(4242)
+                os.setuid(user)
+                function()
+                said = ""
+            except BaseException as error:  # noqa: BLE001  the parent reports it
+                said = repr(error)
+            os.write(writing, said.encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as file:
+            return file.read()
+
+    return run
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+def test_two_users_share_a_folder(root, as_user, monkeypatch):
+    """Two users of a group lock, mark and prune in one folder, whatever their umask; the folder says who may."""
+    root.mkdir()
+    os.chown(root, 0, 4242)
+    os.chmod(root, 0o2775)
+    folder = root / "venv-0123456789ab"
+
+    def first():
+        lock = KernelLock(lock_path(folder))
+        assert lock.acquire()
+        lock.release()
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").touch()
+        share_folder(folder / USED)
+        os.chmod(folder / USED, 0o2775)
+        mark_used(folder)
+
+    def second():
+        lock = KernelLock(lock_path(folder))
+        assert lock.acquire()
+        lock.release()
+        os.utime(folder / USED / host_id())
+        monkeypatch.setattr(_layout, "host_id", lambda: "another_host")
+        mark_used(folder)
+        assert (folder / USED / "another_host").exists()
+
+    assert as_user(4001, first) == ""
+    assert as_user(4002, second) == ""
+    os.chown(folder, 4001, 4001)
+    os.chmod(folder, 0o700)
+    assert as_user(4002, lambda: prune(older_than=0)) == ""
+    assert folder.exists()

@@ -10,7 +10,7 @@ import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
 from fairlead_venvs._progress import Bars
-from fairlead_venvs._redact import ambient_secrets, redacted, secrets_of
+from fairlead_venvs._redact import ambient_secrets, is_secret_name, redacted, secret_digest, secrets_of
 
 USER, PASSWORD = "reader", "hun%40ter2-s3cret"
 HIDDEN = ("hun%40ter2-s3cret", "hun@ter2-s3cret")
@@ -62,7 +62,8 @@ def test_nowhere(index, way, root, capfd, monkeypatch):
         if way == "index":
             return VenvSpec(requirements=requirements, index=url)
         if way == "variable":
-            return VenvSpec(requirements=requirements, env={"UV_DEFAULT_INDEX": url, "OTHER_TOKEN": password})
+            credentials = {"UV_INDEX_MINE_USERNAME": USER, "UV_INDEX_MINE_PASSWORD": password}
+            return VenvSpec(requirements=requirements, env={"UV_DEFAULT_INDEX": url, **credentials})
         at = f"omega @ {url}/omega/omega-1.0-py3-none-any.whl"
         return VenvSpec(requirements=[at if one == "omega" else one for one in requirements], no_index=True)
 
@@ -118,3 +119,60 @@ def test_project(make_project, project_spec, root):
     pyproject = folder / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace(PASSWORD, "another"))
     assert create_local_venv(spec) == python
+
+
+def test_names_of_secrets():
+    """A variable is secret by a whole word of its name: settings that only sound like one are no secrets."""
+    secret = (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "OPENAI_API_KEY",
+        "UV_INDEX_MINE_PASSWORD",
+        "NPM_CONFIG__AUTH",
+        "token",
+    )
+    assert [name for name in secret if not is_secret_name(name)] == []
+    settings = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "SECRETARY", "KEY_COUNT", "AUTHOR", "UV_LINK_MODE", "_", "")
+    assert [name for name in settings if is_secret_name(name)] == []
+
+
+def test_settings_count_and_are_shown():
+    """Specs that differ in a variable whose name only sounds secret are different, and say so."""
+    parallel, serial = (VenvSpec(requirements=[], env={"TOKENIZERS_PARALLELISM": value}) for value in ("true", "false"))
+    assert parallel.fingerprint() != serial.fingerprint()
+    assert "'TOKENIZERS_PARALLELISM': 'true'" in repr(parallel)
+
+
+def test_secrets_count():
+    """A secret that the setup command may use decides the content: its digest counts, and is not its plain hash."""
+    one, same, other = (VenvSpec(requirements=[], env={"HF_TOKEN": value}) for value in ("hf_1", "hf_1", "hf_2"))
+    assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert secret_digest("HF_TOKEN", "hf_1") != secret_digest("OTHER_TOKEN", "hf_1")
+    assert "hf_1" not in repr(one)
+
+
+def test_setup_hides_its_secrets(root):
+    """Credentials in the setup command are used, count, and are shown nowhere."""
+    setup = ["sh", "-c", "echo $0 $1 $2 $3 TOKEN=opensesame; exit 3", "--password", "mellon-1", "https://u:speak-2@h/"]
+
+    def spec(password):
+        return VenvSpec(requirements=[], setup=[*setup[:4], password, *setup[5:]])
+
+    with pytest.raises(VenvBuildError) as caught:
+        create_local_venv(spec("mellon-1"))
+    shown = str(caught.value) + repr(spec("mellon-1"))
+    assert [secret for secret in ("opensesame", "mellon-1", "speak-2") if secret in shown] == []
+    assert "TOKEN=***" in shown
+    assert spec("mellon-1").fingerprint() != spec("mellon-2").fingerprint()
+
+
+def test_signed_urls():
+    """What lets the holder of a signed URL in is redacted; the rest of its query stays readable."""
+    url = (
+        "https://h/x.whl?X-Amz-Date=20260101&X-Amz-Signature=abc&X-Amz-Credential=me%2Fx&X-Amz-Security-Token=def"
+        "&AWSAccessKeyId=ghi&sig=jkl&max_tokens=5"
+    )
+    assert redacted(url) == (
+        "https://h/x.whl?X-Amz-Date=20260101&X-Amz-Signature=***&X-Amz-Credential=***&X-Amz-Security-Token=***"
+        "&AWSAccessKeyId=***&sig=***&max_tokens=5"
+    )

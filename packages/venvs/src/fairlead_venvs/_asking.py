@@ -2,16 +2,20 @@
 """Functions run on given nodes of the cluster, all at once, without taking any of its resources."""
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import _build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions
+from ._ray_private import draining_nodes
 from ._recipe import Outcome
 from ._uv import Deadline
 from .exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
 __all__ = ["alive_nodes", "on_nodes", "some"]
+
+logger = logging.getLogger(__name__)
 
 # fairlead-venvs need not be installed on the nodes.
 SHIPPED = (_build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions)
@@ -26,22 +30,32 @@ def some(labels: Iterable[str]) -> str:
 
 
 def alive_nodes(nodes: Sequence[str] | None = None) -> dict[str, str]:
-    """Names for people of the nodes that are alive, or of the given ones, by id.
+    """Return the names for people of the nodes that can run a task, or of the given ones, by id.
+
+    A node that is draining starts no tasks any more: it is left out, and a warning names it.
 
     Raises:
-        ValueError: Ray does not run here, or a given node is not alive.
+        ValueError: Ray does not run here, a given node is not alive or is draining, or all nodes are draining.
     """
     import ray
 
     if not ray.is_initialized():
         raise ValueError("this needs a running Ray: call ray.init() first, or create_local_venv for this machine alone")
     alive = {row["NodeID"]: f"{row['NodeManagerAddress']} ({row['NodeID'][:8]})" for row in ray.nodes() if row["Alive"]}
+    leaving = draining_nodes() & alive.keys()
     if nodes is None:
-        return alive
+        if leaving:
+            logger.warning("Skipped %s: draining nodes start no tasks.", some(alive[node] for node in sorted(leaving)))
+        staying = {node: name for node, name in alive.items() if node not in leaving}
+        if not staying:
+            raise ValueError("All nodes of the cluster are draining. Wait for a node that stays, and try again.")
+        return staying
     if isinstance(nodes, str) or not nodes:
         raise ValueError(f"nodes must be a list of node ids, with one at least, got {nodes!r}")
     if unknown := [node for node in nodes if node not in alive]:
         raise ValueError(f"no nodes that are alive have the ids {unknown}; these have {sorted(alive)}")
+    if going := [alive[node] for node in nodes if node in leaving]:
+        raise ValueError(f"{some(going)}: a draining node starts no tasks. Leave it out of `nodes`.")
     return {node: alive[node] for node in nodes}
 
 

@@ -5,14 +5,16 @@ This module and what it imports from here travel to the nodes by value: it needs
 """
 
 import contextlib
+import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ._install import install, lay_out, verified
 from ._kernel_lock import KernelLock
-from ._layout import BUILDING, FORMAT, USED, lock_path, look, mark_used, python_of, write_manifest
+from ._layout import BUILDING, FORMAT, USED, entries_of, lock_path, look, mark_used, python_of, write_manifest
 from ._publish import discard, leftover_name, publish, sweep
 from ._recipe import Files, Outcome, Recipe, this_platform
 from ._redact import ambient_secrets, redacted
@@ -115,6 +117,7 @@ def _built(
         manifest = {
             "about": redacted(recipe.about, secrets),
             "built_at": began,
+            "entries": entries_of(env),
             "fingerprint": recipe.fingerprint,
             "format": FORMAT,
             "implementation": recipe.implementation,
@@ -123,7 +126,9 @@ def _built(
             "ray": ray,
             "seconds": round(time.time() - began, 3),
         }
-        (env / USED).mkdir()
+        # As open to others as the root will have it: its own folder is in the way until it is published.
+        (env / USED).mkdir(mode=0o777)
+        os.chmod(env / USED, stat.S_IMODE(os.stat(folder.parent).st_mode) | stat.S_IRWXU)
         write_manifest(env, manifest)
         mine = publish(env, folder, lambda: not force and look(folder, recipe.fingerprint) is not None)
         if mine and env.exists():

@@ -11,6 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from ._layout import share, share_folder
+
 __all__ = ["KernelLock"]
 
 TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
@@ -30,8 +32,8 @@ class KernelLock:
 
     def acquire(self) -> bool:
         """Take it; False if somebody else has it, be it a thread. Where there are no locks it is had by everybody."""
-        self._path.parent.mkdir(exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        share_folder(self._path.parent)
+        file = self._opened()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -41,6 +43,17 @@ class KernelLock:
             return error.errno in UNKNOWN
         self._file = file
         return True
+
+    def _opened(self) -> int:
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            try:
+                return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            except PermissionError:  # another user has made it
+                return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        share(self._path)
+        return file
 
     def release(self) -> None:
         """Give it back; can be repeated."""

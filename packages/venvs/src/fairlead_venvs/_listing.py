@@ -2,6 +2,7 @@
 """What environments there are on this machine, and which of them can go."""
 
 import datetime
+import logging
 import os
 import re
 import shutil
@@ -13,13 +14,15 @@ from typing import Any
 
 from ._inuse import is_known, users_of
 from ._kernel_lock import KernelLock
-from ._layout import TRASH, USED, host_name, lock_path, look, python_of, venv_root
+from ._layout import TRASH, USED, host_id, lock_path, look, python_of, venv_root
 from ._plan import planned
 from ._publish import leftover_name, leftovers, on_shared_file_system, remove_leftovers
 from ._spec import VenvSpec
 from ._wheel import WHEELS
 
 __all__ = ["Venv", "list_venvs", "prune"]
+
+logger = logging.getLogger(__name__)
 
 # Nothing that was asked for so recently is removed unless that is said: its process may be about to start.
 RECENT_S = 300.0
@@ -41,7 +44,7 @@ class Venv:
         fingerprint: of its content.
         built_at: when, in seconds since the epoch.
         used_at: when it was last asked for, on any host, likewise.
-        hosts: those that have asked for it.
+        hosts: ids of those that have asked for it, `<name>_<six digits>`: several containers may have one name.
         size_bytes: size of its files; those that it shares with uv's cache are counted in full. None if not asked for.
         pids: processes of this machine that run from it, as far as this user can see.
     """
@@ -111,7 +114,8 @@ def prune(
         dry_run: remove nothing.
 
     Raises:
-        ValueError: the folder is shared, and `older_than` is not given; or it is no number of seconds.
+        ValueError: the folder is shared, and `older_than` is not given; or it is no number of seconds; or a name in
+            `keep` matches no environment. Nothing has been removed.
         TypeError: something in `keep` is neither.
 
     >>> prune(older_than=7 * 86_400, dry_run=True)  # what nobody has asked for in a week
@@ -125,7 +129,7 @@ def prune(
     if age is None:
         _not_shared(root, venvs)
     limit = RECENT_S if age is None else age
-    kept = {_kept_name(one) for one in keep}
+    kept = _kept_names(keep, venvs)
     going = [
         venv for venv in venvs if not _names(venv) & kept and not venv.pids and time.time() - venv.used_at >= limit
     ]
@@ -134,10 +138,11 @@ def prune(
     gone = [venv for venv in going if _removed(venv.path, limit)]
     for path in _folders(root):
         # Damaged ones; nothing that only has such a name.
-        if look(path) is None and (path / "pyvenv.cfg").is_file() and _age(path) >= limit:
+        if look(path) is None and os.path.isfile(path / "pyvenv.cfg") and _age(path) >= limit:
             _removed(path, limit)
-    remove_leftovers(leftovers(root), older_than_s=max(limit, RECENT_S))
-    for path in (root / WHEELS).glob("[!.]*"):
+    half_built = leftovers(root / WHEELS)
+    remove_leftovers([*leftovers(root), *half_built], older_than_s=max(limit, RECENT_S))
+    for path in {*(root / WHEELS).glob("[!.]*")}.difference(half_built):
         if _age(path) >= max(limit, WHEELS_S):
             shutil.rmtree(path, ignore_errors=True)
     return gone
@@ -178,13 +183,27 @@ def _size(path: Path) -> int:
 
 
 def _not_shared(root: Path, venvs: Iterable[Venv]) -> None:
-    others = sorted({host for venv in venvs for host in venv.hosts} - {host_name()})
+    others = sorted({host for venv in venvs for host in venv.hosts} - {host_id()})
     if others or not is_known() or on_shared_file_system(root):
         by = f" (by {', '.join(others[:3])})" if others else ""
         raise ValueError(
             f"{root} is used from elsewhere, too{by}, or may be, and who runs there is not seen from here: say how "
             "long something must not have been asked for (older_than, in seconds)"
         )
+
+
+def _kept_names(keep: Iterable[Any], venvs: Iterable[Venv]) -> set[str]:
+    """Return names of the environments to keep.
+
+    Raises:
+        ValueError: a string names none of them. A spec may well be one that has not been built here.
+    """
+    wanted = [(one, _kept_name(one)) for one in keep]
+    known = {name for venv in venvs for name in _names(venv)}
+    if unknown := [name for one, name in wanted if isinstance(one, str) and name not in known]:
+        there = ", ".join(sorted(venv.path.name for venv in venvs)) or "none"
+        raise ValueError(f"keep names no environment: {', '.join(unknown)}. There are: {there}. Nothing was removed.")
+    return {name for _, name in wanted}
 
 
 def _kept_name(one: Any) -> str:
@@ -205,9 +224,9 @@ def _names(venv: Venv) -> set[str]:
 def _removed(path: Path, limit: float) -> bool:
     """Take it away in one step, then remove it; not if it is being built, or has just been asked for."""
     lock = KernelLock(lock_path(path))
-    if not lock.acquire():
-        return False
     try:
+        if not lock.acquire():
+            return False
         if (
             any(time.time() - used < limit for used in _marks(path).values())
             or users_of([path])[os.path.realpath(path)]
@@ -217,6 +236,9 @@ def _removed(path: Path, limit: float) -> bool:
         os.rename(path, aside)
     except FileNotFoundError:
         return False  # somebody else has removed it
+    except PermissionError as error:
+        logger.warning("Kept %s, which another user has made: %s", path, error)
+        return False
     finally:
         lock.release()
     shutil.rmtree(aside, ignore_errors=True)

@@ -4,6 +4,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from ._layout import FORMAT, checked_name, venv_root
 from ._project import Project, read_project
 from ._recipe import Recipe, this_platform
-from ._redact import ambient_secrets, is_secret_name, redacted, secrets_of
+from ._redact import ambient_secrets, is_secret_name, redacted, secret_digest, secrets_of, secrets_of_command
 from ._requirements import is_wheel
 from ._spec import VenvSpec
 from ._uv import Deadline, Runner, find_uv
@@ -29,6 +30,8 @@ NOT_DECIDING = (
     *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_HTTP_", "UV_LINK_MODE", "UV_LOG_", "UV_NATIVE_TLS"),
     *("UV_NO_CACHE", "UV_NO_PROGRESS", "UV_OFFLINE", "UV_REQUEST_", "UV_SYSTEM_CERTS"),
 )
+# They open an index, whoever uses it: a new password is no new environment.
+INDEX_CREDENTIAL = r"UV_INDEX_\w+_(USERNAME|PASSWORD)"
 
 File = tuple[str, "bytes | Path"]
 
@@ -96,9 +99,11 @@ def planned(
         "no_index": spec.no_index,
         "platform": this_platform(),
         "python": python,
-        "setup": spec.setup,
+        "setup": [redacted(argument, secrets) for argument in spec.setup],
         "system_site_packages": os.path.realpath(sys.executable) if spec.system_site_packages else False,
     }
+    if counted := _secret_facts(spec):
+        facts["secrets"] = counted
     files: list[File] = []
     links: list[str] = []
     facts["find_links"] = [_linked(link, number, files, links, secrets) for number, link in enumerate(spec.find_links)]
@@ -131,6 +136,9 @@ def planned(
             "name": project.name,
             "wheels": built,
         }
+        if spec.frozen:
+            # Nobody has checked this lock: a spec that asks for the check must not get this environment.
+            facts["project"]["frozen"] = True
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     called = name or _fitting(project.name if project else "") or "venv"
     recipe = Recipe(
@@ -157,11 +165,27 @@ def planned(
 def _secrets(spec: VenvSpec) -> frozenset[str]:
     named = {value for name, value in spec.env.items() if is_secret_name(name) and len(value) > 3}
     texts = [*spec.env.values(), *spec.find_links, spec.index or "", *(spec.requirements or ())]
-    return frozenset(named) | secrets_of(texts)
+    return frozenset(named) | secrets_of(texts) | secrets_of_command(spec.setup)
+
+
+def _secret_facts(spec: VenvSpec) -> dict[str, str]:
+    """Digests of the secrets that may decide the content: all but the credentials of uv's indexes."""
+    facts = {
+        name: secret_digest(name, value)
+        for name, value in spec.env.items()
+        if is_secret_name(name) and not re.fullmatch(INDEX_CREDENTIAL, name) and not _is_neutral(name)
+    }
+    if secrets_of_command(spec.setup):
+        facts["setup"] = secret_digest("setup", "\0".join(spec.setup))
+    return facts
 
 
 def _decides(name: str) -> bool:
-    return not is_secret_name(name) and not name.upper().startswith(NOT_DECIDING)
+    return not is_secret_name(name) and not _is_neutral(name)
+
+
+def _is_neutral(name: str) -> bool:
+    return name.upper().startswith(NOT_DECIDING)
 
 
 def _runner(spec: VenvSpec, secrets: frozenset[str], deadline: Deadline, show: Callable[[str], None] | None) -> Runner:

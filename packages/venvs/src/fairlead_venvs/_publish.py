@@ -18,6 +18,8 @@ __all__ = ["discard", "leftover_name", "leftovers", "on_shared_file_system", "pu
 
 # Leftovers of hosts that cannot be asked whether their builder lives are removed when this old.
 ABANDONED_S = 24 * 3600.0
+# The kernel tells the time of its start in whole seconds.
+CLOCK_S = 2.0
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", "smb", "cifs", "virtiofs", "weka")
@@ -103,7 +105,15 @@ def leftovers(root: Path, name: str = "") -> list[Path]:
 
 
 def remove_leftovers(paths: list[Path], *, older_than_s: float) -> list[Path]:
-    """Remove those whose maker is dead, or, where that is unknown, that are old enough; which have gone."""
+    """Remove the leftovers that nobody needs any more, and return those that are gone.
+
+    A folder that a live process of this host builds in stays, however old it is. Whether a process of another host
+    lives cannot be seen, so its folder stays for a day at least.
+
+    Args:
+        paths: folders that `leftovers` returned.
+        older_than_s: age in seconds from which a folder without a known builder is removed.
+    """
     gone = [path for path in paths if _is_abandoned(path, older_than_s)]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
@@ -113,22 +123,35 @@ def remove_leftovers(paths: list[Path], *, older_than_s: float) -> list[Path]:
 def _is_abandoned(path: Path, older_than_s: float) -> bool:
     tag, pid = path.name.rsplit("-", 2)[:2]
     try:
-        age = time.time() - path.stat().st_mtime
+        changed = path.stat().st_mtime
     except FileNotFoundError:
         return False  # somebody else removes it
-    if age > older_than_s:
-        return True
-    if TRASH in path.name and on_shared_file_system(path):
-        return False
-    return tag.endswith(host_tag()) and pid.isdigit() and not _lives(int(pid))
+    age = time.time() - changed
+    ours = tag.endswith(host_tag()) and pid.isdigit()
+    if TRASH not in path.name:
+        return not _lives(int(pid), changed) if ours else age > max(older_than_s, ABANDONED_S)
+    if on_shared_file_system(path):
+        return age > older_than_s
+    return age > older_than_s or (ours and not _lives(int(pid), changed))
 
 
-def _lives(pid: int) -> bool:
-    # Not by /proc, which may hide the processes of others.
+def _lives(pid: int, since: float) -> bool:
+    """Whether the process of this id lives, and lived at a time, in seconds since the epoch."""
+    # Not by /proc alone, which may hide the processes of others.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
-    return True
+    except PermissionError:  # somebody else's
+        pass
+    return _started(pid) <= since + CLOCK_S
+
+
+def _started(pid: int) -> float:
+    """When a process started, in seconds since the epoch; 0 if that cannot be read."""
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
+        (boot,) = re.findall(rb"^btime (\d+)$", Path("/proc/stat").read_bytes(), flags=re.MULTILINE)
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return int(boot) + int(ticks) / os.sysconf("SC_CLK_TCK")

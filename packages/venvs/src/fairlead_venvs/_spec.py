@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from ._command import parsed
-from ._redact import is_secret_name, redacted
+from ._redact import is_secret_name, redacted, secrets_of_command
 from ._requirements import normalised
 from ._uv import NOT_INHERITED
 
@@ -36,13 +38,16 @@ class VenvSpec:
         default_groups: whether those groups are added that uv installs by default (usually `dev`).
         no_groups: those that are left out all the same.
         install_project: whether the project's own code is installed.
-        frozen: do not check that the lock matches the pyproject.
+        frozen: do not check that the lock matches the pyproject. The environment is another one than that of a spec
+            that has the lock checked.
         command: "uv run --locked --extra vllm --directory X", read as a project with its extras, groups and default
             groups; or "uv run --no-project --with numpy", read as requirements.
         python: version, "3.11" or "3.11.7"; by default major and minor version of the Python that asks.
         env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND. Credentials in them are never
-            shown nor written, and do not count in the fingerprint, nor does what only affects speed.
-        find_links: folders with wheels, whose content counts and is shipped to the nodes, or URLs.
+            shown nor written. The fingerprint counts a digest of a secret variable. It does not count credentials of
+            package indexes, nor what only affects speed.
+        find_links: folders with wheels, as paths or `file:` URLs, whose content counts and is shipped to the nodes;
+            or other URLs.
         index: URL of the package index, instead of the one uv is configured to use.
         no_index: use no index at all.
         setup: a command, as a list, run in the new environment at the end.
@@ -93,8 +98,8 @@ class VenvSpec:
                 raise ValueError(f"{', '.join(unfit)} belong to a project, and there is none")
         for name in ("extras", "groups", "no_groups"):
             self._set(name, tuple(sorted(set(getattr(self, name)))))
-        links = [link if "://" in link else os.path.abspath(os.path.expanduser(link)) for link in self.find_links]
-        self._set("find_links", tuple(links))
+        links = tuple(_link(link) for link in self.find_links)
+        self._set("find_links", links)
         self._set("env", _variables(self.env, links=bool(links), index=self.index is not None))
         self._check()
 
@@ -129,7 +134,8 @@ class VenvSpec:
         }
         if "env" in shown:
             shown["env"] = {name: "***" if is_secret_name(name) else value for name, value in self.env.items()}
-        return redacted(f"VenvSpec({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
+        text = f"VenvSpec({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return redacted(text, secrets_of_command(self.setup))
 
     def fingerprint(self) -> str:
         """Hash of everything that decides the content, 64 hexadecimal digits.
@@ -145,6 +151,16 @@ class VenvSpec:
         from ._plan import planned
 
         return planned(self).recipe.fingerprint
+
+
+def _link(link: str) -> str:
+    """A folder of this machine as its absolute path; any other URL as it is."""
+    if link.lower().startswith("file:"):
+        parts = urlsplit(link)
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"find_links: {link!r} names a file of another host. Give a path, or an http URL.")
+        link = url2pathname(parts.path)
+    return link if "://" in link else os.path.abspath(os.path.expanduser(link))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -8,25 +8,10 @@ from pathlib import Path
 
 __all__ = ["source_key"]
 
-# What is never a part of a wheel, and changes all the time.
-SKIPPED = frozenset(
-    {
-        ".eggs",
-        ".git",
-        ".hg",
-        ".hypothesis",
-        ".mypy_cache",
-        ".nox",
-        ".pytest_cache",
-        ".ruff_cache",
-        ".tox",
-        ".venv",
-        "__pycache__",
-        "node_modules",
-    }
-)
-# What build backends write, at the top only: further down it may be a package of that name.
-SKIPPED_AT_TOP = frozenset({"build", "dist"})
+# Caches of tools, which change all the time and are never a part of a wheel, at whatever depth.
+SKIPPED = frozenset({".git", ".hg", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"})
+# What tools write beside the pyproject. Further down, a folder of such a name may be data of a package.
+SKIPPED_AT_TOP = frozenset({".eggs", ".nox", ".tox", "build", "dist", "node_modules"})
 # A version may come from a tag.
 OF_GIT = ("HEAD", "packed-refs", "logs/HEAD", "refs/tags")
 

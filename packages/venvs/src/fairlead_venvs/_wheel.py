@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ._build import locked
 from ._install import interpreter_for
-from ._layout import BUILDING
-from ._publish import leftover_name, sweep
+from ._layout import BUILDING, share_folder
+from ._publish import ABANDONED_S, leftover_name, leftovers, remove_leftovers
 from ._uv import Deadline, Runner, find_uv
 from ._walk import source_key
 
@@ -41,7 +41,8 @@ def wheel_of(
     store = root / WHEELS / source_key(folder, python, implementation)
     if (ready := _kept(store)) is not None:
         return ready
-    store.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    share_folder(store.parent)
     with locked(store, deadline, lambda: _kept(store) is not None):
         return _kept(store) or _built(folder, store, python, implementation, no_index, runner, deadline)
 
@@ -60,7 +61,7 @@ def _kept(store: Path) -> tuple[Path, str] | None:
 def _built(
     folder: Path, store: Path, python: str, implementation: str, no_index: bool, runner: Runner, deadline: Deadline
 ) -> tuple[Path, str]:
-    sweep(store)
+    remove_leftovers(leftovers(store.parent), older_than_s=ABANDONED_S)
     aside = leftover_name(store, BUILDING)
     try:
         out = aside / "out"
@@ -77,9 +78,11 @@ def _built(
         kept = aside / "kept"
         (kept / content).mkdir(parents=True)
         os.rename(wheel, kept / content / wheel.name)
-        if _kept(store) is None:
-            shutil.rmtree(store, ignore_errors=True)
-            os.rename(kept, store)
+        # Where the file system has no locks, another process may have finished first, with other bytes.
+        if (ready := _kept(store)) is not None:
+            return ready
+        shutil.rmtree(store, ignore_errors=True)
+        os.rename(kept, store)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return store / content / wheel.name, content
