@@ -4,7 +4,9 @@
 import functools
 import os
 import re
+import sys
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -82,15 +84,9 @@ class Recorder:
         return "fine"
 
     def fail_unimportable(self):
-        namespace: dict = {"__name__": "nowhere_else"}
-        exec("class LocalError(Exception): pass", namespace)
-
-        class Unpicklable(Exception):
-            def __reduce__(self):
-                return eval, ("__import__('nowhere_else')",)
-
-        Unpicklable.__module__ = "nowhere_else"
-        raise Unpicklable("only here")
+        module = sys.modules["nowhere_else"] = types.ModuleType("nowhere_else")
+        exec("class Unimportable(Exception): pass", module.__dict__)
+        raise module.Unimportable("only here")
 
     def items(self, n, start=0):
         for i in range(n):
@@ -485,13 +481,13 @@ class TestErrors:
         with pytest.raises(RemoteError, match="only here") as caught:
             group.get_all_worker_results([group.run_single_worker_single_data("fail_unimportable", 5)])
         assert caught.value.rank == 5
-        assert caught.value.type_name.endswith("Unpicklable")
+        assert caught.value.type_name == "nowhere_else.Unimportable"
         assert "fail_unimportable" in caught.value.remote_traceback
         call = group.call("fail_unimportable")
         assert call.wait(60)
         with pytest.raises(RemoteError) as caught:
             call.result()
-        assert [note.rpartition(": ")[2] for note in caught.value.__notes__[1:]] == ["Unpicklable"] * 7
+        assert [note.rpartition(": ")[2] for note in caught.value.__notes__[1:]] == ["Unimportable"] * 7
 
     def test_errors_in_generators(self, group):
         """An error while a generator runs is raised like any other."""

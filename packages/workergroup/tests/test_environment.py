@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which variables workers get: the layers, pure, and then in real processes."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -50,11 +51,19 @@ class TestLayers:
             check_env_vars(env_vars)
 
     def test_ways(self):
-        """PYTHONPATH is appended to sys.path, loader variables need a new process, the rest is set in the process."""
+        """PYTHONPATH goes into sys.path, loader variables need a new process, the rest is set in the process."""
         environment = layered(of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"})
         assert environment.path == ("/a", "/b")
         assert environment.loader_variables == {"LD_PRELOAD": "x", "PYTHONHASHSEED": "0"}
         assert environment.variables == {"A": "1"}
+
+    @pytest.mark.parametrize(
+        "name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LC_ALL", "TZ", "ASAN_OPTIONS"]
+    )
+    def test_read_at_the_start(self, name):
+        """What only counts when a process starts is set then; libraries that are loaded later read theirs later."""
+        environment = layered(of_user={name: "1", "OMP_NUM_THREADS": "2"})
+        assert (environment.loader_variables, environment.variables) == ({name: "1"}, {"OMP_NUM_THREADS": "2"})
 
     def test_configure_worker_warns(self, caplog):
         """What configure_worker overrides is said."""
@@ -63,7 +72,16 @@ class TestLayers:
 
 
 class Reporter:
-    """Tells its environment, as it was when the class was made, and now."""
+    """Tells its environment, as it was when the process started, and now."""
+
+    def at_the_start(self):
+        with open("/proc/self/environ") as file:
+            return dict(line.split("=", 1) for line in file.read().split("\0") if line)
+
+    def where(self, module):
+        script = f"import {module}; print({module}.__file__)"
+        child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        return importlib.import_module(module).__file__, child.stdout.strip()
 
     def environment(self):
         return dict(os.environ)
@@ -101,16 +119,29 @@ class TestWorkers:
             (path,) = answers(group, "path")
         assert (env["NCCL_DEBUG"], env["GLOO_SOCKET_IFNAME"], env["MINE"]) == ("from user", "from driver", "1")
         assert "UNNAMED" not in env
-        assert path[-1] == "/nowhere/at/all"
+        assert path.index("/nowhere/at/all") < path.index(os.path.dirname(os.__file__))
         assert given == {"NCCL_DEBUG": "from user", "MINE": "1", "PYTHONPATH": "/nowhere/at/all"}
 
     def test_no_runtime_env_unless_needed(self, cluster):
         """Without loader variables workers keep Ray's prestarted processes; with them they are set from the start."""
         with RayWorkerGroup(cluster, Reporter, workers_per_node=1) as group:
             assert runtime_env(group) == {}
-        with RayWorkerGroup(cluster, Reporter, workers_per_node=2, env_vars={"PYTHONHASHSEED": "7"}) as group:
-            assert runtime_env(group) == {"env_vars": {"PYTHONHASHSEED": "7"}}
-            assert [env["PYTHONHASHSEED"] for env in answers(group, "environment")] == ["7", "7"]
+        variables = {"PYTHONHASHSEED": "7", "MALLOC_ARENA_MAX": "2", "LD_LIBRARY_PATH": "/nowhere"}
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=2, env_vars={**variables, "A": "1"}) as group:
+            assert runtime_env(group) == {"env_vars": variables}
+            for env in answers(group, "at_the_start"):
+                assert env.items() >= variables.items()
+
+    def test_pythonpath_shadows_what_is_installed(self, cluster, tmp_path):
+        """Entries of PYTHONPATH come before the library and what is installed, in the worker and what it starts."""
+        (tmp_path / "this.py").write_text("")
+        (tmp_path / "hypothesis.py").write_text("")
+        with RayWorkerGroup(
+            cluster, Reporter, workers_per_node=1, env_vars={"PYTHONPATH": f"{tmp_path}:{tmp_path}"}
+        ) as group:
+            for module in ("this", "hypothesis"):
+                assert group.call("where", module).result() == [(str(tmp_path / f"{module}.py"),) * 2]
+            assert runtime_env(group) == {}
 
     def test_class_runtime_env(self, cluster):
         """The class's own runtime_env is the lowest layer."""

@@ -2,6 +2,8 @@
 """Methods of other kinds: generators, whose items stream, and async ones."""
 
 import asyncio
+import functools
+import sys
 import time
 
 import pytest
@@ -154,6 +156,181 @@ class TestAsync:
 async def wait_in_a_function(worker):
     await worker.other.wait()
     return "waited"
+
+
+def timed(function):
+    """Return a decorated function, as a timer or a logger does it."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def hiding(function):
+    """Return a decorated function that does not show what it decorates."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+class Decorated:
+    """A worker whose methods are other than they look."""
+
+    def __init__(self):
+        self.made = []
+
+    @timed
+    def items(self, count):
+        yield from range(count)
+
+    @timed
+    async def async_items(self, count):
+        for i in range(count):
+            yield i
+
+    @timed
+    async def coroutine(self):
+        return "value"
+
+    @hiding
+    async def hidden_coroutine(self):
+        return "value"
+
+    @hiding
+    def hidden_items(self):
+        yield 1
+
+    def returned_items(self):
+        def count():
+            try:
+                yield 1
+            finally:
+                self.made.append("closed")
+
+        items = count()
+        next(items)
+        return items
+
+    async def returned_from_async(self):
+        return (i for i in range(3))
+
+    @hiding
+    async def hidden_async_items(self):
+        yield 1
+
+    def what_was_made(self):
+        return self.made
+
+
+def collected(function):
+    """Return a decorated generator function that runs it."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return list(function(*args, **kwargs))
+
+    return wrapper
+
+
+class Collecting:
+    @collected
+    def items(self):
+        yield 1
+
+
+class TestDecorated:
+    @pytest.mark.parametrize("async_communication", [False, True])
+    def test_kinds(self, local_ray, async_communication):
+        """What a decorated method returns is streamed or awaited where its kind shows, else refused with advice."""
+        with (
+            RayVirtualCluster([1], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Decorated, async_communication=async_communication) as group,
+        ):
+            assert group.call("items", 3).result() == [[0, 1, 2]]
+            assert [outcome.value for outcome in group.call("items", 3).stream()] == [0, 1, 2]
+            assert group.call("async_items", 3).result() == [[0, 1, 2]]
+            assert group.call("coroutine").result() == group.call("hidden_coroutine").result() == ["value"]
+            for method in ("hidden_items", "returned_items", "returned_from_async"):
+                with pytest.raises(TypeError, match=f"{method}' returned a generator.*Write `yield from"):
+                    group.call(method).result()
+            with pytest.raises(
+                TypeError, match=r"returned an async generator.*Make 'hidden_async_items' an `async def`"
+            ):
+                group.call("hidden_async_items").result()
+            with pytest.raises(TypeError, match="yield from"):
+                group.call("returned_items", discard=True).result()
+            assert group.call("what_was_made").result() == [["closed", "closed"]]
+
+    def test_a_decorator_that_runs_the_generator(self, local_ray):
+        """A list where items were expected is not taken for the items."""
+        with (
+            RayVirtualCluster([1], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Collecting) as group,
+            pytest.raises(TypeError, match=r"its decorator returned list .* delete the attribute `__wrapped__`"),
+        ):
+            group.call("items").result()
+
+
+AHEAD = """
+import pathlib
+import ray
+
+
+class Ahead:
+    @ray.method(_generator_backpressure_num_objects=2)
+    def items(self, count, values=None):
+        for i in range(1, count + 1):
+            pathlib.Path(f"{__file__}.{i}").touch()
+            yield i
+
+    def one(self):
+        return 1
+"""
+
+
+class TestBackpressure:
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_stops(self, local_ray, tmp_path, monkeypatch, eventually, by_name):
+        """A generator with back-pressure waits until its items are read; what waits for its end reads them."""
+        (tmp_path / "ahead_module.py").write_text(AHEAD)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        import ahead_module
+
+        def made():
+            return len(list(tmp_path.glob("ahead_module.py.*")))
+
+        worker = "ahead_module.Ahead" if by_name else ahead_module.Ahead
+        try:
+            with (
+                RayVirtualCluster([1], use_gpus=False) as cluster,
+                RayWorkerGroup(cluster, worker, env_vars={"PYTHONPATH": str(tmp_path)}) as group,
+            ):
+                for values in (None, group.call("one")):  # an answer of another call goes another way to the method
+                    call = group.call("items", 99, values)
+                    assert eventually(lambda: made() >= 2)
+                    assert not eventually(lambda: made() > 4, timeout_s=0.3)
+                    stream = call.stream()
+                    assert [next(stream).value for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+                    assert eventually(lambda: made() >= 8)
+                    assert not eventually(lambda: made() > 10, timeout_s=0.3)
+                    assert [outcome.value for outcome in stream] == list(range(7, 100))
+                    assert made() == 99
+                    for path in tmp_path.glob("ahead_module.py.*"):
+                        path.unlink()
+                everything = list(range(1, 100))
+                assert group.call("items", 99).result(timeout=60) == [everything]
+                assert asyncio.run(awaited(group.call("items", 99))) == [everything]
+                assert [outcome.value for outcome in group.call("items", 99, values=None)] == [everything]
+                waiting = group.call("items", 99)
+                assert waiting.wait(timeout=60)
+                assert [outcome.value for outcome in waiting.stream()] == everything
+                assert group.call("items", 99, discard=True).result(timeout=60) is None
+        finally:
+            sys.modules.pop("ahead_module", None)
+
+
+async def awaited(call):
+    return await call
 
 
 class Overlapping:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import ray
@@ -217,7 +218,7 @@ class TestClasses:
 
     def test_decorated_class(self, cluster):
         """A `@ray.remote` class works like the plain one, and its default options are honoured."""
-        decorated = ray.remote(max_concurrency=3, num_cpus=7)(Slow)
+        decorated = ray.remote(max_concurrency=1, num_cpus=7)(Slow)
         with RayWorkerGroup(cluster, RayWorkerBuilder(decorated, payload=1)) as group:
             assert answers(group, "arguments") == [(1, {})] * 8
 
@@ -229,11 +230,31 @@ class TestClasses:
             def pair(self):
                 return 1, 2
 
-        with pytest.raises(ValueError, match=r"Two: pair uses @ray.method\(num_returns=...\)"):
+        with pytest.raises(ValueError, match=r"Two: pair uses @ray.method\(num_returns=2\)"):
             RayWorkerGroup(cluster, Two)
         grouped = ray.remote(concurrency_groups={"io": 2})(Slow)
         with pytest.raises(ValueError, match="concurrency_groups"):
             RayWorkerGroup(cluster, grouped)
+
+    def test_several_threads(self, cluster):
+        """Options that run methods on several threads are refused wherever they are given, before a worker starts."""
+
+        class ByAttribute:
+            _default_options: ClassVar = {"max_concurrency": 2}
+
+        class ByConfiguration:
+            @staticmethod
+            def configure_worker():
+                return {"max_concurrency": 2}, {}, {}
+
+        before = len(ray._private.state.state.actor_table(None))
+        for cls in (ray.remote(max_concurrency=2)(Slow), ByAttribute, ByConfiguration):
+            with pytest.raises(ValueError, match=r"max_concurrency=2 would run .* async_communication=True"):
+                RayWorkerGroup(cluster, cls)
+        slot = cluster.slots()[0]
+        with pytest.raises(ValueError, match="async_communication=True"):
+            RayWorkerBuilder(Slow)(slot.placement_group, slot.bundle_index, 0, max_concurrency=2)
+        assert len(ray._private.state.state.actor_table(None)) == before
 
     def test_resources_the_slot_does_not_hold(self, cluster):
         """An actor asking for more than its bundle has would be pending for ever: refused instead."""

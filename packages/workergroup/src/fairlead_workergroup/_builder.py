@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ._arguments import Arguments
 from ._environment import worker_environment
-from ._options import recursive_merge_options
+from ._options import check_concurrency, recursive_merge_options
 from ._worker_class import describe_class, full_name
 from .exceptions import WorkerStartError
 
@@ -97,6 +97,7 @@ class RayWorkerBuilder:
         options = recursive_merge_options(described.options, {"num_gpus": num_gpus, **resources})
         options = recursive_merge_options(options, {"runtime_env": overrides} if overrides else {})
         options = recursive_merge_options(options, extra_options)
+        check_concurrency(options, concurrent=False)
         environment = worker_environment(
             driver={}, of_class={}, of_slot={}, of_user={}, of_rank={}, configured=env_vars
         )

@@ -116,6 +116,8 @@ class Call(Underway, PassedOn, Generic[Result]):
             timeout: as of `result`.
         """
         deadline = self._until(timeout)
+        for _ in self._read_out(deadline):
+            pass
         while pending := self._pending():
             left = deadline.left(at_most=REPORT_EVERY_S)
             refs = [self._completions[at] for at in pending]
@@ -134,6 +136,9 @@ class Call(Underway, PassedOn, Generic[Result]):
         self._group._check_connected()
         answering = set(self._positions[0])
         pending = dict.fromkeys(range(len(self.futures)))
+        for at in self._read_out(self._deadline):
+            del pending[at]
+            yield self._outcome(at, {})
         while pending:
             refs = {self._completions[at]: at for at in pending}
             done, _ = ray.wait(

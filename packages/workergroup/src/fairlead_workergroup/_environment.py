@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["RANK_VARIABLES", "WorkerEnvironment", "check_env_vars", "worker_environment"]
+__all__ = ["RANK_VARIABLES", "WorkerEnvironment", "check_env_vars", "start_variables", "worker_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,23 @@ RANK_VARIABLES = (
 FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_NCCL_*", "CUDA_DEVICE_ORDER", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME")
 # Ray chooses the devices, and its own settings belong to a process.
 NEVER = ("*_VISIBLE_DEVICES", "*_VISIBLE_CHIPS", "RAY_*", *RANK_VARIABLES)
-# Read by the loader or the interpreter before a line of ours runs: these need a new process.
-LOADER = ("LD_*", "PYTHON*")
+# Read by the loader, the C library or the interpreter before a line of ours runs: these need a new process. Those of
+# OpenMP and of CUDA are read by libraries that the user's class imports later.
+LOADER = (
+    "GCONV_PATH",
+    "GLIBC_TUNABLES",
+    "LANG",
+    "LC_*",
+    "LD_*",
+    "LOCPATH",
+    "MALLOC_*",
+    "MIMALLOC_*",
+    "OPENSSL_CONF",
+    "PYTHON*",
+    "TCMALLOC_*",
+    "TZ",
+    "*SAN_OPTIONS",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,8 @@ class WorkerEnvironment:
     Attributes:
         variables: set by the host before the user's class is imported.
         loader_variables: set by Ray before the process starts; any of them costs the prestarted process.
-        path: appended to `sys.path`; the variable PYTHONPATH does nothing in a running process.
+        path: the entries of PYTHONPATH, put into `sys.path` before Python's own, as the variable does nothing in a
+            running process.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +81,11 @@ def check_env_vars(env_vars: Mapping[str, str]) -> None:
             )
 
 
+def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that only count when a process starts, PYTHONPATH among them."""
+    return {name: value for name, value in env_vars.items() if _matches(name, LOADER)}
+
+
 def worker_environment(
     *,
     driver: Mapping[str, str],
@@ -84,7 +105,7 @@ def worker_environment(
     path = merged.pop("PYTHONPATH", "")
     return WorkerEnvironment(
         variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
-        loader_variables={n: v for n, v in merged.items() if _matches(n, LOADER)},
+        loader_variables=start_variables(merged),
         path=tuple(entry for entry in path.split(os.pathsep) if entry),
     )
 

@@ -112,7 +112,10 @@ def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerF
         return first
     shown: BaseException = first
     cause = getattr(first, "cause", None)
-    if _is_unknown_here(first):
+    if type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
+        shown = RemoteError(type_name, str(cause), remote_traceback(first), rank)
+        shown.__cause__ = first
+    elif _is_unknown_here(first):
         shown = RemoteError(*_said_last(first), remote_traceback(first), rank)
         shown.__cause__ = first
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):

@@ -21,11 +21,12 @@ from ._classic import ClassicCalls
 from ._compression import Compression, check_compression
 from ._deadline import check_timeout
 from ._dispatching import Dispatching
-from ._environment import check_env_vars
+from ._environment import check_env_vars, start_variables
 from ._failures import WorkerFacts
 from ._held import Held, forgotten
 from ._map import Strategy, check_strategy
 from ._memory import guard, parse_memory
+from ._options import recursive_merge_options
 from ._places import lay_out
 from ._planning import Mesh
 from ._python import chosen_python, ready_python
@@ -208,11 +209,14 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         nodes = [place.slot.node_id for place in self._places]
         python = ready_python(self._python, nodes, timeout_s=self._start_timeout_s)
         per_node = getattr(self.cluster, "num_gpus_per_node", None)
+        # The class may only be found, or its libraries loaded, with these.
+        variables = start_variables(self._env_vars)
+        runtime_env = recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {})
         self._class = describe_class(
             self._worker,
             asks=[place.configure_ask(per_node) for place in self._places],
             node_id=nodes[0],
-            runtime_env=python.runtime_env,
+            runtime_env=runtime_env,
             timeout_s=self._start_timeout_s,
             concurrent=self._concurrent,
         )

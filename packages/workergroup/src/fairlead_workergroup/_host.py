@@ -13,17 +13,22 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ._loading import load
+from ._portable import make_portable
 from ._record import OverlappingRecord, Record
 from ._stacks import write_stacks_on_signal
 from ._trees import mark_tree
 
 __all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
 
+# Results that a worker has to run before there is a value. An ObjectRef is awaitable too, and is a value.
+_UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 # What `fairlead_workergroup.testing` has workers do, as the record names it.
 FAULTS = ("hang", "slow", "fill_memory")
 # What the record calls a function that runs in place of a method.
@@ -40,6 +45,21 @@ def start_tick(pid: int) -> int:
         return -1
     # A zombie (state Z) holds nothing any more; fields[0] is the third of the file, the start time its 22nd.
     return -1 if fields[0] == b"Z" else int(fields[19])
+
+
+def _add_to_path(entries: Sequence[str]) -> None:
+    """Put the entries of a PYTHONPATH where a Python that starts with it has them: before its own modules.
+
+    Processes that the worker starts find them in the variable.
+    """
+    if not entries:
+        return
+    rest = [path for path in sys.path if path not in entries]
+    library = os.path.dirname(os.__file__)
+    at = rest.index(library) if library in rest else 0
+    sys.path[:] = [*rest[:at], *dict.fromkeys(entries), *rest[at:]]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
 
 class WorkerHost:
@@ -74,7 +94,7 @@ class WorkerHost:
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """The environment and what is published of the worker, before a line of the user's is imported."""
         os.environ.update(facts["env"])
-        sys.path.extend(path for path in facts["path"] if path not in sys.path)
+        _add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
@@ -84,7 +104,11 @@ class WorkerHost:
         sys.modules["_fairlead_worker"] = published
 
     def _fairlead_made(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        self._fairlead_instance = cls(*args, **kwargs)
+        try:
+            self._fairlead_instance = cls(*args, **kwargs)
+        except BaseException as error:
+            self._fairlead_failed("__init__", error)
+            raise
         self._fairlead_record.end(self._fairlead_key)
         context = ray.get_runtime_context()
         return {
@@ -155,6 +179,23 @@ class WorkerHost:
             self._fairlead_own_loop = asyncio.new_event_loop()
         return self._fairlead_own_loop
 
+    def _fairlead_failed(self, method: str, error: BaseException) -> None:
+        """Prepare what a method has raised for its way to the caller.
+
+        Raises:
+            RayError: it is a KeyboardInterrupt, which would look like the caller's own; Ray calls it a cancelled task.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            told = RayError(f"{method!r} was interrupted in the worker, whose process goes on. {error}".rstrip())
+            told.fairlead_type = "KeyboardInterrupt"
+            raise told from error
+        if isinstance(error, Exception) and not isinstance(error, RayError):
+            make_portable(error)
+
+    def _fairlead_value(self, method: str, result: Any) -> Any:
+        """Return the value of a method that is no generator, whose result has to be run first."""
+        return self._fairlead_loop().run_until_complete(_value(method, result))
+
 
 class ConcurrentHost(WorkerHost):
     """A host whose async methods overlap: Ray runs the methods of a class with `async def` in it on one event loop."""
@@ -190,6 +231,48 @@ class ConcurrentHost(WorkerHost):
 
     async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
         await _run_to_its_end(getattr(self._fairlead_instance, method)())
+
+
+async def _value(method: str, result: Any) -> Any:
+    """Return the value of a coroutine, and refuse generators: Ray would give the first item of one as the value.
+
+    Raises:
+        TypeError: the method, which is no generator method itself, has returned a generator.
+    """
+    while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
+        result = await result
+    if isinstance(result, GeneratorType):
+        result.close()
+        raise TypeError(
+            f"{method!r} returned a generator, but is not a generator method, so its items cannot be streamed. "
+            f"Write `yield from ...` in {method!r} instead of `return ...`; if a decorator hides a generator method, "
+            "have it use functools.wraps, or yield the items itself."
+        )
+    if isinstance(result, AsyncGeneratorType):
+        await result.aclose()
+        raise TypeError(
+            f"{method!r} returned an async generator, but is not an async generator method, so its items cannot be "
+            f"streamed. Make {method!r} an `async def` that yields them (`async for item in ...: yield item`); if a "
+            "decorator hides an async generator method, have it use functools.wraps, or yield the items itself."
+        )
+    return result
+
+
+def _items(method: str, result: Any) -> Any:
+    """Return the iterator that a generator method has returned.
+
+    Raises:
+        TypeError: it has returned something else, because a decorator ran it.
+    """
+    if hasattr(result, "__next__") or hasattr(result, "__anext__"):
+        return result
+    if isinstance(result, CoroutineType):
+        result.close()
+    raise TypeError(
+        f"{method!r} is a generator method, but its decorator returned {type(result).__name__} instead of its items. "
+        f"If the decorator is meant to run the generator, delete the attribute `__wrapped__` of what it returns, and "
+        f"{method!r} is called as a plain method."
+    )
 
 
 async def _run_to_its_end(result: Any) -> None:
@@ -244,7 +327,9 @@ def _regrouped(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[st
     return args, kwargs
 
 
-def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False) -> type:
+def host_class(
+    name: str, kinds: Mapping[str, str], *, concurrent: bool = False, backpressure: Mapping[str, int] | None = None
+) -> type:
     """A subclass of WorkerHost with one delegating method for each method of the user's class.
 
     A method per method, rather than one generic call: Ray streams only from real generator methods, and arguments
@@ -254,12 +339,15 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False)
         name: of the class.
         kinds: kind of each method: plain, generator, async or async_generator.
         concurrent: async methods overlap; otherwise one method runs at a time, whatever its kind.
+        backpressure: how many items a generator method may be ahead of its reader, for those with a limit.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
     members: dict[str, Any] = {"_fairlead_methods": names}
     for number, (method, kind) in enumerate(kinds.items(), 1):
-        members[method] = delegate(f"_fairlead_instance.{method}", kind, number)
+        members[method] = function = delegate(f"_fairlead_instance.{method}", kind, number)
+        if backpressure is not None and method in backpressure:
+            ray.method(_generator_backpressure_num_objects=backpressure[method])(function)
     for kind in KINDS:
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
@@ -271,13 +359,17 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool = False)
 
 def _delegate(path: str, kind: str, number: int) -> Any:
     """Return a method of a host that runs what is at a path of attributes of it, and records that it does."""
-    find = operator.attrgetter(path)
+    find, method = operator.attrgetter(path), path.rpartition(".")[2]
     if kind == "plain":
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                return find(self)(*args, **kwargs)
+                result = find(self)(*args, **kwargs)
+                return self._fairlead_value(method, result) if type(result) in _UNFINISHED else result
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 
@@ -287,9 +379,12 @@ def _delegate(path: str, kind: str, number: int) -> Any:
             key = self._fairlead_record.begin(number)
             try:
                 # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
-                for item in find(self)(*args, **kwargs):
+                for item in _items(method, find(self)(*args, **kwargs)):
                     yield item
                     self._fairlead_record.progress()
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 
@@ -298,8 +393,10 @@ def _delegate(path: str, kind: str, number: int) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                coroutine = find(self)(*args, **kwargs)
-                return self._fairlead_loop().run_until_complete(coroutine)
+                return self._fairlead_value(method, find(self)(*args, **kwargs))
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 
@@ -308,7 +405,8 @@ def _delegate(path: str, kind: str, number: int) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                loop, items = self._fairlead_loop(), find(self)(*args, **kwargs)
+                loop = self._fairlead_loop()
+                items = _items(method, find(self)(*args, **kwargs))
                 while True:
                     try:
                         item = loop.run_until_complete(anext(items))
@@ -316,6 +414,9 @@ def _delegate(path: str, kind: str, number: int) -> Any:
                         return
                     yield item
                     self._fairlead_record.progress()
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 
@@ -323,13 +424,17 @@ def _delegate(path: str, kind: str, number: int) -> Any:
 
 
 def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
-    find = operator.attrgetter(path)
-    if kind == "async":
-
+    find, method = operator.attrgetter(path), path.rpartition(".")[2]
+    if kind in ("plain", "async"):
+        # Ray runs plain methods of an asyncio actor on its event loop too.
         async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                return await find(self)(*args, **kwargs)
+                result = find(self)(*args, **kwargs)
+                return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 
@@ -339,9 +444,12 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
             key = self._fairlead_record.begin(number)
             try:
-                async for item in find(self)(*args, **kwargs):
+                async for item in _items(method, find(self)(*args, **kwargs)):
                     yield item
                     self._fairlead_record.progress()
+            except BaseException as error:
+                self._fairlead_failed(method, error)
+                raise
             finally:
                 self._fairlead_record.end(key)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fairlead_placement import Slot
 
-__all__ = ["actor_options", "recursive_merge_options"]
+__all__ = ["actor_options", "check_concurrency", "recursive_merge_options"]
 
 # The group decides these: where an actor runs, under which name, and that a restart is the group's business.
 _OURS = (
@@ -53,8 +53,36 @@ def _merged(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
+def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
+    """Refuse options that would make Ray run a worker's methods on several threads.
+
+    Args:
+        options: the options of an actor.
+        concurrent: whether the worker is an asyncio actor, in which `max_concurrency` bounds how many methods overlap.
+
+    Raises:
+        ValueError: such an option is given.
+    """
+    if options.get("concurrency_groups"):
+        raise ValueError(
+            "concurrency_groups would run the methods of a worker on several threads, and its methods run one at a "
+            "time. Remove the option; async methods overlap in a group with async_communication=True."
+        )
+    if not concurrent and options.get("max_concurrency", 1) not in (None, 1):
+        raise ValueError(
+            f"max_concurrency={options['max_concurrency']!r} would run the methods of a worker on several threads, "
+            "and its methods run one at a time. Remove the option; async methods overlap in a group with "
+            "async_communication=True."
+        )
+
+
 def actor_options(
-    slot: Slot, *, of_class: Mapping[str, Any], resources: Mapping[str, Any], runtime_env: Mapping[str, Any]
+    slot: Slot,
+    *,
+    of_class: Mapping[str, Any],
+    resources: Mapping[str, Any],
+    runtime_env: Mapping[str, Any],
+    concurrent: bool = False,
 ) -> dict[str, Any]:
     """The Ray options of a worker in a slot, without its name and its scheduling strategy.
 
@@ -63,15 +91,18 @@ def actor_options(
         of_class: the default options of the user's class.
         resources: what `configure_worker` answered; `num_gpus` and `num_cpus` are honoured.
         runtime_env: what its process needs; empty keeps Ray's prestarted processes.
+        concurrent: whether its async methods are to overlap.
 
     Raises:
-        ValueError: it asks for something that the slot does not hold; Ray would leave it pending without a word.
+        ValueError: it asks for something that the slot does not hold, and Ray would leave it pending without a word;
+            or for several threads.
     """
     options = {name: value for name, value in of_class.items() if name not in _OURS and value is not None}
     options.pop("runtime_env", None)
     options = recursive_merge_options(
         options, {n: v for n, v in resources.items() if n not in ("num_cpus", "num_gpus")}
     )
+    check_concurrency(options, concurrent=concurrent)
     options["num_cpus"] = resources.get("num_cpus", slot.worker_resources.get("CPU", 0))
     options["num_gpus"] = resources.get("num_gpus", slot.worker_resources.get("GPU", 0))
     others = {n: v for n, v in slot.worker_resources.items() if n not in ("CPU", "GPU")}

@@ -50,7 +50,7 @@ def plan_workers(
     """Options and environment of every worker. Pure but for the driver's environment.
 
     Raises:
-        ValueError: a worker asks for what its slot does not hold.
+        ValueError: a worker asks for what its slot does not hold, or for several threads.
     """
     class_env = dict(described.options.get("runtime_env") or {})
     of_class = {**class_env.pop("env_vars", {}), **python.variables}
@@ -70,7 +70,13 @@ def plan_workers(
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
         if environment.loader_variables:
             runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
-        options = actor_options(place.slot, of_class=described.options, resources=resources, runtime_env=runtime_env)
+        options = actor_options(
+            place.slot,
+            of_class=described.options,
+            resources=resources,
+            runtime_env=runtime_env,
+            concurrent=described.concurrent,
+        )
         plans.append(WorkerPlan(place, coords[place.rank], options, environment, init_kwargs))
     return plans
 

@@ -12,11 +12,12 @@ __all__ = ["Request", "requests", "send"]
 
 
 class Request(NamedTuple):
-    """What one worker is asked: a method of its host, and the arguments."""
+    """What one worker is asked: a method of its host, the arguments, and the back-pressure its host does not know."""
 
     method: str
     args: list[Any]
     kwargs: dict[str, Any]
+    backpressure: int | None = None
 
 
 def requests(
@@ -49,7 +50,7 @@ def requests(
             name, mine, named = f"_fairlead_gathered_{method.result}", [name, *flat], {}
         if answers is not None and not answers[at]:
             name, mine = "_fairlead_silent", [name, *mine]
-        yield Request(name, mine, named)
+        yield Request(name, mine, named, method.backpressure if name == "_fairlead_gathered_items" else None)
 
 
 def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -68,4 +69,7 @@ def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def send(handle: Any, request: Request) -> Any:
     """Launch a method call; its future."""
-    return getattr(handle, request.method).remote(*request.args, **request.kwargs)
+    method = getattr(handle, request.method)
+    if request.backpressure is not None:
+        method = method.options(_generator_backpressure_num_objects=request.backpressure)
+    return method.remote(*request.args, **request.kwargs)

@@ -184,6 +184,32 @@ class Underway(MultiWorkerFuture):
         # A stream that was cut off by a worker's end just stops; its completion tells.
         self._get([*self._completions.values()], self._until(timeout))
 
+    def _read_out(self, deadline: Deadline) -> Iterator[int]:
+        """Take the items of generators with back-pressure as they come, since these do not end before.
+
+        Ends when all of them have ended, or at the deadline.
+
+        Yields:
+            The position of each worker whose generator has ended.
+        """
+        if self._method.backpressure is None:
+            return
+        unread = {self.futures[at]: at for at in self._positions[0]}
+        while unread and not deadline.passed:
+            self._group._check_connected()
+            first, _ = ray.wait(list(unread), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
+            if not first:
+                self._report_slow()
+                continue
+            # All of those that are ready: the first ones alone would keep the others waiting.
+            ready, _ = ray.wait(list(unread), num_returns=len(unread), timeout=0)
+            for stream in ready:
+                ref = next(stream, None)
+                if ref is not None:
+                    self._items.setdefault(unread[stream], []).append(ref)
+                else:
+                    yield unread.pop(stream)
+
     @cached_property
     def _positions(self) -> tuple[list[int], list[int]]:
         return positions(self)

@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _describe, _host, _loading, _record, _stacks, _trees
+from . import _describe, _host, _loading, _portable, _record, _stacks, _trees
 from ._failures import remote_traceback
 from ._functions import (
     full_function_name,
@@ -27,7 +27,7 @@ from .exceptions import WorkerStartError
 __all__ = ["Method", "WorkerClass", "describe_class", "full_name", "shipped"]
 
 # A worker's Python needs nothing but Ray.
-for _module in (_host, _describe, _loading, _record, _stacks, _trees):
+for _module in (_host, _describe, _loading, _portable, _record, _stacks, _trees):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
@@ -40,12 +40,14 @@ class Method:
         kind: plain, generator, async or async_generator.
         signature: its parameters, where Python can tell.
         function: the pickled function, or a reference to it; None for a method.
+        backpressure: the number of items after which a generator waits until one of them is read; None for no limit.
     """
 
     name: str
     kind: str
     signature: inspect.Signature | None
     function: Any = None
+    backpressure: int | None = None
 
     @property
     def hosted(self) -> str:
@@ -105,7 +107,9 @@ class WorkerClass:
     def actor_class(self) -> Any:
         """The generated Ray actor class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
-        return ray.remote(_host.host_class(self.name, kinds, concurrent=self.concurrent))
+        backpressure = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
+        host = _host.host_class(self.name, kinds, concurrent=self.concurrent, backpressure=backpressure)
+        return ray.remote(host)
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return what a worker runs for a method's name, a method of the class, or any other function.
@@ -226,10 +230,13 @@ def describe_class(
         told = _describe.describe(worker, list(asks))
     if told["refused"]:
         raise ValueError(
-            f"{told['name']}: {'; '.join(told['refused'])}: a worker of a group has plain, generator and async methods "
-            "with one answer each. Remove the option, or create this actor by hand."
+            f"{told['name']}: {'; '.join(told['refused'])}: a worker of a group cannot have this option of a method. "
+            "Remove the option, or create this actor by hand."
         )
-    methods = {n: Method(n, kind, _signature(p)) for n, (kind, p) in told["methods"].items()}
+    methods = {
+        n: Method(n, kind, _signature(p), backpressure=told["backpressure"].get(n))
+        for n, (kind, p) in told["methods"].items()
+    }
     return WorkerClass(
         target,
         told["name"],

@@ -199,7 +199,10 @@ class WorkerStartError(WorkerGroupError):
 
 
 class RemoteError(WorkerGroupError):
-    """A worker raised an exception whose class cannot be imported here.
+    """A worker raised an exception that cannot be raised here.
+
+    Its class cannot be imported here, or no copy of it can be made; or it is a KeyboardInterrupt, which would look like
+    one of the caller.
 
     Attributes:
         type_name: full name of the exception's class.

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned from a class before any worker starts, pure."""
+
+import functools
+
+import pytest
+import ray
+
+from fairlead_workergroup._describe import describe
+
+
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Kinds:
+    def plain(self):
+        return 1
+
+    def generator(self):
+        yield 1
+
+    async def coroutine(self):
+        return 1
+
+    async def async_generator(self):
+        yield 1
+
+    wrapped_plain = timed(plain)
+    wrapped_generator = timed(timed(generator))
+    wrapped_coroutine = timed(coroutine)
+    wrapped_async_generator = staticmethod(timed(async_generator))
+
+
+def test_kinds():
+    """A decorator that uses functools.wraps does not hide the kind of a method."""
+    kinds = {name: kind for name, (kind, _) in describe(Kinds)["methods"].items()}
+    assert kinds == {
+        "plain": "plain",
+        "generator": "generator",
+        "coroutine": "async",
+        "async_generator": "async_generator",
+        "wrapped_plain": "plain",
+        "wrapped_generator": "generator",
+        "wrapped_coroutine": "async",
+        "wrapped_async_generator": "async_generator",
+    }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"_generator_backpressure_num_objects": 2},
+        {"_num_objects_per_yield": 2},
+        {"concurrency_group": "io"},
+        {"enable_task_events": False},
+        {"max_task_retries": 3},
+        {"num_returns": 2},
+        {"retry_exceptions": True},
+        {"retry_exceptions": [ValueError]},
+        {"tensor_transport": "nccl"},
+    ],
+)
+def test_options_of_plain_methods(option):
+    """Each option of `@ray.method` that would be lost is refused by its name."""
+    try:
+        method = ray.method(**option)
+    except AssertionError:
+        pytest.skip("this Ray does not have the option")
+
+    class Worker:
+        @method
+        def step(self):
+            return 1
+
+    (name,) = option
+    (refused,) = describe(Worker)["refused"]
+    assert refused.startswith(f"step uses @ray.method({name}=")
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+def test_backpressure_that_means_nothing(limit):
+    """A limit that is no number of items is refused, also of a generator method."""
+
+    class Worker:
+        @ray.method(_generator_backpressure_num_objects=limit)
+        def items(self):
+            yield 1
+
+    assert describe(Worker)["refused"] == [f"items uses @ray.method(_generator_backpressure_num_objects={limit})"]
+
+
+def test_options_that_change_nothing():
+    """Default values are no options; back-pressure of generator methods is kept."""
+
+    class Worker:
+        @ray.method(
+            concurrency_group=None,
+            enable_task_events=True,
+            max_task_retries=0,
+            num_returns=1,
+            retry_exceptions=False,
+        )
+        def step(self):
+            return 1
+
+        @ray.method(num_returns="streaming", _generator_backpressure_num_objects=-1)
+        def items(self):
+            yield 1
+
+        @timed
+        @ray.method(_generator_backpressure_num_objects=3)
+        def limited(self):
+            yield 1
+
+    described = describe(Worker)
+    assert described["refused"] == []
+    assert described["backpressure"] == {"limited": 3}
