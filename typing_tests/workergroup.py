@@ -29,6 +29,7 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     RemoteError,
+    ResultStream,
     Shard,
     StuckWorker,
     Watch,
@@ -144,7 +145,9 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     assert_type(made.as_pieces(), list[ObjectRef[Any]])
     assert_type(made, Call[Any])
     made.as_argument()
-    assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), Iterator[Any])
+    assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), ResultStream[Any])
+    assert_type(group.map("step", range(3), return_exceptions=True), ResultStream[Any])
+    assert_type(made.stream(), ResultStream[Outcome])
 
 
 async def call_functions(group: RayWorkerGroup) -> None:
@@ -172,7 +175,7 @@ async def call_functions(group: RayWorkerGroup) -> None:
     assert_type(group.call(tokens, collect=()).result(), list[str])
     assert_type(group.at(dp=0).call(Worker.step, [1], 0.1), Call)
     assert_type(group.explain(Worker.step, [1], 0.1), CallExplanation)
-    assert_type(group.map(sizes, range(3)), Iterator[Any])
+    assert_type(group.map(sizes, range(3)), ResultStream[Any])
 
 
 def wrapped(made: Call) -> None:
@@ -217,7 +220,7 @@ def views(group: RayWorkerGroup) -> None:
     assert_type(view.workers, list[Any])
     assert_type(view.sharding_annotations, NamedSharding | None)
     assert_type(view.explain("step"), CallExplanation)
-    assert_type(view.map("step", [1]), Iterator[Any])
+    assert_type(view.map("step", [1]), ResultStream[Any])
     assert_type(group.ranks, list[int])
     assert_type(group.coords, dict[int, dict[str, int]])
     assert_type(group.with_options(timeout=60, collect="dp").call("step", collect=3, anything=4), Call)

@@ -67,6 +67,33 @@ class TestStreams:
         assert list(empty.stream()) == []
         assert empty.result() == [[]] * 4
 
+    def test_async_for(self, group, tmp_path):
+        """In a coroutine the loop runs on while items are made; turns and errors are as with `for`."""
+
+        async def main():
+            gate = tmp_path / "gate"
+            call = group.call("items", 3)
+            outcomes = [outcome async for outcome in call.stream()]
+            for rank in range(8):
+                assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
+            waiting = anext(group.call("items_after", str(gate), timeout=60).stream())
+            opened = asyncio.create_task(asyncio.to_thread(gate.touch))  # never done if the loop is blocked
+            assert (await waiting).value == 1
+            await opened
+            stream = (failing := group.at(dp=0, tp=0).call("items_then_fail", 1)).stream()
+            assert (await anext(stream)).value == 0
+            with pytest.raises(KeyError, match="no more") as caught:
+                await anext(stream)
+            assert caught.value.__notes__[0].startswith("raised by rank 5")
+            with pytest.raises(KeyError, match="no more"):
+                await failing
+            late = group.at(dp=0, tp=0).call("items", 2, pause_s=1.0)
+            with pytest.raises(CallTimeoutError):
+                await anext(late.stream(timeout=0.2))
+            assert [outcome.value async for outcome in late.stream()] == [500, 501]  # nothing was lost
+
+        asyncio.run(main())
+
     def test_a_timeout_is_of_the_next_item(self, group):
         """A stream may last as long as it likes, as long as its items come."""
         view = group.at(dp=0, tp=0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`map`: items over workers, one worker each."""
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -21,6 +22,9 @@ class Worker:
             time.sleep(0.3)
         if kind == "very slow":
             time.sleep(2)
+        if kind == "wait for":
+            while not os.path.exists(number):
+                time.sleep(0.01)
         if kind == "bad":
             raise ValueError(f"bad item {number}")
         if kind == "fatal" or (kind == "fatal to 1" and os.environ["RANK"] == "1"):
@@ -124,6 +128,66 @@ def test_an_error(group):
     assert group.call("done").result() == [True] * 4
 
 
+def test_exceptions_as_results(group):
+    """With return_exceptions an item's error is its result, and the others go on."""
+    results = list(group.map("work", [("easy", 0), ("bad", 1), ("easy", 2)], return_exceptions=True))
+    assert [results[0], results[2]] == [(0, 0), (2, 2)]
+    assert isinstance(results[1], ValueError)
+    assert results[1].__notes__[-1] == "item 1 of map('work')"
+    items = [("very slow", 0), ("easy", 1)]
+    late, easy = group.map("work", items, return_exceptions=True, timeout=0.2, ordered=True)
+    assert (type(late), easy) == (CallTimeoutError, (1, 1))
+
+
+def test_async_for(group, tmp_path):
+    """In a coroutine the loop runs on while items are worked on; order and errors are as with `for`."""
+
+    async def main():
+        gate = tmp_path / "gate"
+        easy = [("easy", i) for i in range(10)]
+        assert [value async for value in group.map("work", easy)] == [(i, i % 4) for i in range(10)]
+        unordered = [number async for number, _ in group.map("work", easy, ordered=False)]
+        assert sorted(unordered) == list(range(10))
+        waiting = anext(group.map("work", [("wait for", str(gate))], timeout=60))
+        opened = asyncio.create_task(asyncio.to_thread(gate.touch))  # never done if the loop is blocked
+        assert (await waiting)[0] == str(gate)
+        await opened
+        one = group.at(worker=slice(0, 1))
+        mixed = one.map("work", [("easy", 0), ("bad", 1), ("easy", 2)], max_in_flight=1)
+        assert await anext(mixed) == (0, 0)
+        with pytest.raises(ValueError, match="bad item 1") as caught:
+            await anext(mixed)
+        assert caught.value.__notes__[-1] == "item 1 of map('work')"
+        with pytest.raises(RuntimeError, match="`async for`"):
+            next(mixed)
+        found = [type(one) async for one in group.map("work", [("bad", 0), ("easy", 1)], return_exceptions=True)]
+        assert found == [ValueError, tuple]
+        rest = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
+        assert await anext(rest) == (0, 0)
+        await rest.aclose()
+
+    asyncio.run(main())
+    results = group.map("work", [("easy", 0)])
+    assert next(results) == (0, 0)
+    with pytest.raises(RuntimeError, match="`for`"):
+        asyncio.run(_next(results))
+
+
+async def _next(results):
+    return await anext(results)
+
+
+def test_options_of_a_view(group):
+    """The timeout of `with_options` holds for each item; options without a meaning are refused by name."""
+    with pytest.raises(CallTimeoutError, match="in 'work'"):
+        list(group.with_options(timeout=0.1).map("work", [("slow", 0)]))
+    assert list(group.with_options(timeout=0.01).map("work", [("easy", 0)], timeout=60)) == [(0, 0)]
+    with pytest.raises(ValueError, match=r"the options \['discard'\] of this view have no meaning"):
+        group.with_options(discard=True).map("work", [])
+    with pytest.raises(ValueError, match="needs a group with restart_on_failure=True"):
+        group.with_options(retries=1).map("work", [])
+
+
 def test_the_rest_is_given_up_at_once(group):
     """When nobody wants more, the node is asked once for an item of every worker, however many workers there are."""
     results = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
@@ -182,6 +246,11 @@ def test_a_dead_workers_items(local_ray):
         assert [number for number, _ in results] == list(range(12))
         assert 1 not in {rank for _, rank in results}
         assert [number for number, _ in group.map("work", items)] == list(range(12))
+    for group in made():
+        results = list(group.map("work", items, return_exceptions=True))
+        lost = [result for result in results if isinstance(result, WorkerFailureError)]
+        assert (len(results), results[0], results[2][0]) == (12, (0, 0), 2)
+        assert lost[0] is results[1]
     for group in made():
         with pytest.raises(WorkerFailureError, match="rank 1") as caught:
             list(group.map("work", items))

@@ -208,6 +208,25 @@ class TestCancel:
         assert "cancelled" not in ran[5]
         assert group.call("rank").result() == list(range(8))
 
+    def test_by_cancelling_the_task(self, group):
+        """Whoever cancels `await call`, as a timeout does, cancels the call; under `asyncio.shield` it goes on."""
+        view = group.at(dp=0, tp=0)
+        running, queued, shielded = (view.call("sleep", 1.0, tag=tag) for tag in ("running", "dropped", "shielded"))
+
+        async def main():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(shielded), 0.01)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await queued
+            assert await shielded == ["shielded"]
+
+        asyncio.run(main())
+        with pytest.raises(CallCancelledError):
+            queued.result()
+        assert running.result() == ["running"]
+        assert "dropped" not in view.call("what_ran").result()[0]
+
     def test_while_another_thread_waits(self, group):
         """Who waits for the result is told that it was cancelled, whatever became of its parts."""
         view = group.at(dp=0, tp=0)

@@ -15,6 +15,7 @@
 >>> ray.shutdown()
 """
 
+from ._awaiting import ResultStream
 from ._builder import RayWorkerBuilder
 from ._call import Call
 from ._current import CurrentWorker, current_worker, report_progress
@@ -57,6 +58,7 @@ __all__ = [
     "RayWorkerBuilder",
     "RayWorkerGroup",
     "RemoteError",
+    "ResultStream",
     "Shard",
     "StuckWorker",
     "Watch",

@@ -10,8 +10,9 @@ import ray
 from ray import ObjectRef
 
 from ._arguments import Gathered
-from ._awaiting import as_completed, awaited
+from ._awaiting import ResultStream, arriving, as_completed, awaited
 from ._deadline import check_timeout
+from ._errors import retrieve_late, short_traceback
 from ._marks import PassedOn
 from ._outcome import CallStatistics, Outcome
 from ._results import REPORT_EVERY_S
@@ -37,10 +38,10 @@ class Call(Underway, PassedOn, Generic[Result]):
     """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.
 
     `result()` waits; `outcomes()` tells about every worker; iterating, also with `async for`, gives an `Outcome` as
-    each worker finishes; `await` gives what `result()` would. None of them consumes anything: what timed out can be
-    asked for again. As an argument of another call it stands for its answers, which go from worker to worker: a `Call`
-    made with `collect=()` for the one answer, `Shard(call, axis)` and `PerWorker(call)` for a piece each, and any
-    other for the list of them.
+    each worker finishes; `await` gives what `result()` would, and cancelling the task that awaits cancels the call.
+    None of them consumes anything: what timed out can be asked for again. As an argument of another call it stands for
+    its answers, which go from worker to worker: a `Call` made with `collect=()` for the one answer,
+    `Shard(call, axis)` and `PerWorker(call)` for a piece each, and any other for the list of them.
     """
 
     __hash__ = object.__hash__
@@ -81,14 +82,15 @@ class Call(Underway, PassedOn, Generic[Result]):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         deadline = self._until(timeout)
-        while True:
-            attempt = self._attempt
-            try:
-                result: Result = self._shaped(self._collected(deadline))
-                return result
-            except WorkerFailureError:
-                if not self._repeated(attempt):
-                    raise
+        with short_traceback():
+            while True:
+                attempt = self._attempt
+                try:
+                    result: Result = self._shaped(self._collected(deadline))
+                    return result
+                except WorkerFailureError:
+                    if not self._repeated(attempt):
+                        raise
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
         """What every worker made of the call; never raises what a worker raised.
@@ -153,8 +155,8 @@ class Call(Underway, PassedOn, Generic[Result]):
                 if refs[ref] in answering or outcome.error is not None:
                     yield outcome
 
-    def stream(self, timeout: float | None = None) -> Iterator[Outcome]:
-        """Return an iterator over the items of a generator method as they arrive, each as an `Outcome`.
+    def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
+        """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
 
         All workers are served in turn. Each item is handed out once, and nothing keeps it in the object store
         afterwards: `result()` then raises instead of returning a part of the items. An error is raised again each time.
@@ -170,7 +172,7 @@ class Call(Underway, PassedOn, Generic[Result]):
         check_timeout("timeout", timeout)
         if not self._streams:
             raise TypeError(f"{self._method.name!r} is no generator method; its result comes in one piece")
-        return self._arriving(timeout)
+        return ResultStream(lambda: self._arriving(timeout), lambda: arriving(self, timeout))
 
     def __await__(self) -> Generator[Any, None, Result]:
         return awaited(self).__await__()
@@ -194,6 +196,7 @@ class Call(Underway, PassedOn, Generic[Result]):
             return []
         ranks = self._ranks
         self._cancelled = tuple(ranks[at] for at in pending)
+        retrieve_late(self.futures, self)
         return self._group._cancel({ranks[at]: self.futures[at] for at in pending}, self._method.name, force=force)
 
     def statistics(self) -> CallStatistics:

@@ -9,6 +9,7 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from ._call import Call
+from ._errors import short_traceback
 from ._planning import Axes, Column, as_axes
 from ._results import MultiWorkerFuture, fetched
 
@@ -203,9 +204,10 @@ class ClassicCalls:
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        if isinstance(future_bundle, MultiWorkerFuture):
-            return future_bundle.get_results(self, return_generators_as_proxies)  # type: ignore[arg-type]
-        return fetched(future_bundle, group=self, proxies=return_generators_as_proxies)  # type: ignore[arg-type]
+        with short_traceback():
+            if isinstance(future_bundle, MultiWorkerFuture):
+                return future_bundle.get_results(self, return_generators_as_proxies)  # type: ignore[arg-type]
+            return fetched(future_bundle, group=self, proxies=return_generators_as_proxies)  # type: ignore[arg-type]
 
     def _leaders(self, axes: Axes) -> list[int]:
         sharding = self.sharding_annotations

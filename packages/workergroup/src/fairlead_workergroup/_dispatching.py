@@ -106,8 +106,7 @@ class Dispatching:
         retries: int = 0,
     ) -> Call:
         began = time.monotonic()
-        if retries and not self._restart_on_failure:
-            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
+        self._check_retries(retries)
         found = method if isinstance(method, Method) else self._class.method(method)
         with self._submitting:  # calls of several threads do not interleave on their way to the workers
             workers = self._living()
@@ -135,6 +134,10 @@ class Dispatching:
             bytes_put=bytes_put,
             repeats=None if kept is None else Repeats(retries, kept),
         )
+
+    def _check_retries(self, retries: int) -> None:
+        if retries and not self._restart_on_failure:
+            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
 
     def _note_submitted(self, call: Call) -> list[Any]:
         """Note when the futures of a classic call were made, which ObjectRefs do not say; return them."""

@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import ray
 from ray import ObjectRef
 
 from ._arguments import Arguments
+from ._awaiting import ResultStream, result_of
 from ._bar import Bar
 from ._call import Call
+from ._errors import retrieve_late, short_traceback
 from ._planning import Column
 from ._results import REPORT_EVERY_S
-from .exceptions import WorkerFailureError
+from .exceptions import CallTimeoutError, WorkerFailureError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
@@ -62,67 +66,133 @@ def mapped(
     ordered: bool,
     strategy: Strategy,
     timeout_s: float | None,
-) -> Iterator[Any]:
-    """Check everything, then return the iterator of results; see `RayWorkerGroup.map`."""
+    retries: int,
+    return_exceptions: bool,
+) -> ResultStream[Any]:
+    """Check everything, then return the results as they come; see `RayWorkerGroup.map`."""
     if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be a positive number of items, got {max_in_flight!r}")
     found = group._class.method(method)
     if found.result == "items":
         raise TypeError(f"{found.name!r} is a generator method; map needs one result for each item: call it and stream")
     found.check([None], {})
+    group._check_retries(retries)
     stored = Arguments()  # a large function is stored once, not with each item
     found = replace(found, function=stored.prepared(found.function))
     group._count(puts=stored.puts, bytes_put=stored.bytes_put)
     total = len(items) if isinstance(items, Sized) else None
-    balancer = _Balancer(group, ranks, found, max_in_flight, check_strategy(strategy), timeout_s)
-    return _results(balancer, iter(items), total, ordered)
+    how = _How(found, max_in_flight, check_strategy(strategy), timeout_s, retries, return_exceptions)
+    balancer = _Balancer(group, ranks, how)
+    order = _Order(WINDOW * balancer.capacity if ordered else math.inf)
+    return ResultStream(
+        lambda: _results(balancer, iter(items), total, order),
+        lambda: _async_results(balancer, iter(items), total, order),
+    )
 
 
-def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, ordered: bool) -> Iterator[Any]:
-    kept: dict[int, Any] = {}
-    position = done = 0
-    window = WINDOW * balancer.capacity
+class _How(NamedTuple):
+    """How each item is handled."""
+
+    method: Method
+    max_in_flight: int
+    strategy: Strategy
+    timeout_s: float | None
+    retries: int
+    return_exceptions: bool
+
+
+class _Order:
+    """Puts results in order; a slow item holds up those behind it, of which only so many wait here."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._position = 0
+        self._kept: dict[int, Any] = {}
+
+    @property
+    def until(self) -> float:
+        """The first position that is not to be handed out yet."""
+        return self._position + self._window
+
+    def ready(self, finished: Sequence[tuple[int, Any]]) -> Iterator[Any]:
+        """Yield what can be given now that these items have finished, and raise the error of one in its turn."""
+        if self._window == math.inf:
+            yield from (_checked(value) for _, value in finished)
+            return
+        self._kept.update(finished)
+        while self._position in self._kept:
+            self._position += 1
+            yield _checked(self._kept.pop(self._position - 1))
+
+
+class _Failure(NamedTuple):
+    """The error of an item, to be raised in its turn."""
+
+    error: Exception
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, _Failure):
+        raise value.error
+    return value
+
+
+def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, order: _Order) -> Generator[Any]:
+    done = 0
     try:
-        with Bar(f"Mapping {balancer.method}", total) as bar:
-            # A slow item holds up those behind it: what is done waits here, and not too much of it.
-            while balancer.fill(items, until=position + window if ordered else math.inf):
-                for at, value in balancer.finished():
-                    done += 1
-                    bar.show(done)
-                    if not ordered:
-                        yield value
-                    else:
-                        kept[at] = value
-                while position in kept:
-                    yield kept.pop(position)
-                    position += 1
+        with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
+            while balancer.fill(items, until=order.until):
+                finished = balancer.finished()
+                done += len(finished)
+                bar.show(done)
+                yield from order.ready(finished)
     finally:
         balancer.close()
+
+
+async def _async_results(
+    balancer: _Balancer, items: Iterator[Any], total: int | None, order: _Order
+) -> AsyncGenerator[Any]:
+    done = 0
+    tasks: dict[asyncio.Task[Any], ObjectRef] = {}
+    try:
+        with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
+            while balancer.fill(items, until=order.until):
+                for ref, sent in balancer.new():
+                    tasks[asyncio.ensure_future(result_of(sent.call))] = ref
+                finished = balancer.given_up()
+                if tasks and not finished:
+                    ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    for task in [task for task in tasks if task in ended]:
+                        finished += balancer.settled(tasks.pop(task), task.result)
+                done += len(finished)
+                bar.show(done)
+                for value in order.ready(finished):
+                    yield value
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(balancer.close)
 
 
 class _Balancer:
     """Which worker has which items now."""
 
-    def __init__(
-        self,
-        group: RayWorkerGroup,
-        ranks: Sequence[int],
-        method: Method,
-        max_in_flight: int,
-        strategy: Strategy,
-        timeout_s: float | None,
-    ) -> None:
-        self.method = method.name
-        self._called = method
+    def __init__(self, group: RayWorkerGroup, ranks: Sequence[int], how: _How) -> None:
+        self.method = how.method.name
         self._group = group
-        self._max = max_in_flight
-        self._strategy = strategy
-        self._timeout_s = timeout_s
+        self._how = how
+        self._max = how.max_in_flight
+        self._strategy = how.strategy
         # Items that each worker has now, by rank; a worker that was lost is not in it.
         self._loads = dict.fromkeys(ranks, 0)
         self._turn = 0
         self._position = 0
         self._sent: dict[ObjectRef, _Sent] = {}
+        self._new: list[tuple[ObjectRef, _Sent]] = []
+        self._given_up: list[tuple[int, Any]] = []
+        self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
 
@@ -133,7 +203,7 @@ class _Balancer:
 
     def fill(self, items: Iterator[Any], *, until: float) -> bool:
         """Hand out items before `until` while the worker whose turn it is has room; whether anything is under way."""
-        while (self._again or self._position < until) and (rank := self._next()) is not None:
+        while (self._again or (self._position < until and not self._failed)) and (rank := self._next()) is not None:
             if self._again:
                 position, item = self._again.popleft()
             else:
@@ -143,7 +213,7 @@ class _Balancer:
                     break
                 position, self._position = self._position, self._position + 1
             self._send(position, item, rank)
-        return bool(self._sent)
+        return bool(self._sent or self._given_up)
 
     def _next(self) -> int | None:
         """The rank whose turn it is; None if that one has no room now."""
@@ -164,17 +234,38 @@ class _Balancer:
     def _send(self, position: int, item: Any, rank: int) -> None:
         try:
             call = self._group._dispatch(
-                self._called, [rank], [Column([item])], {}, returned=[rank], timeout_s=self._timeout_s, single=True
+                self._how.method,
+                [rank],
+                [Column([item])],
+                {},
+                returned=[rank],
+                timeout_s=self._how.timeout_s,
+                single=True,
+                retries=self._how.retries,
             )
         except WorkerFailureError as error:
-            self._lost(position, item, rank, error)
+            self._given_up += self._lost(position, item, rank, error)
             return
         self._turn += 1
         self._loads[rank] += 1
-        self._sent[call.futures[0]] = _Sent(position, item, rank, call)
+        self._sent[call.futures[0]] = sent = _Sent(position, item, rank, call)
+        self._new.append((call.futures[0], sent))
+
+    def new(self) -> list[tuple[ObjectRef, _Sent]]:
+        """Return what has been sent since this was last asked."""
+        new, self._new = self._new, []
+        return new
+
+    def given_up(self) -> list[tuple[int, Any]]:
+        """Return the positions and errors of items that could not be sent."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def finished(self) -> list[tuple[int, Any]]:
         """Wait until an item is done; the positions and results of all that are by then."""
+        self._new.clear()
+        if given_up := self.given_up():
+            return given_up
         refs = list(self._sent)
         oldest = self._sent[refs[0]].call
         self._group._check_connected()
@@ -182,43 +273,59 @@ class _Balancer:
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         # Also when others are done: an item that hangs must not go unnoticed for as long as they are.
         if not done or (oldest._deadline.passed and refs[0] not in {*done, *ready}):
-            oldest._on_slow(oldest._deadline)
-        values = []
-        finished = [self._sent.pop(ref) for ref in dict.fromkeys([*done, *ready])]
-        for sent in sorted(finished, key=lambda sent: sent.position):
-            if sent.rank in self._loads:
-                self._loads[sent.rank] -= 1
             try:
-                values.append((sent.position, sent.call.result()))
-            except WorkerFailureError as error:
-                # A worker that was restarted with the whole group was not lost by this item, and takes part again.
-                restarted = self._group._is_lost(sent.call.futures[0]) and sent.rank not in self._group._lost
-                if restarted and self._group._enable_load_balancing:
-                    self._again.append((sent.position, sent.item))
-                else:
-                    self._lost(sent.position, sent.item, sent.rank, error)
-            except Exception as error:
-                error.add_note(f"item {sent.position} of map({self.method!r})")
-                raise
-        return values
+                oldest._on_slow(oldest._deadline)
+            except CallTimeoutError as error:
+                return self.settled(refs[0], partial(_raise, error))
+        finished = sorted(dict.fromkeys([*done, *ready]), key=lambda ref: self._sent[ref].position)
+        return [found for ref in finished for found in self.settled(ref, self._sent[ref].call.result)]
 
-    def _lost(self, position: int, item: Any, rank: int, error: WorkerFailureError) -> None:
+    def settled(self, ref: ObjectRef, result: Callable[[], Any]) -> list[tuple[int, Any]]:
+        """Return the position and the result of an item that is done; nothing if it has to be repeated.
+
+        What its call raised is its result if exceptions are returned, and otherwise a `_Failure`, after which no more
+        items are handed out.
+        """
+        sent = self._sent.pop(ref)
+        if sent.rank in self._loads:
+            self._loads[sent.rank] -= 1
+        try:
+            return [(sent.position, result())]
+        except WorkerFailureError as error:
+            return self._lost(sent.position, sent.item, sent.rank, error)
+        except Exception as error:  # noqa: BLE001  whatever the worker raised
+            error.add_note(f"item {sent.position} of map({self.method!r})")
+            if not self._how.return_exceptions:
+                self._failed = True
+                return [(sent.position, _Failure(error))]
+            retrieve_late(sent.call.futures, sent.call)  # of an item that has run out of time
+            return [(sent.position, error)]
+
+    def _lost(self, position: int, item: Any, rank: int, error: WorkerFailureError) -> list[tuple[int, Any]]:
         """An item's worker is gone: the item goes to the others, if there are any and they may have it."""
         self._loads.pop(rank, None)
         self._losses[position] += 1
-        if not self._group._enable_load_balancing or not self._loads or self._losses[position] >= MOST_LOSSES:
-            error.add_note(f"item {position} of map({self.method!r}); workers lost with it: {self._losses[position]}")
+        if self._group._enable_load_balancing and self._loads and self._losses[position] < MOST_LOSSES:
+            self._again.append((position, item))
+            return []
+        error.add_note(f"item {position} of map({self.method!r}); workers lost with it: {self._losses[position]}")
+        if not self._how.return_exceptions or not self._loads:
             raise error
-        self._again.append((position, item))
+        return [(position, error)]
 
     def close(self) -> None:
         """Nobody wants the rest."""
         if not self._group._held.connected:
             return
         waiting: dict[int, list[ObjectRef]] = {}
+        retrieve_late(self._sent, self)
         for ref, sent in self._sent.items():
             waiting.setdefault(sent.rank, []).append(ref)
         self._sent.clear()
         while waiting:  # an item of every worker at a time: one request a node
             self._group._cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from ._deadline import Deadline
+from ._errors import retrieve_late, short_traceback
 from ._failures import WorkerFacts, as_failures, explained
 from ._inspect import gone
 from ._ray_private import actor_id_of_ref
@@ -80,12 +82,13 @@ class MultiWorkerFuture:
             ValueError: `return_from_workers` names a rank that was not called.
         """
         wanted, others = positions(self)
-        return fetched(
-            [self.futures[at] for at in wanted],
-            silent=[self.futures[at] for at in others],
-            group=worker_group,
-            proxies=return_generators_as_proxies,
-        )
+        with short_traceback():
+            return fetched(
+                [self.futures[at] for at in wanted],
+                silent=[self.futures[at] for at in others],
+                group=worker_group,
+                proxies=return_generators_as_proxies,
+            )
 
 
 def positions(future: MultiWorkerFuture) -> tuple[list[int], list[int]]:
@@ -125,7 +128,8 @@ def fetched(
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
-    streams = {f: list[ObjectRef]() for f in futures if isinstance(f, ObjectRefGenerator) and not proxies}
+    generators = [] if proxies else [future for future in futures if isinstance(future, ObjectRefGenerator)]
+    streams = {generator: _taken.pop(generator, []) for generator in generators}
     singles = [future for future in (*futures, *silent) if isinstance(future, ObjectRef)]
     wait = _Wait(group, [*streams, *singles])
     refs = singles
@@ -138,15 +142,22 @@ def fetched(
         waited_for = [future for future in silent if isinstance(future, ObjectRef)]
         values = iter(wait.values([*refs, *waited_for])[: len(refs)])
     except CallTimeoutError:
+        _taken.update(streams)
         raise
     except Exception as error:  # noqa: BLE001  whatever a worker raised
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        raise what_failed(list(dict.fromkeys([*singles, *ends])), error, group)  # noqa: B904  chained there
+        failure = what_failed(list(dict.fromkeys([*singles, *ends])), error, group)
+        retrieve_late(dict.fromkeys(singles), wait)
+        raise failure  # noqa: B904  chained there
     if group is not None:
         group._forget_submitted([*streams, *singles])
         group._count_fetched(refs)
     slots = [slot for future in futures for slot in streams.get(future, [future])]
     return [next(values) if isinstance(slot, ObjectRef) else slot for slot in slots]
+
+
+# Items that were taken from generators before a deadline passed: whoever asks again gets them too.
+_taken: weakref.WeakKeyDictionary[ObjectRefGenerator, list[ObjectRef]] = weakref.WeakKeyDictionary()
 
 
 def drain(
@@ -242,6 +253,8 @@ class _Wait:
 
 def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:
     """The exception to raise for a fetch that failed: of all ranks that have failed by now."""
+    if isinstance(first, ray.exceptions.RayError):
+        first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
     if group is None:
         return first
     known = group._facts_by_actor()
@@ -256,7 +269,7 @@ def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorke
             ray.get(ref, timeout=0)
         except Exception as error:  # noqa: BLE001  whatever a worker raised
             if not not_here_yet(error):
-                failed.setdefault(worker.rank, error)
+                failed.setdefault(worker.rank, error.with_traceback(None))
                 who[worker.rank] = worker
     if not failed:
         return first

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +16,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from ._deadline import Deadline, check_timeout
+from ._errors import retrieve_late, short_traceback
 from ._outcome import Outcome
 from ._results import REPORT_EVERY_S, MultiWorkerFuture, drain, not_here_yet, positions, what_failed
 from ._submit import Request
@@ -82,6 +83,8 @@ class Underway(MultiWorkerFuture):
         self._counted: set[int] = set()
         self._fetched = (0, 0)
         self._cancelled: tuple[int, ...] = ()
+        # The attempt whose late errors are being retrieved.
+        self._looked_for_late = -1
 
     def _collected(self, deadline: Deadline) -> list[Any]:
         self._check_open()
@@ -157,32 +160,37 @@ class Underway(MultiWorkerFuture):
                 return list(dict.fromkeys([*ready, *more]))
             self._on_slow(deadline)
 
-    def _arriving(self, timeout: float | None) -> Iterator[Outcome]:
-        self._check_open()
-        streams = {self.futures[at]: at for at in self._positions[0]}
-        deadline = self._until(timeout)
-        while streams:
-            # One item of every worker that has one, then the next round: Ray prefers some workers to others.
-            ready = [stream for stream, at in streams.items() if self._items.get(at)]
-            for stream in ready or self._until_some_are_ready(list(streams), deadline, fetch_local=True):
-                at = streams[stream]
-                kept = self._items.setdefault(at, [])
-                if not kept and (ref := next(stream, None)) is not None:
-                    kept.append(ref)
-                    del ref
-                if not kept:
-                    del streams[stream]
-                    continue
-                # What cannot be fetched stays where it is: an error is raised again, and a timeout loses nothing.
-                (value,) = self._get(kept[:1], deadline)
-                self._count(kept[:1])
-                self._handed_out[at] += 1
-                del kept[0]
-                yield Outcome(self._ranks[at], self._coords(at), value)
-                del value
-                deadline = self._until(timeout)  # of the next item
-        # A stream that was cut off by a worker's end just stops; its completion tells.
-        self._get([*self._completions.values()], self._until(timeout))
+    def _arriving(self, timeout: float | None) -> Generator[Outcome]:
+        with short_traceback():
+            self._check_open()
+            streams = {self.futures[at]: at for at in self._positions[0]}
+            deadline = self._until(timeout)
+            while streams:
+                # One item of every worker that has one, then the next round: Ray prefers some workers to others.
+                ready = [stream for stream, at in streams.items() if self._items.get(at)]
+                for stream in ready or self._until_some_are_ready(list(streams), deadline, fetch_local=True):
+                    at = streams[stream]
+                    kept = self._items.setdefault(at, [])
+                    if not kept and (ref := next(stream, None)) is not None:
+                        kept.append(ref)
+                        del ref
+                    if not kept:
+                        del streams[stream]
+                        continue
+                    # What cannot be fetched stays where it is: an error is raised again, and a timeout loses nothing.
+                    (value,) = self._get(kept[:1], deadline)
+                    yield self._handed(at, kept, value)
+                    del value
+                    deadline = self._until(timeout)  # of the next item
+            # A stream that was cut off by a worker's end just stops; its completion tells.
+            self._get([*self._completions.values()], self._until(timeout))
+
+    def _handed(self, at: int, kept: list[ObjectRef], value: Any) -> Outcome:
+        """Return an item of a generator, which is kept no longer."""
+        self._count(kept[:1])
+        self._handed_out[at] += 1
+        del kept[0]
+        return Outcome(self._ranks[at], self._coords(at), value)
 
     def _read_out(self, deadline: Deadline) -> Iterator[int]:
         """Take the items of generators with back-pressure as they come, since these do not end before.
@@ -268,7 +276,11 @@ class Underway(MultiWorkerFuture):
             CallCancelledError: the call has been cancelled.
         """
         self._check_open()
-        return what_failed(self._ends(), error, self._group)
+        failure = what_failed(self._ends(), error, self._group)
+        if self._looked_for_late != self._attempt:
+            self._looked_for_late = self._attempt
+            retrieve_late(self.futures, self)
+        return failure
 
     def _ends(self) -> list[ObjectRef]:
         """The refs that say how each worker has ended."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 
 from fairlead_sharding import NamedSharding
 
+from ._awaiting import ResultStream
 from ._call import Call
 from ._deadline import check_timeout
 from ._explain import CallExplanation, explained_call
@@ -255,8 +256,9 @@ class Addressed:
         ordered: bool = True,
         strategy: Strategy | None = None,
         timeout: float | None = None,
-    ) -> Iterator[Any]:
-        """Call a method once for each item, each time on one worker, and give the results as an iterator.
+        return_exceptions: bool = False,
+    ) -> ResultStream[Any]:
+        """Call a method once for each item, each time on one worker; return the results for `for` and `async for`.
 
         The first worker of each tied group takes part; so, without tied groups, all do. Items are taken one by one, as
         workers become free and results are asked for. A progress bar shows on a terminal when it takes over a second.
@@ -269,11 +271,16 @@ class Addressed:
             strategy: who gets the next item: "round_robin"; "least_loaded", whoever has fewest; or a function of the
                 number of items each worker has now, that returns which of them; None: the group's
                 `load_balancing_strategy`.
-            timeout: seconds that one item may take, its time in a worker's queue included; None: the group's
-                `call_timeout_s`.
+            timeout: seconds that one item may take, its time in a worker's queue included; None: that of
+                `with_options`, or else the group's `call_timeout_s`.
+            return_exceptions: give the exception of an item that fails as its result and go on with the others. An item
+                that runs out of time runs on, and its value is dropped. The loss of the last worker is raised.
+
+        The `retries` of `with_options` hold for each item; its other options have no meaning here.
 
         Raises:
-            AttributeError, TypeError, ValueError: there is no such method, or a bad argument.
+            AttributeError, TypeError, ValueError: there is no such method, or a bad argument, or an option of
+                `with_options` that has no meaning here.
             WorkerGroupError: the group, or its Ray, has been shut down.
             CallTimeoutError: an item took longer than `timeout`.
             WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
@@ -282,6 +289,13 @@ class Addressed:
                 been given is cancelled.
         """
         group = self._of_group
+        options = self._bound_options or CallOptions()
+        meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
+        if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
+            raise ValueError(
+                f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
+                "without them."
+            )
         leaders = set(group.dp_leader_worker_indices)
         ranks = [rank for rank in self.ranks if rank in leaders] or self.ranks
         return mapped(
@@ -292,7 +306,9 @@ class Addressed:
             max_in_flight=max_in_flight,
             ordered=ordered,
             strategy=strategy or group._load_balancing_strategy,
-            timeout_s=check_timeout("timeout", timeout),
+            timeout_s=check_timeout("timeout", options.timeout if timeout is None else timeout),
+            retries=options.retries,
+            return_exceptions=return_exceptions,
         )
 
     def _called(
