@@ -38,10 +38,12 @@ from fairlead_placement import (
     draining_nodes,
     init_ray,
     lease_ports,
+    never_connect,
     place_pinned,
     read_holders,
     read_nodes,
     release_ports,
+    release_when_dropped,
     remove_placement_groups,
     run_on_nodes,
     select_segment_nodes,
@@ -242,6 +244,8 @@ def wait() -> None:
     with Waiting("reserving") as waiting:
         assert_type(waiting, Waiting)
         assert_type(waiting.show("a node", limit_s=60), None)
+    assert_type(release_when_dropped(slot, lambda: "held", lambda: None), None)
+    assert_type(never_connect(), None)
     with testing.assert_no_leaks(timeout_s=5):
         pass
 

@@ -334,11 +334,18 @@ def test_an_error_inside_gives_back():
     assert groups_there() == {}
 
 
-def test_forgotten(eventually):
-    """A cluster that nobody refers to any more gives its bundles back."""
-    RayVirtualCluster([2], use_gpus=False).reserve()
+def test_forgotten(eventually, recwarn):
+    """A cluster that nobody refers to any more gives its bundles back, with a warning that says what to do."""
+    RayVirtualCluster([2], use_gpus=False, name="lost").reserve()
     gc.collect()
     assert eventually(lambda: not groups_there())
+    told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "'lost'" in str(one.message)]
+    assert told == [
+        (
+            "The virtual cluster 'lost' was dropped without shutdown() while it held 1 placement group(s) and 0 "
+            "port(s). They are returned in the background. Use the cluster in a with statement, or call shutdown()."
+        )
+    ]
 
     cluster = RayVirtualCluster([2], use_gpus=False).reserve()
     cluster.myself = cluster
@@ -346,6 +353,29 @@ def test_forgotten(eventually):
     assert len(groups_there()) == 1
     gc.collect()
     assert eventually(lambda: not groups_there())
+
+
+def test_dropping_waits_for_nothing(eventually):
+    """The garbage collector may run while a thread has the cluster's lock: it takes none, and does not wait."""
+    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
+    holding, release = cluster._holding, threading.Event()
+
+    def hold_the_lock():
+        with holding._lock:
+            held.set()
+            release.wait(10)
+
+    held = threading.Event()
+    thread = threading.Thread(target=hold_the_lock)
+    thread.start()
+    held.wait()
+    del cluster
+    gc.collect()
+    assert thread.is_alive()
+    assert len(groups_there()) == 1
+    release.set()
+    assert eventually(lambda: not groups_there())
+    thread.join()
 
 
 def test_groups_pinned_by_hand():

@@ -256,13 +256,19 @@ def test_context_manager(cluster):
     assert group.workers == []
 
 
-def test_forgotten_group(cluster):
-    """A group that nobody holds any more gives its slots and its port back."""
+def test_forgotten_group(cluster, recwarn):
+    """A group that nobody holds any more gives its slots and its port back; the next one waits for them."""
     with assert_no_leaks():
         RayWorkerGroup(cluster, Cleaner)
         gc.collect()
-    with RayWorkerGroup(cluster, Cleaner):
-        pass
+        RayWorkerGroup(cluster, Cleaner).shutdown()
+    told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
+    assert told == [
+        (
+            "The worker group 'Cleaner' was dropped without shutdown(). Its 2 worker(s) are ended in the background. "
+            "Use the group in a with statement, or call shutdown()."
+        )
+    ]
 
 
 def test_cluster_goes_first(local_ray):

@@ -44,7 +44,7 @@ ray.cloudpickle.register_pickle_by_value(_agent_meters)
 _handles: dict[tuple[str, str, str], Any] = {}
 # How many have died there: the name of one that has been killed twice leads to the dead one for good.
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
-# Reentrant: the finalizer of a forgotten cluster releases ports, and may run in the middle of anything.
+# Reentrant: a signal handler may shut a cluster down in the middle of anything.
 _lock = threading.RLock()
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A part of a Ray cluster, reserved as if it were a cluster of its own."""
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, NotRequired, TypedDict
@@ -18,8 +17,9 @@ from ._checks import (
     checked_segments,
 )
 from ._drawn import Drawn
+from ._dropped import release_when_dropped
 from ._gpu_ids import check_gpu_ids
-from ._holding import Holding, forgotten
+from ._holding import Holding
 from ._labels import check_selector
 from ._occupancy import groups_on
 from ._planner import STRATEGIES, Ask, Strategy
@@ -160,7 +160,7 @@ class RayVirtualCluster(Drawn):
         )
         self._parent: RayVirtualCluster | None = None
         self._places: tuple[int, ...] | None = None
-        self._finalizer = weakref.finalize(self, forgotten, self._holding)
+        release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
     def from_config(cls, config: ClusterConfig, **options: Any) -> "RayVirtualCluster":

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reservation and all that was taken on it, held together and given back together."""
 
-import contextlib
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,7 @@ from ._topology import node_place
 from ._usage import NodeUsage
 from .exceptions import PlacementError
 
-__all__ = ["Holding", "forgotten"]
+__all__ = ["Holding"]
 
 
 class Holding:
@@ -73,9 +71,9 @@ class Holding:
         self._groups: list[PlacementGroup] = []
         # A reservation's own list, so that a lease that comes after its end is told apart from the next one's.
         self._leases: list[PortLease] = []
-        self._leasing = threading.Lock()
+        self._leasing = threading.RLock()
         self._monitor: Monitor | None = None
-        # Reentrant: the finalizer may run in the middle of anything.
+        # Reentrant: a reservation that fails gives back what it has.
         self._lock = threading.RLock()
 
     @property
@@ -271,7 +269,7 @@ class Holding:
                 leases, self._leases = self._leases, []
             self.slots, self.reserved = (), False
             here, reserved_on = connection(), self._connection
-        if not here or here != reserved_on:
+        if not (groups or leases or monitor) or not here or here != reserved_on:
             return True  # nothing was held, or Ray ended, and with it everything that was
         try:
             release_ports(leases)
@@ -281,9 +279,13 @@ class Holding:
             returned = remove(groups)
         return returned
 
-
-def forgotten(holding: Holding) -> None:
-    """The safety net under a cluster nobody shut down; at interpreter exit Ray has ended or ends anyway."""
-    if not sys.is_finalizing():
-        with contextlib.suppress(PlacementError, ray.exceptions.RayError):
-            holding.give_back()
+    def leak(self) -> str:
+        """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
+        groups, leases = self._groups, self._leases
+        if not (groups or leases) or self._connection != connection():
+            return ""
+        return (
+            f"The virtual cluster {self.name!r} was dropped without shutdown() while it held {len(groups)} placement "
+            f"group(s) and {len(leases)} port(s). They are returned in the background. Use the cluster in a with "
+            "statement, or call shutdown()."
+        )

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from ._dropped import wait_for_dropped
 from ._slot import Slot
 from .exceptions import ResourceInsufficientError
 
@@ -17,8 +18,10 @@ _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
 # Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references.
 _groups: list[Callable[[], object | None]] = []
-# Reentrant: a finalizer that releases a claim may run in the middle of anything.
+# Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
+# A dropped group is ended in the background, within about 20 s at worst. One that comes after it waits.
+DROPPED_S = 30.0
 
 
 class SlotClaim:
@@ -59,20 +62,30 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     Raises:
         ResourceInsufficientError: a slot has as many holders as it has room for; names them.
     """
-    keys = frozenset(map(_key, slots))
-    claim = SlotClaim(holder, keys, group)
+    claim = SlotClaim(holder, frozenset(map(_key, slots)), group)
+    if (full := _enter(claim, slots)) is not None:
+        wait_for_dropped(DROPPED_S)
+        full = _enter(claim, slots)
+    if full is not None:
+        raise full
+    return claim
+
+
+def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError | None:
+    """Register a claim in every slot, or return the error that names who fills one."""
     with _lock:
         for slot in slots:
             there = _held.get(_key(slot), [])
             if len(there) >= slot.capacity:
-                raise ResourceInsufficientError(_full(slot, holder, there))
-        for key in keys:
+                return ResourceInsufficientError(_full(slot, claim.holder, there))
+        for key in claim._keys:
             _held.setdefault(key, []).append(claim)
+        group = claim._group()
         if group is not None:
             _groups[:] = [known for known in _groups if known() is not None]
             if all(known() is not group for known in _groups):
                 _groups.append(claim._group)
-    return claim
+    return None
 
 
 def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:

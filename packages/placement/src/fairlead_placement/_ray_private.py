@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ __all__ = [
     "free_per_node",
     "job_of_placement_group",
     "live_actors",
+    "never_connect",
     "visible_gpus",
 ]
+
+_never_connecting = threading.local()
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]]:
@@ -146,3 +150,24 @@ def visible_gpus() -> Callable[[], list[str] | None]:
         return visible.get("GPU")
 
     return ids
+
+
+def never_connect() -> None:
+    """Have what this thread asks of Ray fail when Ray has ended.
+
+    Otherwise `ray.get` and the like connect to whatever cluster they find, or start one: after a `ray.shutdown()` on
+    another thread, a background thread would join a stranger's cluster. Ray has a switch for that only for whole
+    processes, before it is imported. Without this the thread still looks before each round whether Ray is there.
+    """
+    from ray._private import auto_init_hook
+
+    connect = getattr(auto_init_hook, "auto_init_ray", None)
+    if connect is not None and not hasattr(connect, "_fairlead"):
+
+        def connect_unless_told() -> None:
+            if not getattr(_never_connecting, "told", False):
+                connect()
+
+        connect_unless_told._fairlead = True  # type: ignore[attr-defined]
+        auto_init_hook.auto_init_ray = connect_unless_told
+    _never_connecting.told = True

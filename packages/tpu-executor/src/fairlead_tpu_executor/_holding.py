@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slices of a pool and all that was taken on them, held together and given back together."""
 
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 import ray
 
-from fairlead_placement import PlacementError, Slot
+from fairlead_placement import Slot
 
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import Variables, host_environment, megascale_port
@@ -22,7 +20,7 @@ from ._scaling import patience, scale
 from ._work import Work
 from .exceptions import TpuExecutorError
 
-__all__ = ["QUARANTINE_S", "Holding", "forgotten"]
+__all__ = ["QUARANTINE_S", "Holding"]
 
 # A chip that is stuck may come back: its VM is repaired, or whoever held it ends.
 QUARANTINE_S = 300.0
@@ -159,9 +157,11 @@ class Holding:
                 returned = give_back(leases)
             return returned
 
-
-def forgotten(holding: Holding) -> None:
-    """The safety net under a pool nobody closed; at interpreter exit Ray has ended or ends anyway."""
-    if not sys.is_finalizing():
-        with contextlib.suppress(PlacementError, ray.exceptions.RayError):
-            holding.give_back()
+    def leak(self) -> str:
+        """Return what to say when the pool is dropped while it holds slices, or "" if it holds none."""
+        if not self.leases or not ray.is_initialized():
+            return ""
+        return (
+            f"A slice pool was dropped without close() while it held {len(self.leases)} slice(s). They are returned in "
+            "the background. Use the pool in a with statement, or call close()."
+        )

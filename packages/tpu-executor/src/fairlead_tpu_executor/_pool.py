@@ -4,17 +4,16 @@
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fairlead_placement import Slot, SlotClaim, claim_slots
+from fairlead_placement import Slot, SlotClaim, claim_slots, release_when_dropped
 
 from ._attempt import HostCall, cancel, watch
 from ._budget import Backoff, Budget
 from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from ._holding import Holding, forgotten
+from ._holding import Holding
 from ._nodes import gone_nodes
 from ._places import start, submit
 from ._retry import retry
@@ -87,8 +86,7 @@ class SlicePool:
         self._turn = threading.Lock()
         self._running = ""
         self._counts = PoolStatistics()
-        self._finalizer = weakref.finalize(self, forgotten, self._holding)
-        self._finalizer.atexit = False
+        release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     def __repr__(self) -> str:
         sizes = " or ".join(map(str, self._holding.sizes))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports
+from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -23,7 +23,7 @@ from ._deadline import check_timeout
 from ._dispatching import Dispatching
 from ._environment import check_env_vars, start_variables
 from ._failures import WorkerFacts
-from ._held import Held, forgotten
+from ._held import Held
 from ._map import Strategy, check_strategy
 from ._memory import guard, parse_memory
 from ._options import recursive_merge_options
@@ -186,7 +186,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._shut: bool | None = None
 
         self._held = Held(claim=claim_slots([place.slot for place in self._places], self.name_prefix, group=self))
-        self._finalizer = weakref.finalize(self, forgotten, self._held)
+        release_when_dropped(self, self._held.leak, self._held.give_back)
         try:
             self._worker = builder.worker
             self._concurrent = async_communication

@@ -2,7 +2,6 @@
 """What a group holds and has to give back."""
 
 import logging
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from fairlead_placement import PlacementError, PortLease, SlotClaim, connection
 from ._recipe import Recipe
 from ._shutdown import WorkerProcess, kill_and_wait
 
-__all__ = ["Held", "forgotten"]
+__all__ = ["Held"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,8 @@ class Held:
             self.gave_all_back = self._give_back() and self.gave_all_back
 
     def _give_back(self) -> bool:
+        if self.claim is None and self.lease is None and not self.workers and not self.processes:
+            return True
         workers, processes = dict(self.workers), dict(self.processes)
         self.workers.clear()
         self.processes.clear()
@@ -74,8 +75,12 @@ class Held:
             lease, self.lease = self.lease, None
             lease.release()
 
-
-def forgotten(held: Held) -> None:
-    """The safety net under a group nobody shut down; at interpreter exit Ray ends the workers itself."""
-    if not sys.is_finalizing():
-        held.give_back()
+    def leak(self) -> str:
+        """Return what to say when the group is dropped while it holds something, or "" if it holds nothing."""
+        claim = self.claim
+        if claim is None or not self.connected:
+            return ""
+        return (
+            f"The worker group {claim.holder!r} was dropped without shutdown(). Its {len(self.workers)} worker(s) are "
+            "ended in the background. Use the group in a with statement, or call shutdown()."
+        )

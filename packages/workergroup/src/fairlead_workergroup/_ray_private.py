@@ -2,7 +2,6 @@
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
 import io
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +15,10 @@ __all__ = [
     "actors_being_made",
     "dead_actors",
     "dumps_by_value",
-    "never_connect",
     "object_sizes",
     "task_of_future",
     "task_of_ref",
 ]
-
-_never_connecting = threading.local()
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -81,27 +77,6 @@ def actors_being_made() -> frozenset[str]:
 def _actors_in(state: str) -> frozenset[str]:
     job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
     return frozenset(ray._private.state.state.actor_table(None, job, state))
-
-
-def never_connect() -> None:
-    """Have what this thread asks of Ray fail when Ray has ended.
-
-    Otherwise `ray.get` and the like connect to whatever cluster they find, or start one: after a `ray.shutdown()` on
-    another thread, a background thread would join a stranger's cluster. Ray has a switch for that only for whole
-    processes, before it is imported. Without this the thread still looks before each round whether Ray is there.
-    """
-    from ray._private import auto_init_hook
-
-    connect = getattr(auto_init_hook, "auto_init_ray", None)
-    if connect is not None and not hasattr(connect, "_fairlead"):
-
-        def connect_unless_told() -> None:
-            if not getattr(_never_connecting, "told", False):
-                connect()
-
-        connect_unless_told._fairlead = True  # type: ignore[attr-defined]
-        auto_init_hook.auto_init_ray = connect_unless_told
-    _never_connecting.told = True
 
 
 def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:

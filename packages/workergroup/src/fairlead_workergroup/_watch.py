@@ -13,9 +13,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fairlead_placement import never_connect
+
 from ._causes import note_causes
 from ._occurrences import Occurrences
-from ._ray_private import never_connect
 from ._status import StuckWorker, WorkerEvent, WorkerStatus
 from .exceptions import WorkerFailure, WorkerGroupError
 
@@ -35,6 +36,8 @@ LEVELS = {
 }
 # A look asks the nodes twice at most, when a worker is stuck.
 CLOSE_S = 25.0
+# An exit does not wait that long: what the look finds no longer matters.
+EXIT_S = 2.0
 # Ray says at once what a worker that it knows to be dead died of.
 CAUSE_S = 2.0
 
@@ -65,7 +68,7 @@ class Watch:
         self._end = end
         self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
         # Before Ray's own: a look would find it gone, and say so.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -73,10 +76,16 @@ class Watch:
 
     def close(self) -> None:
         """Look no more; no event is told after this, except when `on_event` itself closes. Can be repeated."""
+        self._close(CLOSE_S)
+
+    def _close_at_exit(self) -> None:
+        self._close(EXIT_S)
+
+    def _close(self, timeout_s: float) -> None:
         self._end.set()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=CLOSE_S)
+            self._thread.join(timeout=timeout_s)
 
     def __enter__(self) -> Watch:
         return self
@@ -92,7 +101,7 @@ class Watch:
             self._look_again_and_again()
         finally:
             self._end.set()
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
 
     def _look_again_and_again(self) -> None:
         while not self._end.is_set():

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Returns what an object holds when the program drops it without closing it.
+
+The garbage collector runs on whichever thread it likes, in the middle of anything, also while that thread has locks.
+So its callback only puts the object's resources in a queue. A background thread returns them.
+"""
+
+import atexit
+import logging
+import queue
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ._ray_private import never_connect
+
+__all__ = ["release_when_dropped", "wait_for_dropped"]
+
+logger = logging.getLogger(__name__)
+
+# What is under way at interpreter exit is waited for so long. Ray's own exit ends what a driver holds, and the node
+# agents end what another process holds.
+EXIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    leak: Callable[[], str]
+    release: Callable[[], object]
+
+
+# Of this class alone Python promises that a callback of the garbage collector may put something in at any moment.
+_queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
+_starting = threading.Lock()
+_working = threading.Lock()
+_exiting = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
+    """Have a background thread return what an object holds when nobody refers to the object any more.
+
+    The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray ends what a driver holds, and the
+    node agents end what another process holds.
+
+    Args:
+        owner: the object. Neither function may refer to it.
+        leak: returns the text of the warning, or "" if nothing is held.
+        release: returns what is held, and may take its time. It is called in either case, also after it was called by
+            somebody else.
+    """
+    _start()
+    weakref.finalize(owner, _queue.put, _Dropped(leak, release)).atexit = False
+
+
+def wait_for_dropped(timeout_s: float) -> bool:
+    """Wait until everything that has been dropped so far is returned.
+
+    Args:
+        timeout_s: seconds to wait.
+
+    Returns:
+        Whether it was returned in time.
+    """
+    if _thread is None or not _thread.is_alive() or threading.current_thread() is _thread:
+        return True
+    returned = threading.Event()
+    _queue.put(returned)
+    return returned.wait(timeout_s)
+
+
+def _start() -> None:
+    """Start the thread before it is needed: a callback of the garbage collector must not. A fork has none at first."""
+    global _thread
+    with _starting:
+        if _thread is None or not _thread.is_alive():
+            if _thread is None:
+                # After Ray's own hook, so that it runs before it.
+                atexit.register(_stop)
+            _thread = threading.Thread(target=_run, name="fairlead-dropped", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    never_connect()
+    while True:
+        one = _queue.get()
+        if isinstance(one, threading.Event):
+            one.set()
+            continue
+        with _working:
+            if not _exiting.is_set():
+                _return(one)
+        # The thread waits for the next one here, and must not keep this one's resources alive meanwhile.
+        del one
+
+
+def _return(one: _Dropped) -> None:
+    try:
+        try:
+            if message := one.leak():
+                warnings.warn(message, ResourceWarning, stacklevel=2)
+        finally:  # also where warnings are errors
+            one.release()
+    except Exception as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
+        if not _exiting.is_set():
+            logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
+
+
+def _stop() -> None:
+    """Return nothing more, and wait a moment for what is under way."""
+    _exiting.set()
+    if _working.acquire(timeout=EXIT_S):
+        _working.release()
