@@ -265,7 +265,7 @@ def test_forgotten_group(cluster, recwarn):
     told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
     assert told == [
         (
-            "The worker group 'Cleaner' was dropped without shutdown(). Its 2 worker(s) are ended in the background. "
+            "The worker group 'Cleaner' was dropped without shutdown(). Its 8 worker(s) are ended in the background. "
             "Use the group in a with statement, or call shutdown()."
         )
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of a node agent: one named actor per job and node, made when first needed."""
+"""The side of a node agent that asks: one detached actor per job and node, made when first needed."""
 
 import collections
 import functools
@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _agent_meters, _agent_process
+from . import _agent_meters, _agent_owners, _agent_process, _ray_private
 from ._inventory import alive_nodes
+from ._ray_private import clean_runtime_env, driver_of, node_of_worker, worker_is_alive
 from ._usage import GpuMemory, NodeUsage, ProcessUsage
 from .exceptions import PlacementError, PlacementTimeoutError
 
@@ -21,15 +22,20 @@ __all__ = [
     "AGENT_NAME_PREFIX",
     "NodeAgent",
     "ask_nodes",
+    "guard_groups",
+    "is_driver",
     "known_agents",
     "new_lease_ids",
     "run_on_nodes",
+    "this_process",
     "usage_on_nodes",
 ]
 
 _T = TypeVar("_T")
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
+# All processes of a job find its agents there, whatever namespace they are in.
+NAMESPACE = "fairlead"
 # Just after an agent's death its name may still lead to the dead one, on a busy head for seconds.
 PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 # The second is its death too, by Ray's memory monitor, which prefers what has started last. The third says that it has
@@ -38,12 +44,16 @@ _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exc
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(_agent_process)
 ray.cloudpickle.register_pickle_by_value(_agent_meters)
+ray.cloudpickle.register_pickle_by_value(_agent_owners)
+ray.cloudpickle.register_pickle_by_value(_ray_private)
 
 
-# Ray ends a named actor when its creator drops the last handle, so handles are kept, by session, job and node.
+# By session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
 # How many have died there: the name of one that has been killed twice leads to the dead one for good.
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
+# By the same: the agent that guards this process's placement groups, and its answer, which is not waited for.
+_guards: dict[tuple[str, str, str], tuple[Any, Any]] = {}
 # Reentrant: a signal handler may shut a cluster down in the middle of anything.
 _lock = threading.RLock()
 
@@ -56,34 +66,87 @@ def _actor_class() -> Any:
 def _handle(node_id: str, *, instead_of: Any = None) -> Any:
     """The agent's handle; of a new agent if the one that is known is `instead_of`, which has died."""
     context = ray.get_runtime_context()
-    key = (context.get_session_name(), context.get_job_id(), node_id)
+    key = _key(node_id)
+    me, driver = context.get_worker_id(), driver_of(key[1])
     with _lock:
-        # Only one of several threads that met the dead agent makes a new one: a second handle of the new agent would
-        # replace the first, which is the one that keeps it alive.
+        # Only one of several threads that met the dead agent makes a new one.
         if _handles.get(key) is instead_of:
             _deaths[key] += instead_of is not None
             again = f"-{_deaths[key]}" if _deaths[key] else ""
-            _handles[key] = (
-                _actor_class()
-                .options(
-                    name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}{again}",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    max_restarts=0,
-                    # It answers while something slow is under way.
-                    max_concurrency=16,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                )
-                .remote(node_id)
+            # A detached agent ends itself. One that could not see its driver end, or whose driver has ended before,
+            # which a detached actor outlives, ends with the process that made it.
+            sees = worker_is_alive(driver) is True
+            _handles[key] = _actor_class()._remote(
+                args=(node_id, driver if sees else "", me if me != driver else ""),
+                name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}{again}",
+                namespace=NAMESPACE,
+                lifetime="detached" if sees else None,
+                # `options` would drop what keeps this process's environment out.
+                runtime_env=clean_runtime_env(),
+                get_if_exists=True,
+                num_cpus=0,
+                max_restarts=0,
+                # It answers while something slow is under way.
+                max_concurrency=16,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
         return _handles[key]
+
+
+def _key(node_id: str) -> tuple[str, str, str]:
+    context = ray.get_runtime_context()
+    return context.get_session_name(), context.get_job_id(), node_id
+
+
+def this_process() -> str:
+    """Return the worker id of this process, for which the agents hold what it has them hold."""
+    worker_id: str = ray.get_runtime_context().get_worker_id()
+    return worker_id
+
+
+def is_driver() -> bool:
+    """Return whether this process is its job's driver, whose placement groups Ray removes when it ends."""
+    return this_process() == driver_of(ray.get_runtime_context().get_job_id())
+
+
+def guard_groups() -> None:
+    """Have node agents remove the placement groups of this process when it has ended; returns at once.
+
+    Ray does that for a driver. For any other process the agent of its node does it, and, as that node may die with it,
+    the agent of the driver's node. Call it before each group is made: an agent that has died is replaced then.
+    """
+    if is_driver():
+        return
+    context = ray.get_runtime_context()
+    me, driver = context.get_worker_id(), driver_of(context.get_job_id())
+    for node_id in {context.get_node_id(), _node_of_driver(driver)} - {None}:
+        agent, answer = _guards.get(_key(node_id), (None, None))
+        died = answer is not None and _failed_already(answer)
+        agent = _handle(node_id, instead_of=agent) if died else _handle(node_id)
+        # The answer is kept: Ray prints the error of one that nobody holds.
+        _guards[_key(node_id)] = (agent, _send(agent, "guard", me))
+
+
+@functools.cache
+def _node_of_driver(driver: str) -> str | None:
+    return node_of_worker(driver)
+
+
+def _failed_already(answer: Any) -> bool:
+    """Return whether a request has failed by now, without waiting for it."""
+    done, _ = ray.wait([answer], timeout=0)
+    try:
+        return bool(done) and ray.get(done[0]) is not None
+    except ray.exceptions.RayError:
+        return True
 
 
 class NodeAgent:
     """Does on one node what has to be done there, such as holding ports, for the whole job.
 
-    The actor needs no resources, lives as long as the job, and is made on first use. When it dies its leases are
-    gone, workers are not touched, and the next request makes a new one.
+    The actor needs no resources and is made on first use. It lives as long as the job, whichever process asked for it
+    first, and ends within 10 s of it, however the job ends. When it dies its leases are gone, workers are not touched,
+    and the next request makes a new one.
 
     Args:
         node_id: Ray's id of a node that is alive.
@@ -111,7 +174,7 @@ class NodeAgent:
             The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
         """
         lease_ids = new_lease_ids(count)
-        ports, leased, in_use = self._ask("lease", lease_ids, low, high)
+        ports, leased, in_use = self._ask("lease", lease_ids, low, high, this_process())
         return list(zip(ports, lease_ids, strict=False)), leased, in_use
 
     def release(self, lease_ids: list[str]) -> None:
@@ -139,7 +202,7 @@ class NodeAgent:
             watcher: for whom samples, once a second, go on until `unwatch`; None: this is the only one.
             name: tag `cluster` of the watcher's metrics.
         """
-        total, used, available, peak, gpus, samples, sampled_at = self._ask("memory", watcher, name)
+        total, used, available, peak, gpus, samples, sampled_at = self._ask("memory", watcher, name, this_process())
         on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
         return NodeUsage(self.node_id, total, used, available, peak, on_gpus, samples, sampled_at)
 

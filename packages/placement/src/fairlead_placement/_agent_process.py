@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs inside a node agent's process, on several threads.
 
-Shipped by value, so nodes need nothing but Ray: this module imports the standard library and `_agent_meters`, which
-is shipped by value too.
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and `_agent_meters` and
+`_agent_owners`, which are shipped by value too.
 """
 
 import errno
+import functools
 import random
 import socket
 import threading
@@ -14,7 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import ray
+
 from ._agent_meters import Gpus, MemoryMeter, ProcessMeter
+from ._agent_owners import Owners, end_this_actor
 
 __all__ = ["AgentProcess"]
 
@@ -23,9 +27,16 @@ _UNWANTED_KEPT = 10_000
 
 
 class AgentProcess:
-    """Holds the leased ports of one node for one job, and measures what is used there."""
+    """Holds the leased ports of one node for one job, and measures what is used there.
 
-    def __init__(self, node_id: str) -> None:
+    Args:
+        node_id: Ray's id of the node.
+        job: the driver's worker id. The agent ends itself when the driver has ended and nobody is left who holds
+            something.
+        guarded: the worker id of a process whose placement groups are removed when it has ended.
+    """
+
+    def __init__(self, node_id: str, job: str = "", guarded: str = "") -> None:
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
         self._memory = MemoryMeter(gpus, node_id)
@@ -33,19 +44,47 @@ class AgentProcess:
         self._requests: Counter[str] = Counter()
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._unwanted: dict[str, None] = {}
+        # Who holds a lease or has the memory watched: worker ids by lease id and by watcher.
+        self._owner: dict[str, str] = {}
         # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
         # that late connections of its former users do not reach somebody else.
         self._next = random.randrange(1 << 16)
 
-    def lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
-        """Hold a port in low..high (both included) for each id, or none.
+        self._owners: Owners | None = None
+        if job:
+            end = functools.partial(end_this_actor, ray.get_runtime_context().current_actor)
+            self._owners = Owners(job, self._holders, self._release_all_of, end)
+            self.guard(guarded)
+            self._owners.start()
+
+    def guard(self, owner: str) -> None:
+        """Remove the placement groups of a process when it has ended."""
+        if self._owners is not None and owner:
+            self._owners.guard(owner)
+
+    def _holders(self) -> set[str]:
+        with self._lock:
+            return set(self._owner.values())
+
+    def _release_all_of(self, owner: str) -> None:
+        with self._lock:
+            names = [name for name, who in self._owner.items() if who == owner]
+        self.release([name for name in names if name in self._held])
+        for name in names:
+            self.unwatch(name)
+
+    def lease(self, lease_ids: list[str], low: int, high: int, owner: str = "") -> tuple[list[int], int, int]:
+        """Hold a port in low..high (both included) for each id, or none; until it is released, or the owner has ended.
 
         Returns the ports and, when there are too few, how many of the range this agent and others hold. The id, which
         the driver chooses, is what gives a lease back: a port number may be somebody else's by then, and an answer may
         come too late to be heard.
         """
         with self._lock:
-            return self._lease(lease_ids, low, high)
+            answer = self._lease(lease_ids, low, high)
+            if answer[0] and owner:
+                self._owner.update(dict.fromkeys(lease_ids, owner))
+            return answer
 
     def _lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
         if any(one in self._unwanted for one in lease_ids):
@@ -81,6 +120,7 @@ class AgentProcess:
         """Give ports back; a lease that is not held is not an error, so that a release can be repeated."""
         with self._lock:
             for lease_id in lease_ids:
+                self._owner.pop(lease_id, None)
                 _, held = self._held.pop(lease_id, (0, None))
                 if held is not None:
                     held.close()
@@ -102,11 +142,16 @@ class AgentProcess:
         self._count("usage")
         return self._processes.read(pids)
 
-    def memory(self, watcher: str | None, name: str) -> tuple[Any, ...]:
-        """As `MemoryMeter.read`, and the time."""
+    def memory(self, watcher: str | None, name: str, owner: str = "") -> tuple[Any, ...]:
+        """As `MemoryMeter.read`, and the time. Samples for a watcher end when its owner has."""
+        if watcher is not None and owner:
+            with self._lock:
+                self._owner[watcher] = owner
         return (*self._memory.read(watcher, name), time.time())
 
     def unwatch(self, watcher: str) -> None:
+        with self._lock:
+            self._owner.pop(watcher, None)
         self._memory.unwatch(watcher)
 
     def watchers(self) -> tuple[list[str], bool]:

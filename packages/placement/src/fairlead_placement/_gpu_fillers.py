@@ -11,7 +11,8 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ._accelerators import LEAST_S, accelerator_ids
-from ._groups import PLACING_S, Reserved, remove
+from ._agent import guard_groups, is_driver
+from ._groups import PLACING_S, Reserved, remove, unique_name
 from ._planner import Node
 from ._ray_private import visible_gpus
 
@@ -56,12 +57,16 @@ def filled(nodes: Sequence[Node], *, deadline: float) -> Iterator[Fillers]:
     after it; one may be dropped earlier. The ids are asked for until the `deadline` of the reservation.
     """
     made: list[Reserved] = []
+    guard_groups()
     try:
         for node in nodes:
             for _ in range(int(node.free.get("GPU", 0))):
                 bundle = {"GPU": 1.0}
                 group = placement_group(
-                    [bundle], name="", bundle_label_selector=[{"ray.io/node-id": node.node_id}], strategy="PACK"
+                    [bundle],
+                    name="" if is_driver() else unique_name("fairlead-gpu"),
+                    bundle_label_selector=[{"ray.io/node-id": node.node_id}],
+                    strategy="PACK",
                 )
                 made.append(Reserved(group, (0,), (node.node_id,), (bundle,)))
         placed = _placed(made)

@@ -2,7 +2,6 @@
 """Placement groups of a plan: made, waited for, removed."""
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from ._agent import guard_groups, is_driver, this_process
+from ._agent_owners import owned_name
 from ._inventory import alive_nodes
 from ._planner import Ask
 from ._ray_private import free_per_node
 
-__all__ = ["PLACING_S", "Demand", "Reserved", "place", "place_pinned", "remove"]
+__all__ = ["PLACING_S", "Demand", "Reserved", "place", "place_pinned", "remove", "unique_name"]
 
 # Whole seconds. Ray places groups one after the other, a pinned one whose node has room within milliseconds. One that
 # is not placed so long after the one before it has lost a race.
@@ -68,13 +69,14 @@ def place_pinned(wanted: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]
         The groups, in this order, all placed; None, with nothing left, if Ray cannot place them at once.
     """
     made: list[PlacementGroup] = []
+    guard_groups()
     try:
         for name, bundles in wanted.items():
             group = placement_group(
                 [dict(bundle) for _, bundle in bundles],
                 # Each bundle has its node; PACK asks nothing more of Ray.
                 strategy="PACK",
-                name=_unique(name),
+                name=unique_name(name),
                 bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in bundles],
             )
             made.append(group)
@@ -100,12 +102,13 @@ class Demand:
 
     def show(self) -> None:
         """Ask for what is missing. Can be repeated."""
+        guard_groups()
         for ask in self._asks[len(self._groups) :]:
             selector = {key: condition.replace(" ", "") for key, condition in ask.labels.items()}
             group = placement_group(
                 [dict(ask.bundle)] * ask.count,
                 strategy=ask.strategy,
-                name=_unique(_prefix(self._name, ask)),
+                name=unique_name(_prefix(self._name, ask)),
                 bundle_label_selector=[selector] * ask.count if selector else None,
             )
             self._groups.append(group)
@@ -144,9 +147,9 @@ def _prefix(name: str, ask: Ask) -> str:
     return f"{name or 'fairlead'}-{ask.node_idx}"
 
 
-def _unique(name: str) -> str:
-    """Ray refuses a second group of one name."""
-    return f"{name}-{uuid.uuid4().hex[:8]}"
+def unique_name(name: str) -> str:
+    """Return a name that no other group has, which Ray would refuse, and by which this process's end is cleaned up."""
+    return owned_name(name, "" if is_driver() else this_process())
 
 
 def _discard(groups: Sequence[PlacementGroup]) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import ray
 
-from ._agent import ask_nodes, new_lease_ids
+from ._agent import ask_nodes, new_lease_ids, this_process
 from ._inventory import alive_nodes
 from ._slot import Slot
 from .exceptions import PlacementError, PortUnavailableError
@@ -24,7 +24,7 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class PortLease:
-    """A port held on a node until it is released or the driver ends.
+    """A port held on a node until it is released, or the process that leased it ends.
 
     The node's agent has it bound on IPv4 and IPv6, so no other lease and no plain `bind` gets it on either. A server
     that sets SO_REUSEADDR, as torch's TCPStore and gRPC do, can listen on it while it is held.
@@ -92,7 +92,9 @@ def lease_ports(
     asked = {node_id: new_lease_ids(count * len(wanted)) for node_id, wanted in per_node.items()}
     leases: dict[int, tuple[PortLease, ...]] = {}
     try:
-        found = ask_nodes("lease", {node_id: (ids, low, high) for node_id, ids in asked.items()}, ANSWER_S)
+        found = ask_nodes(
+            "lease", {node_id: (ids, low, high, this_process()) for node_id, ids in asked.items()}, ANSWER_S
+        )
         for node_id, wanted in per_node.items():
             if isinstance(found[node_id], Exception):
                 raise found[node_id]

@@ -11,16 +11,22 @@ import ray
 __all__ = [
     "LiveActor",
     "autoscaler_is_there",
+    "clean_runtime_env",
     "draining_nodes",
+    "driver_of",
     "find_cluster",
     "free_per_node",
     "job_of_placement_group",
     "live_actors",
     "never_connect",
+    "node_of_worker",
     "visible_gpus",
+    "worker_is_alive",
 ]
 
 _never_connecting = threading.local()
+# Seconds that the head may take to say which nodes are alive.
+ALIVE_S = 5.0
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]]:
@@ -171,3 +177,81 @@ def never_connect() -> None:
         connect_unless_told._fairlead = True  # type: ignore[attr-defined]
         auto_init_hook.auto_init_ray = connect_unless_told
     _never_connecting.told = True
+
+
+def driver_of(job_id: str) -> str:
+    """Return the worker id of a job's driver: the job's id, filled up. Ray makes it so and does not say it."""
+    return job_id.ljust(56, "f")
+
+
+def _worker_row(worker_id: str) -> Any | None:
+    """Return what Ray's head knows of a process, or None if it knows nothing.
+
+    `ray.util.state.list_workers` is public but needs the dashboard and lists them all. Without this call nobody's end
+    is noticed, and node agents end with the process that asked for them first.
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import WorkerTableData
+
+        accessor = ray._private.state.state._connect_and_get_accessor()
+        raw = accessor.get_worker_info(ray.WorkerID(bytes.fromhex(worker_id)))
+        return None if raw is None else WorkerTableData.FromString(raw)
+    except (ImportError, AttributeError, TypeError, ray.exceptions.RaySystemError):
+        return None
+
+
+def _node_of(row: Any) -> bytes:
+    address = row.worker_address
+    # It had another name before.
+    found: bytes = getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")
+    return found
+
+
+def node_of_worker(worker_id: str) -> str | None:
+    """Return the id of a process's node, or None if it is unknown."""
+    row = _worker_row(worker_id)
+    return _node_of(row).hex() or None if row is not None else None
+
+
+def worker_is_alive(worker_id: str) -> bool | None:
+    """Return whether a process and its node are alive, or None if that is unknown. Two small requests."""
+    row = _worker_row(worker_id)
+    if row is None:
+        return None
+    if not row.is_alive:
+        return False
+    # Of a node's death its processes are not told one by one. The request takes ids of this class alone.
+    node_id = ray.NodeID(_node_of(row))
+    try:
+        (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
+    except (AttributeError, TypeError):
+        return None
+    return bool(alive)
+
+
+def clean_runtime_env() -> Any | None:
+    """Return the options with which an actor gets the job's runtime_env, not that of the process which makes it.
+
+    Ray merges the environment of the process into that of its children and has no way to leave it out. A value of
+    None, which the public constructor drops, blots one out. Without it an agent would run in a worker's Python, which
+    may exist on that worker's node alone.
+    """
+    from ray.runtime_env import RuntimeEnv
+
+    context = ray.get_runtime_context()
+    if context.get_worker_id() == driver_of(context.get_job_id()):
+        return None
+    mine = dict(context.runtime_env)
+    try:
+        config = ray._private.worker.global_worker.core_worker.get_job_config()
+        of_job = RuntimeEnv.deserialize(config.runtime_env_info.serialized_runtime_env or "{}")
+    except AttributeError:
+        return None
+    if mine == dict(of_job):
+        return None
+    clean = RuntimeEnv()
+    dict.update(clean, {key: of_job.get(key, [] if isinstance(mine[key], list) else None) for key in mine})
+    variables = dict.fromkeys(mine.get("env_vars") or {}, "") | (of_job.get("env_vars") or {})
+    if variables:
+        dict.__setitem__(clean, "env_vars", variables)
+    return clean

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices inside a node agent's process that a process which holds something has ended, or the whole job.
+
+Shipped by value, as `_agent_process`: it imports the standard library, ray and `_ray_private`, which is shipped by
+value too. Processes are named by Ray's worker ids, in hexadecimal.
+"""
+
+import logging
+import os
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from ._ray_private import worker_is_alive
+
+__all__ = ["Owners", "owned_name", "remove_groups_of"]
+
+# One small request to Ray's head for each process that holds something. With 1,000 nodes these are 400 in a second.
+ALL_S = 5.0
+# Only two agents of a job guard a process's placement groups.
+GUARDED_S = 1.0
+# A group that the process had just asked for may appear after its end.
+SCANS = 3
+# Ray ends an agent at its own request within milliseconds.
+END_S = 5.0
+_DIGITS = 12
+
+
+class Owners:
+    """Looks after those who hold something on this node, on a thread of its own.
+
+    Ends the agent when the driver has ended, and nobody is left who holds something.
+
+    Args:
+        job: the driver.
+        holders: returns who holds something.
+        release: releases what one of them holds.
+        end: ends the agent.
+        is_alive: whether a process is alive; None if that is unknown.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        holders: Callable[[], set[str]],
+        release: Callable[[str], None],
+        end: Callable[[], None],
+        *,
+        is_alive: Callable[[str], bool | None] = worker_is_alive,
+    ) -> None:
+        self._job = job
+        self._holders = holders
+        self._release = release
+        self._end = end
+        self._is_alive = is_alive
+        self._lock = threading.Lock()
+        self._guarded: dict[str, int] = {}
+        self._more = threading.Event()
+
+    def start(self) -> None:
+        """Start to look."""
+        threading.Thread(target=self._look_again_and_again, name="fairlead-owners", daemon=True).start()
+
+    def guard(self, owner: str) -> None:
+        """Remove the placement groups of a process when it has ended."""
+        with self._lock:
+            self._guarded.setdefault(owner, SCANS)
+        self._more.set()
+
+    def look(self, *, everything: bool) -> None:
+        """Release what those hold that have ended.
+
+        Args:
+            everything: look at all of them and at the job, not only at those whose placement groups are guarded.
+        """
+        with self._lock:
+            guarded = set(self._guarded)
+        owners = guarded | (self._holders() if everything else set())
+        alive = {owner: self._is_alive(owner) for owner in owners - {self._job}}
+        for owner in (owner for owner, there in alive.items() if there is False):
+            self._release(owner)
+            if owner in guarded:
+                remove_groups_of(owner)
+                with self._lock:
+                    self._guarded[owner] -= 1
+                    if not self._guarded[owner]:
+                        del self._guarded[owner]
+        # A detached actor, and what it holds, outlives its job's driver.
+        if everything and True not in alive.values() and self._is_alive(self._job) is False:
+            self._end()
+
+    def _look_again_and_again(self) -> None:
+        due = time.monotonic() + ALL_S
+        while True:
+            # At random moments: the agents of a large cluster must not ask all at once.
+            self._more.wait(GUARDED_S if self._guarded else ALL_S * random.uniform(0.8, 1.2))
+            self._more.clear()
+            everything = time.monotonic() >= due
+            try:
+                self.look(everything=everything or not self._guarded)
+            except Exception:
+                # Ray's head does not answer. The next look may succeed.
+                logging.getLogger(__name__).debug("cannot look who has ended", exc_info=True)
+                continue
+            if everything:
+                due = time.monotonic() + ALL_S
+
+
+def end_this_actor(me: object) -> None:
+    """End the actor of this process, in order if Ray does it in time."""
+    try:
+        ray.kill(me)
+        time.sleep(END_S)
+    finally:
+        os._exit(0)
+
+
+def owned_name(name: str, owner: str) -> str:
+    """Return a placement group's name that no other has, and that says whose it is, if it is somebody's."""
+    return f"{name}-{owner[:_DIGITS]}{uuid.uuid4().hex[:8]}"
+
+
+def remove_groups_of(owner: str) -> None:
+    """Remove the placement groups that bear an owner's name."""
+    job = ray.get_runtime_context().get_job_id()
+    for group_id, row in placement_group_table().items():
+        # The last four bytes of a group's id are those of its job.
+        mine = re.search(f"-{owner[:_DIGITS]}[0-9a-f]{{8}}$", row["name"]) and group_id.endswith(job)
+        if mine and row["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of placement groups, ports and agents when the process that asked for them ends, or the job."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
+from fairlead_placement._agent import AGENT_NAME_PREFIX
+from fairlead_placement._agent_owners import SCANS, Owners
+from fairlead_placement._ray_private import live_actors, node_of_worker, worker_is_alive
+
+LOW = 30000 + os.getpid() % 1000 * 2
+QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 500,
+}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A head of 4 CPUs to which this process is attached; a test may add a node."""
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        head = {"num_cpus": 4, "include_dashboard": False, "_system_config": QUICK_DEATHS}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            ray.init(address=made.address, logging_level="error", log_to_driver=False)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def head(nodes):
+    return nodes.head_node.node_id
+
+
+@ray.remote(num_cpus=0)
+class Controller:
+    """Reserves, as an RL controller does, and keeps what it has."""
+
+    def reserve(self, port, where):
+        selector = {"ray.io/node-id": where}
+        self.cluster = RayVirtualCluster(
+            [2], use_gpus=False, port_range_low=port, port_range_high=port, label_selector=selector
+        ).reserve()
+        self.cluster.get_master_address_and_port()
+        return os.getpid(), ray.get_runtime_context().get_worker_id()
+
+    def agent(self, node_id):
+        return NodeAgent(node_id).run(lambda: (os.getpid(), os.environ.get("MINE")))
+
+    def exit(self):
+        ray.actor.exit_actor()
+
+
+def groups():
+    return [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
+
+
+def is_free(port):
+    with contextlib.closing(socket.socket()) as server:
+        try:
+            server.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def agents_of(job):
+    return [actor.name for actor in live_actors() if actor.name.startswith(f"{AGENT_NAME_PREFIX}{job}")]
+
+
+def test_a_controller_that_ends(nodes, head, eventually):
+    """However an actor ends, its groups and ports come back; the agent and what others hold stay."""
+    first = Controller.options(runtime_env={"env_vars": {"MINE": "yes"}}).remote()
+    pid, mine = ray.get(first.agent.remote(head))
+    assert not mine  # the agent does not run in the environment of who asks first
+    ends = {"killed": ray.kill, "exits": lambda actor: actor.exit.remote(), "dropped": lambda actor: None}
+    first.__ray_terminate__.remote()
+    with RayVirtualCluster([1], use_gpus=False, port_range_low=LOW + 1, port_range_high=LOW + 1) as cluster:
+        cluster.get_master_address_and_port()
+        for how, end in ends.items():
+            controller = Controller.remote()
+            _, worker = ray.get(controller.reserve.remote(LOW, head))
+            assert len(groups()) == 2
+            assert not is_free(LOW)
+            end(controller)
+            del controller
+            assert eventually(lambda: len(groups()) == 1), how
+            assert eventually(lambda: is_free(LOW)), how
+            assert worker_is_alive(worker) is False
+        assert NodeAgent(head).leased() == [LOW + 1]
+        assert NodeAgent(head).run(os.getpid) == pid
+        assert len(agents_of(ray.get_runtime_context().get_job_id())) == 1
+    assert groups() == []
+
+
+def test_a_controller_whose_node_dies(nodes, head, eventually):
+    """The agent of the driver's node removes the groups of a process that dies with its node."""
+    node = nodes.add_node(num_cpus=1)
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    controller = Controller.options(scheduling_strategy=there).remote()
+    _, worker = ray.get(controller.reserve.remote(LOW, head))
+    assert node_of_worker(worker) == node.node_id
+    assert len(groups()) == 1
+    os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    assert eventually(lambda: not groups(), 30)
+    assert eventually(lambda: is_free(LOW))
+    nodes.remove_node(node)
+
+
+@pytest.mark.parametrize("how", ["killed", "exits"])
+def test_a_driver_that_ends(nodes, start_script, eventually, how):
+    """The agents of a job, and all that they hold, end with it; a driver that exits prints nothing."""
+    script = start_script(f"""
+        import ray
+        ray.init(address={nodes.address!r}, logging_level="error")
+        from fairlead_placement import RayVirtualCluster
+        cluster = RayVirtualCluster([1], use_gpus=False, port_range_low={LOW}, port_range_high={LOW})
+        cluster.get_master_address_and_port()
+        print(ray.get_runtime_context().get_job_id())
+        input()
+        """)
+    job = script.line()
+    assert len(agents_of(job)) == 1
+    assert not is_free(LOW)
+    if how == "killed":
+        script.process.kill()
+    else:
+        assert script.finish() == ("", "")
+    assert eventually(lambda: not agents_of(job))
+    assert eventually(lambda: is_free(LOW))
+    assert eventually(lambda: not groups())
+
+
+def test_unknown_is_not_dead(nodes, monkeypatch):
+    """Nothing is known of a process that there never was, or without Ray's private calls (seam: they are missing)."""
+    me = ray.get_runtime_context().get_worker_id()
+    assert worker_is_alive(me) is True
+    assert worker_is_alive("ab" * 28) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(ray._private.state, "state", None)
+        assert (worker_is_alive(me), node_of_worker(me)) == (None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray._private.worker, "global_worker", None)
+        assert worker_is_alive(me) is None
+    assert _ray_private.driver_of(ray.get_runtime_context().get_job_id()) == me
+
+
+def test_who_is_looked_at(monkeypatch):
+    """What the dead hold is released, the job's end ends the agent, and what is unknown changes nothing (seam: Ray)."""
+    done, alive = [], {"job": True, "dead": False, "guarded": False, "unknown": None, "well": True}
+    monkeypatch.setattr(
+        "fairlead_placement._agent_owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")
+    )
+    holders = {"dead", "unknown", "well", "job"}
+    owners = Owners("job", lambda: holders, done.append, lambda: done.append("end"), is_alive=alive.get)
+    owners.guard("guarded")
+    owners.look(everything=False)
+    assert done == ["guarded", "groups of guarded"]
+    done.clear()
+    owners.look(everything=True)
+    assert sorted(done) == ["dead", "groups of guarded", "guarded"]
+    for _ in range(SCANS):
+        owners.look(everything=False)
+    assert done.count("groups of guarded") == SCANS - 1
+    alive["job"] = None
+    owners.look(everything=True)
+    assert "end" not in done
+    done.clear()
+    alive |= {"job": False, "well": True}
+    owners.look(everything=True)
+    assert done == ["dead"]  # a detached actor is still there
+    alive["well"] = False
+    owners.look(everything=True)
+    assert sorted(done) == ["dead", "dead", "end", "well"]
