@@ -11,9 +11,8 @@ from types import TracebackType
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from fairlead_placement import connection
+from fairlead_placement import connection, never_connect
 
-from ._ray_private import never_connect
 from .exceptions import WorkerGroupError
 
 __all__ = ["retrieve_late", "short_traceback"]
