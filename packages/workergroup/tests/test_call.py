@@ -51,6 +51,18 @@ class TestWhoGetsWhatAndWhoAnswers:
         call = group.call("rank", first_along=("tp",))
         assert (call.result(), call.called_workers) == ([0, 5], [0, 5])
 
+    def test_lists_of_a_call_are_its_own(self, group):
+        """A change of a call's lists or of an outcome's coordinates does not reach later calls."""
+        first = group.call("rank", collect="dp")
+        first.called_workers.reverse()
+        first.return_from_workers.clear()
+        outcome = group.call("rank").outcomes()[3]
+        outcome.coords["dp"] = 9
+        again = group.call("rank", collect="dp")
+        assert (again.called_workers, again.return_from_workers) == (list(range(8)), [5, 0])
+        assert again.result() == [5, 0]
+        assert group.call("rank").outcomes()[3].coords == {"dp": 1, "tp": 2}
+
     def test_discard(self, group):
         """Nobody answers, and nothing is fetched; errors are raised all the same."""
         call = group.call("make", 8, discard=True)
@@ -112,7 +124,7 @@ class TestViews:
     def test_looks(self, group):
         """A view says whose and which it is, and has its workers' handles."""
         view = group.at(dp=1)
-        assert repr(view) == "GroupView('', {'tp': 4}, ranks [0, 3, 4, 7])"
+        assert repr(view) == "GroupView('Worker', {'tp': 4}, ranks [0, 3, 4, 7])"
         assert ray.get([worker.rank.remote() for worker in view.workers]) == [0, 3, 4, 7]
 
     def test_with_options(self, group):

@@ -17,6 +17,7 @@ from fairlead_workergroup import (
     CallCancelledError,
     CallTimeoutError,
     MultiWorkerFuture,
+    PerWorker,
     RayWorkerGroup,
     WorkerFailureError,
 )
@@ -104,6 +105,27 @@ class TestWaiting:
             ticking.cancel()
 
         asyncio.run(main())
+
+    def test_a_late_argument(self, group, doomed):
+        """A call that waits for another one's answer says which call, of which group, and which ranks are late."""
+        made = doomed.call("sleep", 1.5, ranks=[2], tag="made")
+        expected = (
+            r"not there yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
+            r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'sleep' for \d"
+        )
+        for view, argument in [(group, made), (group.at(dp=0), PerWorker(made))]:
+            call = view.call("echo", argument)
+            with pytest.raises(CallTimeoutError, match=expected) as caught:
+                call.result(timeout=0.4)
+            assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
+        plain = group.call("echo", made.futures[2])
+        with pytest.raises(CallTimeoutError, match="from a call of group 'Worker', not finished by:\n  rank 2 "):
+            plain.result(timeout=0.2)
+        assert plain.result(timeout=60) == [(("made",), {})] * 8
+        with pytest.raises(CallTimeoutError) as caught:
+            # The arguments of those that have finished are freed.
+            group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
+        assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
         """A call without a deadline says now and then whom it waits for."""

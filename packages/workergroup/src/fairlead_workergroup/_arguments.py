@@ -1,42 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """The put rule: small plain values travel with the call, everything else is stored once and passed by reference."""
 
+import inspect
+import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayError
 
-from ._marks import PassedOn
+from ._marks import PassedOn, refusing_marks
 from ._ray_private import object_sizes
+from ._sources import Source
 
-__all__ = ["Arguments", "Gathered", "is_inlined"]
+__all__ = ["Arguments", "Gathered", "NotPicklableError", "is_inlined"]
 
+# Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once per worker. So the bound
+# is for a whole argument, and far enough below these limits.
 INLINE_BYTES = 10_000
 INLINE_ITEMS = 16
 
 
+class NotPicklableError(TypeError):
+    """A value cannot be pickled; the text says which part of it, and why."""
+
+
 def is_inlined(value: Any) -> bool:
-    """Whether a value travels with every call instead of being stored.
+    """Return whether a value travels with every call instead of being stored.
 
-    None, bool, numbers, str and bytes up to 10 kB, and tuples, lists and dicts of at most 16 such.
+    None, bool, numbers, str and bytes do, and tuples, lists and dicts of at most 16 of these, up to 10 kB in all.
 
-    >>> is_inlined(3), is_inlined({"lr": 0.1}), is_inlined("x" * 20_000), is_inlined([[1]])
+    >>> is_inlined(3), is_inlined({"lr": 0.1}), is_inlined("x" * 20_000), is_inlined(["x" * 6_000] * 2)
     (True, True, False, False)
     """
     if type(value) in (list, tuple):
-        return len(value) <= INLINE_ITEMS and all(map(_is_scalar, value))
+        return len(value) <= INLINE_ITEMS and sum(map(_size, value)) <= INLINE_BYTES
     if type(value) is dict:
-        return len(value) <= INLINE_ITEMS and all(_is_scalar(k) and _is_scalar(v) for k, v in value.items())
-    return _is_scalar(value)
+        return len(value) <= INLINE_ITEMS and sum(map(_size, value)) + sum(map(_size, value.values())) <= INLINE_BYTES
+    return _size(value) <= INLINE_BYTES
 
 
-def _is_scalar(value: Any) -> bool:
-    if type(value) in (str, bytes):
-        return len(value) <= INLINE_BYTES
-    return value is None or isinstance(value, numbers.Number)
+def _size(value: Any) -> float:
+    """Return how many bytes a plain value takes, infinity for any other value."""
+    kind = type(value)
+    if kind is int:
+        return value.bit_length() // 8 + 1  # type: ignore[no-any-return]
+    if kind is bytes:
+        return len(value)
+    if kind is str:
+        return len(value) if value.isascii() or len(value) > INLINE_BYTES else len(value.encode(errors="surrogatepass"))
+    return 8 if value is None or isinstance(value, numbers.Number) else math.inf
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,9 @@ class Arguments:
     Args:
         put: what stores a value and returns the reference to it.
 
+    Attributes:
+        sources: the calls that have to make arguments of this one.
+
     >>> arguments = Arguments()
     >>> arguments.prepared(3), arguments.puts
     (3, 0)
@@ -62,20 +81,40 @@ class Arguments:
     def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
         self._put = put
         self._refs: dict[int, ObjectRef[Any]] = {}
+        self.sources: list[Source] = []
 
     def prepared(self, value: Any) -> Any:
         """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
 
         A `Call` goes on as the references to its answers.
+
+        Raises:
+            NotPicklableError: the value has to be stored and cannot be pickled.
         """
-        if isinstance(value, ObjectRef) or is_inlined(value):
+        if isinstance(value, ObjectRef):
+            self.sources.append(Source(None, (value.binary(),)))
+            return value
+        if is_inlined(value):
             return value
         if isinstance(value, PassedOn):
-            return value.as_argument()
+            passed = value.as_argument()
+            refs = passed.refs if isinstance(passed, Gathered) else [passed]
+            self.sources.append(Source(value.made_by(), tuple(ref.binary() for ref in refs)))
+            return passed
         ref = self._refs.get(id(value))
         if ref is None:
-            ref = self._refs[id(value)] = self._put(value)
+            ref = self._refs[id(value)] = self._stored(value)
         return ref
+
+    def _stored(self, value: Any) -> ObjectRef[Any]:
+        with refusing_marks():
+            try:
+                ref: ObjectRef[Any] = self._put(value)
+                return ref
+            except RayError:
+                raise
+            except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
+                raise NotPicklableError(_why(value, error)) from None
 
     @property
     def refs(self) -> list[ObjectRef[Any]]:
@@ -91,3 +130,43 @@ class Arguments:
     def bytes_put(self) -> int:
         """How large they are, as Ray stores them."""
         return sum(object_sizes(self.refs))
+
+
+def _why(value: Any, error: BaseException) -> str:
+    """Return which part of a value cannot be pickled, and the innermost reason, in one line."""
+    path, innermost = "", error
+    for _ in range(5):
+        parts = ((step, part, _pickling_error(part)) for step, part in _parts(value))
+        found = next(((step, part, failed) for step, part, failed in parts if failed is not None), None)
+        if found is None:
+            break
+        step, value, innermost = found
+        path += step
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+    where = f"its part {path} of type {type(value).__name__}" if path else f"a {type(value).__name__}"
+    reason = " ".join(str(innermost).split())
+    return f"{where} cannot be pickled: {type(innermost).__name__}: {reason[:500]}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that are pickled with it, each with how it is reached."""
+    named: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        yield from ((f"[{key!r:.50}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+    elif inspect.isfunction(value):
+        closure = inspect.getclosurevars(value)
+        named = [*closure.nonlocals.items(), *closure.globals.items()]
+    elif not any("__reduce__" in vars(cls) for cls in type(value).__mro__[:-1]):  # its class decides what is pickled
+        named = getattr(value, "__dict__", {}).items()
+    yield from ((f".{name}", part) for name, part in named)
+
+
+def _pickling_error(value: Any) -> Exception | None:
+    try:
+        ray.cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
+        return error
+    return None

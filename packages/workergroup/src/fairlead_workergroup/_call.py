@@ -13,7 +13,7 @@ from ._arguments import Gathered
 from ._awaiting import ResultStream, arriving, as_completed, awaited
 from ._deadline import check_timeout
 from ._errors import retrieve_late, short_traceback
-from ._marks import PassedOn
+from ._marks import Answer, PassedOn
 from ._outcome import CallStatistics, Outcome
 from ._results import REPORT_EVERY_S
 from ._underway import Underway
@@ -223,6 +223,10 @@ class Call(Underway, PassedOn, Generic[Result]):
         values = [] if self._discard else [values] if self._single else values
         return [item for items in values for item in items] if self._streams else values
 
+    def made_by(self) -> str:
+        """Return the name of the method that was called."""
+        return self._method.name
+
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         """What travels to another call's workers in its place; ValueError, TypeError: nothing that could."""
         self._check_passable()
@@ -230,10 +234,18 @@ class Call(Underway, PassedOn, Generic[Result]):
 
     def as_pieces(self) -> list[ObjectRef[Any]]:
         """What travels to another call's workers in place of each answer; ValueError, TypeError: nothing that could."""
+        return [answer.ref for answer in self.answers()]
+
+    def answers(self) -> list[Answer]:
+        """Return each answer as an argument of another call.
+
+        Raises:
+            ValueError, TypeError: there is nothing to pass on.
+        """
         self._check_passable()
         if self._single:
             raise ValueError(f"the call of {self._method.name!r} has one answer (collect=()): pass it as it is")
-        return self.refs
+        return [Answer(self._method.name, ref) for ref in self.refs]
 
     def _check_passable(self) -> None:
         if self._discard:

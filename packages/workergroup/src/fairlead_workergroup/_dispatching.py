@@ -41,6 +41,7 @@ MOST_SUBMITTED = 10_000
 class Dispatching:
     """The part of `RayWorkerGroup` between what is asked of it and its workers."""
 
+    name_prefix: str
     workers: list[Any]
     worker_metadata: list[dict[str, Any]]
     _class: WorkerClass
@@ -133,6 +134,7 @@ class Dispatching:
             puts=puts,
             bytes_put=bytes_put,
             repeats=None if kept is None else Repeats(retries, kept),
+            sources=stored.sources,
         )
 
     def _check_retries(self, retries: int) -> None:

@@ -57,7 +57,7 @@ class WorkerFacts:
 
     def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
         """What is told of it when it has been lost."""
-        return WorkerFailure(self.rank, kind, self.coords, self.node_id, self.pid, cause)
+        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
 
     def __str__(self) -> str:
         coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""

@@ -34,6 +34,7 @@ from ._ray_private import actor_id_of, dead_actors
 from ._recipe import recipe_of
 from ._restart import check_max_restarts, check_scope, restart
 from ._shutdown import WorkerProcess, clean_up
+from ._sources import register
 from ._start import WorkerPlan, create, plan_workers, wait_started
 from ._statistics import GroupStatistics
 from ._trees import mark_of
@@ -186,6 +187,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._shut: bool | None = None
 
         self._held = Held(claim=claim_slots([place.slot for place in self._places], self.name_prefix, group=self))
+        register(self)
         release_when_dropped(self, self._held.leak, self._held.give_back)
         try:
             self._worker = builder.worker

@@ -69,7 +69,7 @@ def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
     return tuple(
         LateWorker(
             worker.rank,
-            worker.coords,
+            dict(worker.coords),
             worker.node_id,
             worker.pid,
             method=None if record is None else record["method"],

@@ -136,7 +136,7 @@ class CallPlan:
                 raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
             everybody = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
             if isinstance(shard.values, PassedOn):
-                pieces = shard.values.as_pieces()
+                pieces = shard.values.answers()
                 if len(pieces) != everybody.n_pieces:
                     raise ValueError(f"{len(pieces)} answers, but {everybody.n_pieces} pieces along {list(shard.axes)}")
             else:
@@ -219,7 +219,7 @@ def _ascending(ranks: npt.NDArray[np.int64], is_called: npt.NDArray[np.bool_]) -
 def _sequence(what: str, values: Any) -> Any:
     """What has a length and is indexed by position; strings, sets and what has keys is not."""
     if isinstance(values, PassedOn):
-        return values.as_pieces()
+        return values.answers()
     if isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
         raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
     return values

@@ -3,7 +3,7 @@
 
 import io
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ __all__ = [
     "dead_actors",
     "dumps_by_value",
     "object_sizes",
+    "still_referenced",
     "task_of_future",
     "task_of_ref",
 ]
@@ -32,6 +33,16 @@ def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
         return [0] * len(refs)
     found = get_local_object_locations(list(refs))
     return [found.get(ref, {}).get("object_size") or 0 for ref in refs]
+
+
+def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
+    """Return references to those of these objects that this process still refers to, also as arguments of tasks.
+
+    Ray cannot wait for an object that has been freed. Without this call none of them is known.
+    """
+    count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)
+    known: Collection[str] = count()
+    return [ObjectRef(one) for one in ids if one.hex() in known]
 
 
 def actor_id_of(handle: Any) -> str:

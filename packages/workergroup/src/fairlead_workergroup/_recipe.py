@@ -9,7 +9,7 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from ._arguments import Arguments
+from ._arguments import Arguments, NotPicklableError
 from ._builder import RayWorkerBuilder
 from ._start import WorkerPlan
 from ._trees import mark_of
@@ -70,14 +70,25 @@ class Recipe:
 def recipe_of(
     builder: RayWorkerBuilder, described: WorkerClass, sharding: NamedSharding, facts: Mapping[str, Any], *, token: str
 ) -> Recipe:
-    """Store what all workers are made from."""
+    """Store what all workers are made from.
+
+    Raises:
+        TypeError: an argument of the constructor cannot be pickled.
+    """
     stored = Arguments()
+
+    def argument(name: object, value: Any) -> Any:
+        try:
+            return stored.prepared(value)
+        except NotPicklableError as error:
+            raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
     layout: Any = sharding.to_dict()
     if "ranks" in layout:  # it grows with the group: stored, not sent to each worker
         layout = stored.prepared(layout)
     return Recipe(
-        args=[stored.prepared(value) for value in builder.args],
-        kwargs={name: stored.prepared(value) for name, value in builder.kwargs.items()},
+        args=[argument(at, value) for at, value in enumerate(builder.args)],
+        kwargs={name: argument(name, value) for name, value in builder.kwargs.items()},
         target=stored.prepared(described.target),
         facts={**facts, "world_size": sharding.size, "layout": layout},
         token=token,

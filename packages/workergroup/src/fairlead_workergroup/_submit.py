@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._arguments import Arguments, Gathered
+from ._arguments import Arguments, Gathered, NotPicklableError
 from ._planning import Column
 from ._worker_class import Method
 
@@ -29,21 +29,39 @@ def requests(
     answers: Sequence[bool] | None,
     arguments: Arguments,
 ) -> Iterator[Request]:
-    """What each of `count` workers is asked, in order; values that have to be stored are stored first.
+    """Store the values that have to be stored, and return what each of `count` workers is asked, in order.
 
     Raises:
-        TypeError: the method does not take these arguments; nothing has been stored.
+        TypeError: the method does not take these arguments, and nothing has been stored; or one cannot be pickled.
     """
     method.check(args, kwargs)
+    columns = []
+    for at, column in enumerate((*args, *kwargs.values())):
+        try:
+            columns.append(column.mapped(arguments.prepared))
+        except NotPicklableError as error:
+            name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
+            raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
     if method.function is not None:
-        args = [Column([method.name]), Column([method.function]), *args]
-    columns = [column.mapped(arguments.prepared) for column in (*args, *kwargs.values())]
-    names, hosted = list(kwargs), method.hosted
+        columns = [Column([method.name]), Column([arguments.prepared(method.function)]), *columns]
+        args = [*columns[:2], *args]
+    return _rows(count, method, columns, len(args), list(kwargs), answers)
+
+
+def _rows(
+    count: int,
+    method: Method,
+    columns: Sequence[Column],
+    positional: int,
+    names: Sequence[str],
+    answers: Sequence[bool] | None,
+) -> Iterator[Request]:
+    hosted = method.hosted
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
     rows = zip(*(column.over(count) for column in columns), strict=True) if columns else [()] * count
     for at, row in enumerate(rows):
         name = hosted
-        mine, named = list(row[: len(args)]), dict(zip(names, row[len(args) :], strict=True))
+        mine, named = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
         if gathers:
             flat = _flattened(mine, named)
             # A method of a host that streams must be a generator itself.

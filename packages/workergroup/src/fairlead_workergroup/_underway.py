@@ -19,6 +19,7 @@ from ._deadline import Deadline, check_timeout
 from ._errors import retrieve_late, short_traceback
 from ._outcome import Outcome
 from ._results import REPORT_EVERY_S, MultiWorkerFuture, drain, not_here_yet, positions, what_failed
+from ._sources import Source, describe_missing
 from ._submit import Request
 from .exceptions import CallCancelledError, CallTimeoutError, WorkerGroupError
 
@@ -66,8 +67,10 @@ class Underway(MultiWorkerFuture):
         puts: int = 0,
         bytes_put: int = 0,
         repeats: Repeats | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
-        super().__init__(futures, returned, called)
+        # Copies: a plan is kept for later calls, and a user may change the lists of this one.
+        super().__init__(futures, list(returned), list(called))
         self._repeats = repeats
         self._group = group
         self._ranks = called
@@ -77,6 +80,7 @@ class Underway(MultiWorkerFuture):
         self._single = single
         self._discard = discard
         self._stored = (puts, bytes_put)
+        self._sources = sources
         self._submit_s = time.monotonic() - began
         self._items: dict[int, list[ObjectRef]] = {}
         self._handed_out: Counter[int] = Counter()
@@ -245,7 +249,7 @@ class Underway(MultiWorkerFuture):
         return [at_of[ref] for ref in pending]
 
     def _coords(self, at: int) -> Mapping[str, int]:
-        return self._group._coords[self._ranks[at]]
+        return dict(self._group._coords[self._ranks[at]])
 
     def _until(self, timeout: float | None) -> Deadline:
         return self._deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
@@ -298,7 +302,10 @@ class Underway(MultiWorkerFuture):
 
     def _late(self, pending: Sequence[int]) -> CallTimeoutError:
         late = self._group._late_workers([self._ranks[at] for at in pending])
-        return CallTimeoutError(self._method.name, time.monotonic() - self._began, len(self.futures), late)
+        waited_s = time.monotonic() - self._began
+        return CallTimeoutError(
+            self._method.name, waited_s, len(self.futures), late, describe_missing(self._sources) if late else ""
+        )
 
     def _report_slow(self) -> None:
         if pending := self._pending():
@@ -311,7 +318,7 @@ class Underway(MultiWorkerFuture):
             return {at: CallCancelledError(self._method.name, (self._ranks[at],)) for at in pending}
         late = self._late(pending)
         return {
-            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,))
+            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,), late.reason)
             for at, worker in zip(pending, late.late, strict=True)
         }
 

@@ -170,7 +170,7 @@ class Watched:
             WorkerStatus(
                 rank=rank,
                 name=names.get(rank, ""),
-                coords=worker.coords,
+                coords=dict(worker.coords),
                 state=states[rank],
                 node_id=worker.node_id,
                 pid=worker.pid,
@@ -213,7 +213,7 @@ def _state(dead: bool, row: Mapping[str, Any]) -> State:
 def _stuck(worker: WorkerFacts, row: Mapping[str, Any]) -> StuckWorker:
     return StuckWorker(
         worker.rank,
-        worker.coords,
+        dict(worker.coords),
         worker.node_id,
         worker.pid,
         row["method"],

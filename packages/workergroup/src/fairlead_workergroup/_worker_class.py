@@ -59,6 +59,12 @@ class Method:
         """What a call gives: "value", or "items" one after the other."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
 
+    def parameter(self, at: int) -> str | int:
+        """Return the name of the parameter that takes a positional argument, or its number where that has no name."""
+        parameters = [] if self.signature is None else list(self.signature.parameters.values())
+        named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        return named[at] if at < len(named) else at
+
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments the method does not take, before any worker is asked.
 

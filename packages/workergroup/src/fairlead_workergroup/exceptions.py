@@ -73,7 +73,7 @@ class WorkerFailureError(WorkerGroupError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        lost = _listed(self.failures)
+        lost = listed_in_lines(self.failures)
         remedy = self.remedy or "Look at the logs of these workers. `restart_failed_workers()` starts them again."
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
@@ -118,23 +118,28 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         waited_s: seconds since the call was made.
         called: how many workers were called.
         late: those that are not done.
+        reason: why they are late, where it is known, such as an argument that another call has to make.
     """
 
-    def __init__(self, method: str, waited_s: float, called: int, late: tuple[LateWorker, ...]) -> None:
-        super().__init__(method, waited_s, called, late)
+    def __init__(
+        self, method: str, waited_s: float, called: int, late: tuple[LateWorker, ...], reason: str = ""
+    ) -> None:
+        super().__init__(method, waited_s, called, late, reason)
         self.method = method
         self.waited_s = waited_s
         self.called = called
         self.late = late
+        self.reason = reason
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # An OSError, which a TimeoutError is, keeps only two of its arguments.
-        return type(self), (self.method, self.waited_s, self.called, self.late)
+        return type(self), (self.method, self.waited_s, self.called, self.late, self.reason)
 
     def __str__(self) -> str:
+        reason = f"{self.reason}\n" if self.reason else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
-            f"called {self.waited_s:.1f} s ago:{_listed(self.late)}\n"
+            f"called {self.waited_s:.1f} s ago:{listed_in_lines(self.late)}\n{reason}"
             "The call goes on: ask for its result again, or cancel it."
         )
 
@@ -226,6 +231,7 @@ def _at(coords: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
 
 
-def _listed(workers: Sequence[object]) -> str:
+def listed_in_lines(workers: Sequence[object]) -> str:
+    """Return a line for each worker, of many the first ones."""
     shown = "".join(f"\n  {worker}" for worker in workers[:MOST_SHOWN])
     return shown + (f"\n  and {len(workers) - MOST_SHOWN} others" if len(workers) > MOST_SHOWN else "")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How arguments travel: what is inlined, and what is refused before anything is sent."""
+
+import threading
+
+import pytest
+import ray
+
+from fairlead_workergroup import PerWorker, Shard
+from fairlead_workergroup._arguments import Arguments, NotPicklableError, is_inlined
+
+
+class Holder:
+    """An object with a part that cannot be pickled."""
+
+    def __init__(self):
+        self.name = "holder"
+        self.lock = threading.Lock()
+
+
+class Raising:
+    def __reduce__(self):
+        raise OSError("this value is bound to its process")
+
+
+@pytest.mark.parametrize(
+    ("value", "inlined"),
+    [
+        ([1.5, None, True, "x" * 9_000], True),
+        (["x" * 10_000] * 16, False),
+        (["x" * 6_000, "x" * 6_000], False),
+        (("x" * 5_000, b"x" * 5_001), False),
+        ({"x" * 6_000: 1, "y": "x" * 6_000}, False),
+        ({"x" * 4_000: 1, "y": "x" * 4_000}, True),
+        ("é" * 6_000, False),
+        ("é" * 4_000, True),
+        ("\ud800", True),
+        (1 << 100_000, False),
+        (list(range(17)), False),
+    ],
+    ids=type,
+)
+def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
+    """The total of a container's values counts, in bytes."""
+    assert is_inlined(value) == inlined
+    stored = []
+    Arguments(lambda one: stored.append(one) or "ref").prepared(value)
+    assert len(stored) == (not inlined)
+
+
+@pytest.mark.parametrize("mark", [Shard([1, 2], "dp"), PerWorker([1, 2])])
+@pytest.mark.parametrize(
+    ("nest", "path"),
+    [
+        (lambda mark: [mark], "[0]"),
+        (lambda mark: [*range(1000), mark], "[1000]"),
+        (lambda mark: {"batch": {"x": (1, mark)}}, "['batch']['x'][1]"),
+    ],
+)
+def test_a_nested_mark_is_refused(mark, nest, path):
+    """A mark inside an argument is found at any depth, and the message says where it is."""
+    with pytest.raises(NotPicklableError) as caught:
+        Arguments(ray.cloudpickle.dumps).prepared(nest(mark))
+    assert path in str(caught.value)
+    assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", [Shard([1, 2], "dp", "tp"), PerWorker([1, 2])])
+def test_marks_can_be_pickled(mark):
+    """A program may send a mark to the process that makes the call."""
+    with pytest.raises(NotPicklableError):
+        Arguments(ray.cloudpickle.dumps).prepared([mark])
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark
+
+
+def test_the_part_that_cannot_be_pickled():
+    """The message has the path to the innermost part and the innermost reason, in one line."""
+    lock, holder = threading.Lock(), Holder()
+    for value, part in [
+        ({"model": [0, holder]}, "its part ['model'][1].lock of type lock cannot"),
+        (lambda: lock, "its part .lock of type lock cannot"),
+        (Raising(), "a Raising cannot be pickled: OSError: this value is bound to its process"),
+    ]:
+        with pytest.raises(NotPicklableError) as caught:
+            Arguments(ray.cloudpickle.dumps).prepared(value)
+        assert part in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_refused_before_anything_is_sent(group):
+    """The error names the argument and is short; no worker is asked."""
+    before = group.statistics().requests
+    lock = threading.Lock()
+    for match, args, kwargs in [
+        (
+            r"^argument 'value' of 'total': a lock cannot be pickled: TypeError: cannot pickle '_thread.lock'",
+            [lock],
+            {},
+        ),
+        (r"^argument 'value' of 'total': its part \[0\]", [], {"value": [lock]}),
+        (r"^argument 'value' of 'total': its part \[1\] of type Shard", [[1, Shard([1, 2], "dp")]], {}),
+        (r"^argument 'value' of 'total': its part \['a'\] of type Call", [{"a": group.call("rank")}], {}),
+    ]:
+        with pytest.raises(TypeError, match=match) as caught:
+            group.call("total", *args, **kwargs)
+        assert len(str(caught.value).splitlines()) == 1
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+    with pytest.raises(TypeError, match="argument 0 of 'echo'"):
+        group.call("echo", lock)
+    with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
+        group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
+    assert group.statistics().requests == before + 8  # of "rank"
+
+
+def test_a_large_container_is_stored_once(group):
+    """What is stored is counted, and the object store has one copy for all workers."""
+    call = group.call("echo", ["x" * 10_000] * 16)
+    assert (call.statistics().puts, call.statistics().requests) == (1, 8)
+    assert call.statistics().bytes_put > 10_000
+    assert call.result()[3] == ((["x" * 10_000] * 16,), {})
