@@ -146,6 +146,21 @@ class TestViews:
             group.with_options(retries=-1)
 
 
+class TestNotebooks:
+    def test_group_and_call(self, group):
+        """A group has a row for each worker, a call one with its state; texts are escaped."""
+        shown = group._repr_html_()
+        assert shown.count("<tr>") == 9
+        assert "RayWorkerGroup(&#x27;Worker&#x27;" in shown
+        assert "<td>alive</td>" in shown
+        assert "<td>dp=1, tp=2</td>" in shown
+        call = group.call("rank", collect="dp")
+        call.result()
+        shown = call._repr_html_()
+        assert (shown.count("<tr>"), shown.count("<td>done</td>"), shown.count("<td>yes</td>")) == (9, 8, 2)
+        assert group.get_worker_status()._repr_html_().count("<tr>") == 9
+
+
 class TestExplain:
     def test_table(self, group):
         """A dry run: who gets which piece, what would be stored, who answers at which place; nothing is sent."""

@@ -13,6 +13,7 @@ from ._arguments import Gathered
 from ._awaiting import ResultStream, arriving, as_completed, awaited
 from ._deadline import check_timeout
 from ._errors import retrieve_late, short_traceback
+from ._html import table_html
 from ._marks import Answer, PassedOn
 from ._outcome import CallStatistics, Outcome
 from ._results import REPORT_EVERY_S
@@ -57,6 +58,19 @@ class Call(Underway, PassedOn, Generic[Result]):
         else:
             state = f"{len(self.futures) - len(self._pending())} of {len(self.futures)} workers done"
         return f"Call({self._method.name!r}, {state}, {len(self.refs)} answer)"
+
+    def _repr_html_(self) -> str:
+        pending = set(self._pending()) if self._group._held.connected else set()
+        rows = [
+            (
+                rank,
+                self._coords(at),
+                "not finished" if at in pending else "done",
+                "yes" if at in self._answering else "no",
+            )
+            for at, rank in enumerate(self._ranks)
+        ]
+        return table_html(repr(self), ("rank", "coords", "state", "answers"), rows)
 
     @property
     def refs(self) -> list[Any]:

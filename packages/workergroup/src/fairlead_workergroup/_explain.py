@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call that is not made: who would get which piece, what would be stored, who would answer."""
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 from ray import ObjectRef
 
 from ._arguments import is_inlined
+from ._html import MOST_ROWS, table_html
 from ._marks import PassedOn, PerWorker, Shard
 from ._planning import CallPlan, Column
 
 __all__ = ["CallExplanation", "explained_call"]
-
-MOST_ROWS = 40
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,11 +38,7 @@ class CallExplanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def cells(tag: str, texts: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
-
-        body = "".join(cells("td", row) for row in self._shown())
-        return f"<p>{html.escape(self.summary)}</p><table>{cells('th', self.header)}{body}</table>"
+        return table_html(self.summary, self.header, self.rows)
 
     def _shown(self) -> list[tuple[str, ...]]:
         if len(self.rows) <= MOST_ROWS:

@@ -24,6 +24,7 @@ from ._dispatching import Dispatching
 from ._environment import check_env_vars, start_variables
 from ._failures import WorkerFacts
 from ._held import Held
+from ._html import table_html
 from ._map import Strategy, check_strategy
 from ._memory import guard, parse_memory
 from ._options import recursive_merge_options
@@ -304,6 +305,13 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     def __repr__(self) -> str:
         state = f"{self.world_size} workers" if self.workers else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {self.sharding_annotations.shape}, {state})"
+
+    def _repr_html_(self) -> str:
+        shown = ("global_rank", "name", "state", "node_idx", "node_id")
+        rows = [
+            (*(worker[key] for key in shown), self._coords[worker["global_rank"]]) for worker in self.worker_metadata
+        ]
+        return table_html(repr(self), (*shown, "coords"), rows)
 
     @property
     def dp_size(self) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._html import record_html
+
 __all__ = ["CallStatistics", "Outcome"]
 
 
@@ -23,6 +25,8 @@ class Outcome:
     coords: Mapping[str, int] = field(hash=False)
     value: Any = None
     error: BaseException | None = None
+
+    _repr_html_ = record_html
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,5 @@ class CallStatistics:
     fetched: int
     bytes_fetched: int
     submit_s: float
+
+    _repr_html_ = record_html

@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+from ._html import record_html
+
 __all__ = ["GroupStatistics"]
 
 
@@ -28,6 +30,8 @@ class GroupStatistics:
     bytes_put: int = 0
     fetched: int = 0
     bytes_fetched: int = 0
+
+    _repr_html_ = record_html
 
     def __str__(self) -> str:
         return (

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ._html import record_html
+
 __all__ = ["State", "StuckWorker", "WorkerEvent", "WorkerStatus", "WorkerUsage"]
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
@@ -47,6 +49,8 @@ class WorkerStatus:
     incarnation: int = 0
     restarts: int = 0
 
+    _repr_html_ = record_html
+
 
 @dataclass(frozen=True)
 class WorkerUsage:
@@ -65,6 +69,8 @@ class WorkerUsage:
     rss_bytes: int
     gpu_memory_bytes: int | None
     num_threads: int
+
+    _repr_html_ = record_html
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ class StuckWorker:
     stacks: str = ""
     where: str = ""
     note: str = ""
+
+    _repr_html_ = record_html
 
     def __str__(self) -> str:
         coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
@@ -138,3 +146,5 @@ class WorkerEvent:
     message: str
     time: float
     stuck: StuckWorker | None = None
+
+    _repr_html_ = record_html

@@ -11,6 +11,7 @@ from fairlead_placement import alive_nodes, usage_on_nodes
 
 from . import _records
 from ._failures import WorkerFacts
+from ._html import Records
 from ._inspect import ANSWER_S, logger, looked_at
 from ._odd_rank import innermost, with_odd_ranks
 from ._ray_private import actor_id_of, dead_actors
@@ -53,7 +54,7 @@ class Watched:
             ValueError: `stuck_after_s` is not a positive number.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return self._look(_seconds("stuck_after_s", stuck_after_s), dump=False)[0]
+        return Records(self._look(_seconds("stuck_after_s", stuck_after_s), dump=False)[0])
 
     def get_resource_usage(self) -> list[WorkerUsage]:
         """What the worker's processes use, by rank, measured on their nodes: one request a node.
@@ -76,11 +77,11 @@ class Watched:
                 continue
             found.update({(node_id, row.pid): row for row in rows})
         used = [(worker.rank, found.get((worker.node_id, worker.pid))) for worker in who]
-        return [
+        return Records(
             WorkerUsage(rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
             for rank, row in used
             if row is not None
-        ]
+        )
 
     def detect_stuck_workers(self, timeout_s: float = STUCK_AFTER_S, dump_stacks: bool = True) -> list[StuckWorker]:
         """The workers that live and do not get on: busy, or stopped, without progress for `timeout_s` seconds.
@@ -99,7 +100,7 @@ class Watched:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         statuses, stuck = self._look(_seconds("timeout_s", timeout_s), dump=dump_stacks)
-        return with_odd_ranks(stuck, {status.rank: status for status in statuses})
+        return Records(with_odd_ranks(stuck, {status.rank: status for status in statuses}))
 
     def watch(
         self,
