@@ -19,6 +19,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
+    CallTimeoutError,
     RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
@@ -51,6 +52,10 @@ class Worker:
 
     def slowly_load(self):
         time.sleep(3)
+
+    def load_when_open(self):
+        while not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.02)
 
     def fail_to_load(self):
         raise OSError("no checkpoint")
@@ -402,6 +407,25 @@ def test_shut_down_while_it_restarts(made):
     assert group.workers == []
     with pytest.raises(WorkerGroupError, match="it has been shut down"):
         group.call("pid")
+
+
+def test_a_deadline_covers_a_restart(made, tmp_path, eventually):
+    """A call waits for a restart until its deadline, says so and sends nothing; the restart goes on."""
+    gate = tmp_path / "gate"
+    group = made(restart_on_failure=True, on_restart="load_when_open", env_vars={"GATE": str(gate)})
+    die(group, 1)
+    with pytest.raises(CallTimeoutError, match="'pid' was not sent to its 4 workers"):
+        group.call("pid", timeout=0.2)
+    assert eventually(lambda: group._restarting)
+    for view in (group, group.at(dp=1)):
+        with pytest.raises(
+            CallTimeoutError, match=r"A restart of rank\(s\) 1 has been under way for .* goes on"
+        ) as caught:
+            view.call("pid", timeout=0.2)
+        assert caught.value.late == ()
+    gate.touch()
+    assert [state[1] for state in group.call("state", timeout=120).result()] == [0, 1, 0, 0]
+    assert group.call("pid").statistics().requests == 4
 
 
 def test_on_restart_has_time(made):

@@ -4,6 +4,7 @@
 import asyncio
 import pickle
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,6 +127,25 @@ class TestWaiting:
             # The arguments of those that have finished are freed.
             group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
+
+    def test_storing_an_argument_holds_up_no_other_thread(self, group):
+        """While one thread stores a value, another one's call goes through."""
+        storing, stored = threading.Event(), threading.Event()
+
+        class Slow:
+            def __reduce__(self):
+                storing.set()
+                assert stored.wait(60)
+                return str, ("slow",)
+
+        with ThreadPoolExecutor() as pool:
+            slow = pool.submit(group.call, "echo", Slow())
+            assert storing.wait(60)
+            try:
+                assert group.call("rank", timeout=20).result() == list(range(8))
+            finally:
+                stored.set()
+            assert slow.result(timeout=60).result() == [(("slow",), {})] * 8
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
         """A call without a deadline says now and then whom it waits for."""

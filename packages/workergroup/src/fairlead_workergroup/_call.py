@@ -103,7 +103,7 @@ class Call(Underway, PassedOn, Generic[Result]):
                     result: Result = self._shaped(self._collected(deadline))
                     return result
                 except WorkerFailureError:
-                    if not self._repeated(attempt):
+                    if not self._repeated(attempt, deadline):
                         raise
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:

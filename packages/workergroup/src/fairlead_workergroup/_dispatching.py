@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,7 +24,7 @@ from ._held import Held
 from ._inspect import cancelled, late_workers
 from ._memory import judge
 from ._planning import Column
-from ._ray_private import actor_id_of_ref, object_sizes, task_of_future, task_of_ref
+from ._ray_private import actor_id_of_ref, never_connect, object_sizes, task_of_future, task_of_ref
 from ._restart import remedy
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
@@ -54,6 +57,9 @@ class Dispatching:
     _workers_now: list[WorkerFacts]
     _lost: dict[int, WorkerFailure]
     _restarting: set[int]
+    _restart: Future[list[int]] | None
+    _restart_began: float | None
+    _start_timeout_s: float
     _restart_on_failure: bool
     _restart_scope: str
     _memory_limit: int | None
@@ -109,15 +115,14 @@ class Dispatching:
         began = time.monotonic()
         self._check_retries(retries)
         found = method if isinstance(method, Method) else self._class.method(method)
-        with self._submitting:  # calls of several threads do not interleave on their way to the workers
-            workers = self._living()
-            if self._lost and (lost := self._blocking(called)):
-                if not self._restart_on_failure:
-                    raise WorkerFailureError(lost, self._remedy(lost))
-                self.restart_failed_workers()
-            stored = Arguments()
-            asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
-            kept = list(asked) if retries else None
+        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
+        deadline = Deadline(None if timeout_s is None else began + timeout_s)
+        self._check_callable(called)
+        stored = Arguments()
+        # Before this call's turn: storing a large value must not hold up the calls of other threads.
+        asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
+        kept = list(asked) if retries else None
+        with self._turn(found.name, called, began, deadline) as workers:
             futures = [send(workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
         puts, bytes_put = stored.puts, stored.bytes_put
         self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
@@ -128,7 +133,7 @@ class Dispatching:
             group=self._of_group,
             method=found,
             began=began,
-            timeout_s=self._call_timeout_s if timeout_s is None else timeout_s,
+            timeout_s=timeout_s,
             single=single,
             discard=discard,
             puts=puts,
@@ -168,16 +173,95 @@ class Dispatching:
         ranks = {self._facts[actor].rank for ref in pending if (actor := actor_id_of_ref(ref)) in self._facts}
         return CallTimeoutError(method, time.monotonic() - began, called, self._late_workers(sorted(ranks)))
 
+    def _check_callable(self, called: Collection[int]) -> list[Any]:
+        """Return the workers' handles.
+
+        Raises:
+            WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        workers = self._living()
+        if self._lost and not self._restart_on_failure and (lost := self._blocking(called)):
+            raise WorkerFailureError(lost, self._remedy(lost))
+        return workers
+
+    @contextlib.contextmanager
+    def _turn(self, method: str, called: Collection[int], began: float, deadline: Deadline) -> Iterator[list[Any]]:
+        """Keep other threads from sending, once the workers of a call are there; the value is their handles.
+
+        Raises:
+            CallTimeoutError: other calls or a restart took longer than the call's deadline.
+            WorkerFailureError, WorkerGroupError: as of `_check_callable`, or a restart failed.
+        """
+        while True:
+            if not self._submitting.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+                raise self._not_sent(method, called, began)
+            try:
+                workers = self._check_callable(called)
+                lost = self._blocking(called) if self._lost else ()
+                if not lost:
+                    yield workers
+                    return
+                if self._restart_began is not None:  # this thread restarts them, and a worker was lost again
+                    raise WorkerFailureError(lost, self._remedy(lost))
+                if deadline.at is None:
+                    self.restart_failed_workers()
+                    continue
+            finally:
+                self._submitting.release()
+            # A restart may take longer than this call may wait, and must not be given up half done.
+            restart = self._restart_in_background()
+            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
+                raise self._not_sent(method, called, began)
+            restart.result()
+
+    def _restart_in_background(self) -> Future[list[int]]:
+        """Return the restart that runs on a thread of its own; start it if there is none."""
+        with self._lock:
+            if self._restart is None:
+                self._restart = Future()
+                work = partial(self._run_restart, self._restart)
+                threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
+            return self._restart
+
+    def _run_restart(self, restart: Future[list[int]]) -> None:
+        never_connect()
+        try:
+            ranks = self.restart_failed_workers()
+        except BaseException as error:  # noqa: BLE001  the calls that wait for it raise it
+            outcome: Callable[[], None] = partial(restart.set_exception, error)
+        else:
+            outcome = partial(restart.set_result, ranks)
+        with self._lock:
+            self._restart = None
+        outcome()
+
+    def _not_sent(self, method: str, called: Collection[int], began: float) -> CallTimeoutError:
+        now, since = time.monotonic(), self._restart_began
+        if since is None:
+            reason = "Other calls were being sent, or a restart was about to begin. Make the call again."
+        else:
+            ranks = f"rank(s) {', '.join(map(str, sorted(self._restarting.copy())))}" if self._restarting else "workers"
+            reason = (
+                f"A restart of {ranks} has been under way for {now - since:.1f} s and goes on; it may take "
+                f"start_timeout_s={self._start_timeout_s:g} s. Make the call again, with a longer timeout."
+            )
+        return CallTimeoutError(method, now - began, len(called), (), reason)
+
     def _is_lost(self, ref: ObjectRef) -> bool:
         """Whether what makes an object is dead, or has been replaced."""
         who = self._facts.get(actor_id_of_ref(ref))
         return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
 
-    def _send_again(self, ranks: Sequence[int], asked: Sequence[Request]) -> list[Any]:
-        """Start lost workers again and repeat requests; their new futures."""
-        with self._submitting:
-            self.restart_failed_workers()
-            workers = self._living()
+    def _send_again(
+        self, method: str, ranks: Sequence[int], asked: Sequence[Request], began: float, deadline: Deadline
+    ) -> list[Any]:
+        """Start lost workers again and repeat requests; their new futures.
+
+        Raises:
+            CallTimeoutError, WorkerFailureError, WorkerGroupError: as of `_turn`.
+        """
+        with self._turn(method, ranks, began, deadline) as workers:
             futures = [send(workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
         self._count(requests=len(futures))
         return futures

@@ -4,10 +4,12 @@
 import dataclasses
 import math
 import threading
+import time
 import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -178,6 +180,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._workers_now: list[WorkerFacts] = []
         self._lost: dict[int, WorkerFailure] = {}
         self._restarting: set[int] = set()
+        # The restart on a thread of its own that calls with a deadline wait for, and when any restart began.
+        self._restart: Future[list[int]] | None = None
+        self._restart_began: float | None = None
         self._incarnations = [0] * self.world_size
         self._restarts = [0] * self.world_size
         self._group_restarts = 0
@@ -296,7 +301,12 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 "start-failed"). What is dead stays dead, and can be tried again.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return restart(self)
+        with self._submitting:
+            self._restart_began = time.monotonic()
+            try:
+                return restart(self)
+            finally:
+                self._restart_began = None
 
     def _master_moved(self) -> bool:
         lease = self._held.lease

@@ -107,7 +107,7 @@ class Underway(MultiWorkerFuture):
         """How often it has been repeated."""
         return 0 if self._repeats is None else self._repeats.made
 
-    def _repeated(self, attempt: int) -> bool:
+    def _repeated(self, attempt: int, deadline: Deadline | None = None) -> bool:
         """Repeat what was lost in an attempt, unless another thread has; whether there is another attempt.
 
         On the workers that were lost, or on all that were started again.
@@ -115,7 +115,10 @@ class Underway(MultiWorkerFuture):
         self._check_open()
         if self._repeats is None:
             return False
-        with self._repeats.lock:
+        limit = deadline or self._deadline
+        if not self._repeats.lock.acquire(timeout=limit.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+            self._raise_late()
+        try:
             if self._repeats.made != attempt:
                 return True
             if not self._repeats.left:
@@ -123,17 +126,21 @@ class Underway(MultiWorkerFuture):
             lost = [at for at, ref in self._completions.items() if self._group._is_lost(ref)]
             if not lost:  # it is a worker's own error, of a group of its own
                 return False
-            self._repeats.left -= 1
             if self._group._restart_scope == "group":
                 lost = list(range(len(self.futures)))
             asked = [self._repeats.requests[at] for at in lost]
-            again = self._group._send_again([self._ranks[at] for at in lost], asked)
+            again = self._group._send_again(
+                self._method.name, [self._ranks[at] for at in lost], asked, self._began, limit
+            )
+            self._repeats.left -= 1
             for at, future in zip(lost, again, strict=True):
                 self.futures[at] = future
                 self._items.pop(at, None)
                 self._handed_out.pop(at, None)
             self.__dict__.pop("_completions", None)
             self._repeats.made += 1
+        finally:
+            self._repeats.lock.release()
         return True
 
     def _shaped(self, values: list[Any]) -> Any:

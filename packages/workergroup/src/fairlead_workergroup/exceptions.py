@@ -111,7 +111,7 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
     """Workers had not finished a call by its deadline, or in the time its caller wanted to wait.
 
     The call goes on, and nothing of it is lost: its result can be asked for again. You do not get this when a worker
-    is dead.
+    is dead. A call that waits for a restart past its deadline is not sent, and has no late workers.
 
     Attributes:
         method: what they were called for.
@@ -136,6 +136,8 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         return type(self), (self.method, self.waited_s, self.called, self.late, self.reason)
 
     def __str__(self) -> str:
+        if self.reason and not self.late:
+            return f"{self.method!r} was not sent to its {self.called} workers in {self.waited_s:.1f} s. {self.reason}"
         reason = f"{self.reason}\n" if self.reason else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
