@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef
 
+from fairlead_placement import never_connect
+
 from ._arguments import Arguments
 from ._call import Call
 from ._deadline import Deadline
@@ -24,7 +26,7 @@ from ._held import Held
 from ._inspect import cancelled, late_workers
 from ._memory import judge
 from ._planning import Column
-from ._ray_private import actor_id_of_ref, never_connect, object_sizes, task_of_future, task_of_ref
+from ._ray_private import actor_id_of_ref, object_sizes, task_of_future, task_of_ref
 from ._restart import remedy
 from ._statistics import GroupStatistics
 from ._submit import Request, requests, send
