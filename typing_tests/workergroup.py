@@ -333,6 +333,8 @@ def errors(group: RayWorkerGroup) -> None:
             assert_type(failure.node_id, str)
             assert_type(failure.pid, int)
             assert_type(failure.cause, str)
+            assert_type(failure.exit_code, int | None)
+            assert_type(failure.signal, int | None)
     except WorkerStartError as error:
         assert_type(error.reason, str)
         assert_type(error.rank, int)

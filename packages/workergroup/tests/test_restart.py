@@ -30,6 +30,7 @@ from fairlead_workergroup import (
     _watching,
     current_worker,
 )
+from fairlead_workergroup._ray_private import how_it_ended
 from fairlead_workergroup.testing import kill
 
 from .calling import MB, store_used
@@ -531,3 +532,28 @@ def test_bare_slots(local_ray):
         die(group, 1)
         assert group.call("double", 5).result() == [10, 10]
         assert ray.get(group.workers[1].double.remote(1)) == 2
+
+
+def test_how_a_worker_ended(doomed: RayWorkerGroup) -> None:
+    """The failure says with which code or by which signal a worker ended, where Ray knows; else it says neither."""
+
+    def end(worker: object, how: str) -> None:
+        if how == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGTERM if how == "terminate" else signal.SIGKILL)
+        time.sleep(60)
+
+    ended = []
+    for rank, how in enumerate(("exit", "terminate", "kill")):
+        with pytest.raises(WorkerFailureError) as caught:
+            doomed.at(dp=rank // 2, tp=rank % 2).call(end, how, timeout=60).result()
+        (failure,) = caught.value.failures
+        ended.append((failure.exit_code, failure.signal))
+        assert ("exit code 3" in str(failure), "SIGTERM" in str(failure)) == (how == "exit", how == "terminate")
+    assert ended == [(3, None), (None, signal.SIGTERM), (None, None)]
+
+
+def test_how_a_worker_ended_without_the_words() -> None:
+    """Without the words of this version of Ray neither is known, and what the worker printed is no such word."""
+    assert how_it_ended(RuntimeError("The actor died.")) == (None, None)
+    assert how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)

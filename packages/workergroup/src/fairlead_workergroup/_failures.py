@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what Ray raises to what a caller can act on. Decided from exception types and node liveness, never from text."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from ray.exceptions import (
 
 from fairlead_placement import alive_nodes
 
+from ._ray_private import how_it_ended
 from .exceptions import FailureKind, RemoteError, WorkerFailure
 
 __all__ = ["WorkerFacts", "as_failure", "as_failures", "explained", "remote_traceback"]
@@ -93,7 +95,8 @@ def _judged(error: BaseException, worker: WorkerFacts, alive: Collection[str]) -
     else:
         return None  # an answer can be lost otherwise than with its maker's node
     cause = " ".join(str(error).split("\n\t")[0].split())
-    return worker.failure(kind, cause)
+    exit_code, signal_number = how_it_ended(error)
+    return dataclasses.replace(worker.failure(kind, cause), exit_code=exit_code, signal=signal_number)
 
 
 def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:

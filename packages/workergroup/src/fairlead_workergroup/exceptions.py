@@ -4,6 +4,7 @@
 A user's own exception is not among them: it reaches the caller with its own type.
 """
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,9 +43,15 @@ class WorkerFailure:
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
         cause: what Ray said of it.
+        exit_code: status with which it exited, as after `sys.exit(3)`; None if it did not exit by itself, or if that is
+            unknown.
+        signal: number of the signal that ended it; None if none did, or if that is unknown. Ray reports SIGTERM only:
+            SIGKILL, SIGSEGV and `os._exit` are a closed connection to it.
 
     >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
     rank 3 (dp=1): killed: it was killed
+    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it died", exit_code=3))
+    rank 3 (dp=1): killed, exit code 3: it died
     """
 
     rank: int
@@ -53,10 +60,15 @@ class WorkerFailure:
     node_id: str = ""
     pid: int = 0
     cause: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
 
     def __str__(self) -> str:
         where = f" on node {self.node_id[:8]}, pid {self.pid}" if self.node_id else ""
-        return f"rank {self.rank}{_at(self.coords)}{where}: {self.kind}: {self.cause}"
+        ended = "" if self.exit_code is None else f", exit code {self.exit_code}"
+        if self.signal is not None:
+            ended = f", {signal.Signals(self.signal).name}"
+        return f"rank {self.rank}{_at(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
 
 
 class WorkerFailureError(WorkerGroupError):
