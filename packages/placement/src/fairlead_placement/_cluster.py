@@ -127,7 +127,8 @@ class RayVirtualCluster(Drawn):
         )
         check_range(*self._ports)
         self.placement_group_strategy: Strategy = placement_group_strategy
-        self.port_range_low, self.port_range_high = self._ports
+        self.port_range_low: int = self._ports[0]
+        self.port_range_high: int = self._ports[1]
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
         self.use_gpus = use_gpus

@@ -152,7 +152,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._memory_limit = None if memory_limit is None else parse_memory(memory_limit)
         self._start_timeout_s = float(start_timeout_s)
         self._slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
-        self.name_prefix = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
+        self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         self._places = lay_out(
             self._slots,
             prefix=self.name_prefix,
