@@ -41,11 +41,11 @@ def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
 def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
     """Return references to those of these objects that this process still refers to, also as arguments of tasks.
 
-    Ray cannot wait for an object that has been freed. Without this call none of them is known.
+    For Ray, an object that has been freed is one that is not there yet. Without this call none of them is known.
     """
     count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)
-    known: Collection[str] = count()
-    return [ObjectRef(one) for one in ids if one.hex() in known]
+    known: Collection[bytes] = count()  # hexadecimal
+    return [ObjectRef(one) for one in ids if one.hex().encode() in known]
 
 
 def actor_id_of(handle: Any) -> str:
