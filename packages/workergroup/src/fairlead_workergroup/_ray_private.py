@@ -30,6 +30,8 @@ def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
 
     Experimental in Ray, and only counted with. Without it sizes are 0.
     """
+    if not refs:
+        return []  # Ray may have been shut down, and would raise
     try:
         from ray.experimental.locations import get_local_object_locations
     except ImportError:
