@@ -20,7 +20,7 @@ Row = tuple[int, int, int, int, list[GpuRow] | None, int]
 
 
 class Gpus:
-    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, nothing is told.
+    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, it reports nothing.
 
     A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
     thread of its own. Figures that do not come in time are unknown (None), and so are all later ones, at once, until

@@ -98,7 +98,7 @@ class Owners:
     def _look_again_and_again(self) -> None:
         due = time.monotonic() + ALL_S
         while True:
-            # At random moments: the agents of a large cluster must not ask all at once.
+            # At random moments, so that the agents of a large cluster do not ask all at once.
             self._more.wait(GUARDED_S if self._guarded else ALL_S * random.uniform(0.8, 1.2))
             self._more.clear()
             everything = time.monotonic() >= due
@@ -122,7 +122,7 @@ def end_this_actor(me: object) -> None:
 
 
 def owned_name(name: str, owner: str) -> str:
-    """Return a placement group's name that no other has, and that says whose it is, if it is somebody's."""
+    """Return a unique name for a placement group; it holds the owner's id, if there is an owner to guard."""
     return f"{name}-{owner[:_DIGITS]}{uuid.uuid4().hex[:8]}"
 
 

@@ -69,7 +69,7 @@ class Holding:
         self._connection = ""
         self.slots: tuple[Slot, ...] = ()
         self._groups: list[PlacementGroup] = []
-        # A reservation's own list, so that a lease that comes after its end is told apart from the next one's.
+        # A reservation's own list, so that a lease that comes after its end does not go into the next one's.
         self._leases: list[PortLease] = []
         self._leasing = threading.RLock()
         self._monitor: Monitor | None = None

@@ -220,7 +220,7 @@ def worker_is_alive(worker_id: str) -> bool | None:
         return None
     if not row.is_alive:
         return False
-    # Of a node's death its processes are not told one by one. The request takes ids of this class alone.
+    # When a node dies, Ray does not mark its processes as dead. The request takes ids of this class alone.
     node_id = ray.NodeID(_node_of(row))
     try:
         (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
@@ -233,7 +233,7 @@ def clean_runtime_env() -> Any | None:
     """Return the options with which an actor gets the job's runtime_env, not that of the process which makes it.
 
     Ray merges the environment of the process into that of its children and has no way to leave it out. A value of
-    None, which the public constructor drops, blots one out. Without it an agent would run in a worker's Python, which
+    None, which the public constructor drops, removes one. Without it an agent would run in a worker's Python, which
     may exist on that worker's node alone.
     """
     from ray.runtime_env import RuntimeEnv

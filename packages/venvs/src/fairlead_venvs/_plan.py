@@ -30,7 +30,7 @@ NOT_DECIDING = (
     *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_HTTP_", "UV_LINK_MODE", "UV_LOG_", "UV_NATIVE_TLS"),
     *("UV_NO_CACHE", "UV_NO_PROGRESS", "UV_OFFLINE", "UV_REQUEST_", "UV_SYSTEM_CERTS"),
 )
-# They open an index, whoever uses it: a new password is no new environment.
+# They open an index and do not decide what it offers: a new password is not a new environment.
 INDEX_CREDENTIAL = r"UV_INDEX_\w+_(USERNAME|PASSWORD)"
 
 File = tuple[str, "bytes | Path"]

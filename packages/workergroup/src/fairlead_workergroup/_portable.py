@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions that reach the caller with their own type. Shipped by value, as `_host` is: the standard library and Ray.
 
-Pickle makes an exception anew by calling its class with `args`. That fails if the constructor needs other arguments,
+Pickle rebuilds an exception by calling its class with `args`. That fails if the constructor needs other arguments,
 gives another text if it makes the text from its arguments, and is impossible if the exception holds a lock or a file.
 """
 

@@ -156,7 +156,7 @@ def fetched(
     return [next(values) if isinstance(slot, ObjectRef) else slot for slot in slots]
 
 
-# Items that were taken from generators before a deadline passed: whoever asks again gets them too.
+# Items that were taken from generators before a deadline passed. The next attempt returns them too.
 _taken: weakref.WeakKeyDictionary[ObjectRefGenerator, list[ObjectRef]] = weakref.WeakKeyDictionary()
 
 

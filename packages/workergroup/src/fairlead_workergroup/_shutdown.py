@@ -89,7 +89,7 @@ def kill_and_wait(workers: Mapping[int, Any], processes: Mapping[int, WorkerProc
     try:
         try:
             _let_them_be_made(workers)
-            # A child whose parent has died cannot be told from others by its parent.
+            # When the parent has died, its children can no longer be found through it.
             children = _find_children(processes.values())
         finally:  # also at a second Ctrl-C
             _kill(others)

@@ -115,7 +115,7 @@ def end_trees(
     Children get SIGTERM, and after `CHILD_GRACE_S` SIGKILL.
 
     Args:
-        workers: processes that Ray has been told to end.
+        workers: processes that Ray is about to end.
         children: what was below them before that.
         marks: as of `Trees`.
         within_s: how long all of this may take.
