@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
@@ -37,6 +38,15 @@ class BatchedDataDict(Samples[Content]):
     never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
     Gradients do not travel.
     """
+
+    def _repr_html_(self) -> str:
+        try:
+            caption = f"{type(self).__name__} of {self.size} samples"
+        except (TypeError, ValueError) as error:
+            caption = f"{type(self).__name__}: {error}"
+        rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
+        body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
+        return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
 
     @overload
     def shard_by_batch_size(

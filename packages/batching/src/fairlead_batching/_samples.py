@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import html
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
@@ -56,15 +55,6 @@ class Samples(UserDict[str, Any], Generic[Content]):
         except (TypeError, ValueError):
             size = "inconsistent"
         return f"{type(self).__name__}({', '.join([f'size={size}', *self._described()])})"
-
-    def _repr_html_(self) -> str:
-        try:
-            caption = f"{type(self).__name__} of {self.size} samples"
-        except (TypeError, ValueError) as error:
-            caption = f"{type(self).__name__}: {error}"
-        rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
-        body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
-        return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
 
     def _described(self) -> list[str]:
         return [f"{key}: {_leaf.describe(leaf)}" for key, leaf in self.data.items()]
