@@ -182,11 +182,14 @@ def devices(config: AcceleratorConfigType) -> None:
     assert_type(function.target, Any)
     assert_type(function.work.name, str)
     assert_type(function.remote("path", steps=2), list[Any])
+    assert_type(function("path", steps=2), list[Any])
     with device_remote(accelerator_config=config)(Trainer) as trainers:
         assert_type(trainers, DeviceClass)
         with trainers.remote() as instances:
             assert_type(instances, DeviceInstances)
             assert_type(instances.step.remote(0.1), list[Any])
+            assert_type(instances.step(0.1), list[Any])
+        assert_type(trainers(), DeviceInstances)
         assert_type(instances.close(), None)
     assert_type(trainers.close(), bool)
 

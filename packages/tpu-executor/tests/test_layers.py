@@ -118,6 +118,8 @@ def test_remote_manager(slices):
         assert {one[1] for one in first}.isdisjoint(one[1] for of_slice in second for one in of_slice)
         assert manager.run_function(clashing, 1, flatten=2) == [(1, 2, "theirs")] * 4
         assert manager.pool.statistics().reservations == 2
+    assert (manager.tpu_version, manager.pod_count, manager.base_env, manager.coord_port) == ("v4-16", 2, env, None)
+    assert manager.runtime_env == {"env_vars": {"BOTH": "env", "ENV": "env"}}
 
 
 class Scaler:
@@ -143,6 +145,8 @@ def test_class_methods(slices):
         call = ((2,), {"offset": 1}, "scale")
         assert manager.run_class_method(Scaler, *call, 10) == [(21, 1, False)] * 2
         assert manager.run_class_method(Scaler, *call, x=20, flatten=True) == [(41, 1, True)] * 2
+        named = {"cls_obj": Scaler, "init_args": (3,), "init_kwargs": {}, "method_name": "scale"}
+        assert manager.run_class_method(**named, x=1) == [(3, 1, False)] * 2
         with pytest.raises(LookupError, match="mine") as caught:
             manager.run_class_method(Scaler, (1,), {}, "fails")
         assert caught.value.__notes__[-1].startswith("Scaler.fails was attempted 1 time(s)")
@@ -180,6 +184,39 @@ def test_device_function(slices):
         assert len({one[1] for call in (first, second) for of_slice in call for one in of_slice}) == 8
     assert seen.pool.slices == ()
     seen.close()
+
+
+def test_device_function_called(slices):
+    """Called like a function it returns values, in order, and raises what the function raised."""
+
+    @device_remote(accelerator_config=TWO)
+    def seen(x):
+        if x is None:
+            raise LookupError("mine")
+        return place(), x
+
+    with seen:
+        assert seen(1) == [("0.0", 1), ("0.1", 1), ("1.0", 1), ("1.1", 1)]
+        with pytest.raises(LookupError, match="mine"):
+            seen(x=None)
+
+
+def test_device_class_called(slices):
+    """Called like a class it makes the instances; their methods return values or references; closing gives all back."""
+    remote_scaler = device_remote(accelerator_config=TWO, flatten=False)(Scaler)
+    scaler = remote_scaler(2, offset=1)
+    assert scaler.scale(1) == [[(3, 1, False)] * 2] * 2
+    assert [ray.get(of_slice) for of_slice in scaler.scale.remote(x=2)] == [[(5, 2, False)] * 2] * 2
+    with pytest.raises(LookupError, match="mine"):
+        scaler.fails()
+    assert len(remote_scaler.pool.slices) == 2
+    scaler.close()
+    assert remote_scaler.pool.slices == ()
+    scaler.close()
+    # Closing the old ones again does not end what has been made since.
+    with remote_scaler(3) as again:
+        scaler.close()
+        assert again.scale(1) == [[(3, 1, False)] * 2] * 2
 
 
 def test_device_function_fails(slices):

@@ -31,6 +31,11 @@ class TpuRemoteManager:
         TypeError, ValueError: as of the configuration.
 
     Attributes:
+        tpu_version: type of the slices.
+        pod_count: how many are wanted, as given.
+        base_env: variables of every call.
+        runtime_env: the Ray runtime_env of every call.
+        coord_port: port of the coordinator of several slices, as given.
         pool: the slices, as a `SlicePool`.
     """
 
@@ -51,6 +56,11 @@ class TpuRemoteManager:
             megascale_port=coord_port,
             **{**options, "flatten": False},
         )
+        self.tpu_version: str = tpu_version
+        self.pod_count: int | Sequence[int] = pod_count
+        self.base_env: dict[str, str] = dict(base_env or {})
+        self.runtime_env: dict[str, Any] = dict(runtime_env or {})
+        self.coord_port: int | None = coord_port
         self.pool: SlicePool = SlicePool(config.with_environment_variables(base_env))
 
     def ensure(self) -> "TpuRemoteManager":
@@ -65,19 +75,18 @@ class TpuRemoteManager:
 
     def run_class_method(
         self,
-        cls: type,
+        cls_obj: type,
         init_args: Sequence[Any],
         init_kwargs: Mapping[str, Any],
-        method: str,
-        /,
+        method_name: str,
         *args: Any,
         flatten: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Make an instance on every host and call one method of it. Results and errors as of `run_function`."""
-        function = functools.partial(_host.call_method, cls, tuple(init_args), dict(init_kwargs), method)
-        function.__name__ = f"{cls.__name__}.{method}"  # type: ignore[attr-defined]
-        given = own_options(getattr(cls, method), {"flatten": flatten}, kwargs)
+        function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
+        function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
+        given = own_options(getattr(cls_obj, method_name), {"flatten": flatten}, kwargs)
         return arranged(self.pool.run(function, *args, **kwargs), given.get("flatten", True))
 
     def close(self) -> bool:
