@@ -198,6 +198,11 @@ def managers() -> None:
     with TpuRemoteManager("v4-16", [1, 2], base_env={"A": "1"}, runtime_env={}, coord_port=8081) as remote:
         assert_type(remote, TpuRemoteManager)
         assert_type(remote.pool, SlicePool)
+        assert_type(remote.tpu_version, str)
+        assert_type(remote.pod_count, int | Sequence[int])
+        assert_type(remote.base_env, dict[str, str])
+        assert_type(remote.runtime_env, dict[str, Any])
+        assert_type(remote.coord_port, int | None)
         assert_type(remote.ensure(), TpuRemoteManager)
         assert_type(remote.run_function(train, "path", flatten=False), list[Any])
         assert_type(remote.run_class_method(Trainer, [], {}, "step", 0.1), list[Any])

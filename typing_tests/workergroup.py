@@ -145,6 +145,8 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     assert_type(made.as_pieces(), list[ObjectRef[Any]])
     assert_type(made, Call[Any])
     made.as_argument()
+    made.answers()
+    assert_type(made.made_by(), str)
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), ResultStream[Any])
     assert_type(group.map("step", range(3), return_exceptions=True), ResultStream[Any])
     assert_type(made.stream(), ResultStream[Outcome])
@@ -209,6 +211,10 @@ async def wait(group: RayWorkerGroup) -> None:
     assert_type(await group.call("step"), Any)
     async for outcome in group.call("step"):
         assert_type(outcome, Outcome)
+    stream = group.call("step").stream()
+    async for outcome in stream:
+        assert_type(outcome, Outcome)
+    assert_type(await stream.aclose(), None)
 
 
 def views(group: RayWorkerGroup) -> None:
