@@ -34,7 +34,12 @@ def cluster():
         patch.setenv("RAY_TMPDIR", folder)
         made = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 2, "resources": {"nvlink_domain_b": 1}, "include_dashboard": False},
+            head_node_args={
+                "num_cpus": 2,
+                # Domains are ordered by their lowest rank: this one is the last.
+                "resources": {"nvlink_domain_b": 1, "topo_rank": 3},
+                "include_dashboard": False,
+            },
         )
         try:
             for rank in (2, 1):
