@@ -146,7 +146,8 @@ def interop(session: nox.Session) -> None:
     install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
-    tests = [*(f"placement/tests/test_{name}.py" for name in ("ports", "usage")), "workergroup/tests/test_watch.py"]
+    tests = [f"placement/tests/test_{name}.py" for name in ("ports", "usage")]
+    tests += [f"workergroup/tests/test_{name}.py" for name in ("describe", "watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     files = [f"packages/batching/tests/test_{name}.py" for name in ("torch", "ray")]
     session.run("pytest", *files, *session.posargs, env=RAY_ENV)

@@ -20,9 +20,10 @@ from ._config import (
     TpuAcceleratorConfig,
 )
 from ._decorators import autoscale_execute, autoscale_execute_resumable, execute, execute_resumable
-from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
+from ._device import DeviceClass, DeviceFunction, device_remote
 from ._environment import ENV_CALL_INDEX, ENV_CALL_SLICE
 from ._executor import RayExecutor, resolve_maybe_refs
+from ._instances import DeviceInstances
 from ._manager import SlicePoolManager, TpuRemoteManager
 from ._pool import PoolStatistics, SlicePool
 from ._slices import SliceInfo, SliceLack
