@@ -9,7 +9,7 @@ from ray.actor import ActorClass
 
 from ._config import AcceleratorConfigType
 from ._device_decorator import DeviceDecorator
-from ._instances import DeviceInstances
+from ._instances import DeviceInstances, values_of
 from ._pool import SlicePool, arranged
 from ._work import Work, work_of
 
@@ -46,12 +46,13 @@ class DeviceFunction(_OnDevices):
     """A function that runs on every host, each time in a fresh process."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run it and return what it returns, in the order of the hosts; lost slices are replaced meanwhile.
+        """Run it once, and return what it returns, in the order of the hosts.
 
         Raises:
-            Exception: as of `SlicePool.run`, and what the function raised.
+            InsufficientSlicesError: as of `remote`.
+            Exception: what the function raised, or Ray's error of a host that was lost; the first in that order.
         """
-        return self.pool.run(self.target, *args, **kwargs)
+        return values_of(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn.

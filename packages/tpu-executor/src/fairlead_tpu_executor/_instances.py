@@ -12,7 +12,13 @@ from fairlead_placement import SlotClaim
 
 from ._pool import arranged
 
-__all__ = ["DeviceInstances"]
+__all__ = ["DeviceInstances", "values_of"]
+
+
+def values_of(refs: list[list[Any]], flatten: bool) -> list[Any]:
+    """Wait for the references of each slice and return their values, in one list or in one for each slice."""
+    values = iter(ray.get([ref for of_slice in refs for ref in of_slice]))
+    return arranged([[next(values) for _ in of_slice] for of_slice in refs], flatten)
 
 
 class DeviceInstances:
@@ -70,9 +76,7 @@ class _Method:
         Raises:
             Exception: what the method raised, or Ray's error of a host that was lost; the first in that order.
         """
-        refs = self._called(args, kwargs)
-        values = iter(ray.get([ref for of_slice in refs for ref in of_slice]))
-        return arranged([[next(values) for _ in of_slice] for of_slice in refs], self._flatten)
+        return values_of(self._called(args, kwargs), self._flatten)
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it on every instance; references to what it returns, in the order of the hosts."""
