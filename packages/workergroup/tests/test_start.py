@@ -115,9 +115,9 @@ class TestWaiting:
     def test_deadline(self, cluster):
         """After start_timeout_s the slow ranks are named, and all are ended."""
         began = time.monotonic()
-        with pytest.raises(WorkerStartError, match=r"2 of 8 workers had not finished .* after 4 s .*rank 3 .*rank 6"):
-            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3, 6)), start_timeout_s=4)
-        assert 4 < time.monotonic() - began < 20
+        with pytest.raises(WorkerStartError, match=r"2 of 8 workers had not finished .* after 10 s .*rank 3 .*rank 6"):
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3, 6)), start_timeout_s=10)
+        assert 10 < time.monotonic() - began < 30
 
     def test_interrupt(self, cluster):
         """Ctrl-C while a group starts leaves nothing behind."""
