@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: scripts in processes of their own, and waiting."""
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -13,6 +16,52 @@ from hypothesis import settings
 # No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
 settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
 settings.load_profile("fairlead")
+
+
+# With these settings of its head Ray declares a node dead within about a second.
+QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 500,
+}
+
+
+@contextlib.contextmanager
+def several_raylets(head, workers=(), *, quick_deaths=False, **options):
+    """A cluster of several raylets on this machine, with this process attached to it.
+
+    Args:
+        head: the resources of the head, as arguments of `Cluster.add_node`.
+        workers: the resources of each further node, in the order in which the nodes start.
+        quick_deaths: whether Ray is to declare a node dead at once.
+        options: how to attach, as arguments of `ray.init`.
+    """
+    # Not at the top: some tests of this folder run where Ray must not be imported before them.
+    import ray
+    from ray.cluster_utils import Cluster
+
+    settings = {"_system_config": QUICK_DEATHS} if quick_deaths else {}
+    # Ray puts sockets below it: short.
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        made = Cluster(initialize_head=True, head_node_args={**head, **settings, "include_dashboard": False})
+        try:
+            for worker in workers:
+                made.add_node(**worker)
+            ray.init(address=made.address, **options)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def raylets():
+    """Makes clusters of several raylets; see `several_raylets`."""
+    return several_raylets
 
 
 class Script:

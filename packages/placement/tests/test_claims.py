@@ -5,7 +5,8 @@ import pytest
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import ResourceInsufficientError, Slot, claim_slots
+from fairlead_placement import ResourceInsufficientError, Slot
+from fairlead_placement.spi import claim_slots
 
 
 def slots_of(count, capacity=1):

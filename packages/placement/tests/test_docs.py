@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 import fairlead_placement
+import fairlead_placement.spi
 
-SOURCES = sorted(Path(fairlead_placement.__file__).parent.glob("*.py"))
+FOLDER = Path(fairlead_placement.__file__).parent
+# The module of each file, by its name.
+SOURCES = {".".join(path.relative_to(FOLDER.parent).with_suffix("").parts): path for path in FOLDER.rglob("*.py")}
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_examples_in_docstrings(source, monkeypatch):
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_examples_in_docstrings(name, monkeypatch):
     """The examples show what the code does. (Some start a Ray, so no fixture here does.)"""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    name = fairlead_placement.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
-    module = importlib.import_module(name)
-    results = doctest.testmod(
-        module,
-        extraglobs={
-            one: getattr(fairlead_placement, one) for one in module.__all__ if hasattr(fairlead_placement, one)
-        },
-    )
+    module = importlib.import_module(name.removesuffix(".__init__"))
+    public = {one: getattr(fairlead_placement, one) for one in fairlead_placement.__all__}
+    spi = {one: getattr(fairlead_placement.spi, one) for one in fairlead_placement.spi.__all__}
+    results = doctest.testmod(module, extraglobs={**public, **spi, **vars(module)})
     assert results.failed == 0
-    assert results.attempted == Path(source).read_text().count("    >>> ") + Path(source).read_text().count("\n>>> ")
+    text = SOURCES[name].read_text(encoding="utf-8")
+    assert results.attempted == text.count("    >>> ") + text.count("\n>>> ")
 
 
 def without_ids(text):

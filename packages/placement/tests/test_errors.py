@@ -12,8 +12,8 @@ from fairlead_placement import (
     Report,
     ResourceInsufficientError,
 )
-from fairlead_placement._planner import Ask, Node
-from fairlead_placement._report import Holder
+from fairlead_placement._plan.model import Ask, Node
+from fairlead_placement._show.report import Holder
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
 HOLDER = Holder("placement group", "a[/b]:cat:", "1234567890", "01000000", {"abcdefghij": ({"CPU": 1.0}, {"CPU": 1.0})})

@@ -6,9 +6,10 @@ from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console
 
-from fairlead_placement import RayVirtualCluster, Slot, claim_slots
-from fairlead_placement._grid import draw
-from fairlead_placement._render import as_text
+from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement._show.grid import draw
+from fairlead_placement._show.report import as_text
+from fairlead_placement.spi import claim_slots
 
 
 class Group:

@@ -2,9 +2,7 @@
 """Nodes that go, and nodes that an autoscaler has still to bring: several raylets on one address."""
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 
@@ -14,37 +12,17 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError, _holding
+from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._reserve import lifecycle as _holding
 from fairlead_placement.testing import assert_no_leaks
-
-QUICK_DEATHS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_failure_threshold": 2,
-    "health_check_timeout_ms": 500,
-}
 
 
 @pytest.fixture
-def nodes():
+def nodes(raylets):
     """A head without room, and two nodes of 2 CPUs."""
-    # Ray puts sockets below it: short.
-    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK_DEATHS},
-        )
-        try:
-            for _ in range(2):
-                made.add_node(num_cpus=2)
-            ray.init(address=made.address, logging_level="error", log_to_driver=False)
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    quiet = {"quick_deaths": True, "logging_level": "error", "log_to_driver": False}
+    with raylets({"num_cpus": 0}, [{"num_cpus": 2}] * 2, **quiet) as made:
+        yield made
 
 
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
@@ -190,7 +168,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
 
     The seam is the one private call that says whether there is an autoscaler: the real one stops every Ray it finds.
     """
-    monkeypatch.setattr("fairlead_placement._reservation.autoscaler_is_there", lambda: True)
+    monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
     began = time.monotonic()
     with pytest.raises(ResourceInsufficientError, match=r"Waited \d\.\d s for nodes"), assert_no_leaks():
         RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()

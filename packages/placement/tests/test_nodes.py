@@ -2,15 +2,12 @@
 """Several nodes: which logical node goes where, in what order, and nodes that come later."""
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import (
@@ -20,36 +17,21 @@ from fairlead_placement import (
     ResourceInsufficientError,
     lease_ports,
     release_ports,
-    run_on_nodes,
 )
+from fairlead_placement.spi import run_on_nodes
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(raylets):
     """Three nodes of 2, 4 and 4 CPUs, the latter with 2 GPUs. Their physical order is the reverse of the order in which
     they start."""
-    # Ray puts sockets below it: short.
-    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 2,
-                # Domains are ordered by their lowest rank: this one is the last.
-                "resources": {"nvlink_domain_b": 1, "topo_rank": 3},
-                "include_dashboard": False,
-            },
-        )
-        try:
-            for rank in (2, 1):
-                made.add_node(num_cpus=4, num_gpus=2, resources={"nvlink_domain_a": 1, "topo_rank": rank})
-            ray.init(address=made.address, logging_level="warning")
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    # Domains are ordered by their lowest rank: the head's is the last.
+    head = {"num_cpus": 2, "resources": {"nvlink_domain_b": 1, "topo_rank": 3}}
+    workers = [
+        {"num_cpus": 4, "num_gpus": 2, "resources": {"nvlink_domain_a": 1, "topo_rank": rank}} for rank in (2, 1)
+    ]
+    with raylets(head, workers, logging_level="warning") as made:
+        yield made
 
 
 @pytest.fixture
@@ -180,7 +162,7 @@ def test_ports_where_an_agent_hangs(ids, hung, eventually):
 
 def test_ports_that_are_leased_too_late(ids, hung, eventually, monkeypatch):
     """What an agent leases after nobody waits for it any more is given back (seam: how long it is waited for)."""
-    monkeypatch.setattr("fairlead_placement._ports.ANSWER_S", 1.0)
+    monkeypatch.setattr("fairlead_placement._nodes.ports.ANSWER_S", 1.0)
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 1 s"):
             lease_ports(cluster.slots())

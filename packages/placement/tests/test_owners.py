@@ -3,46 +3,27 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
-import tempfile
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
-from fairlead_placement._agent import AGENT_NAME_PREFIX
-from fairlead_placement._agent_owners import SCANS, Owners
+from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
+from fairlead_placement._nodes.owners import SCANS, Owners
 from fairlead_placement._ray_private import live_actors, node_of_worker, worker_is_alive
 
 LOW = 30000 + os.getpid() % 1000 * 2
-QUICK_DEATHS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_failure_threshold": 2,
-    "health_check_timeout_ms": 500,
-}
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(raylets):
     """A head of 4 CPUs to which this process is attached; a test may add a node."""
-    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        head = {"num_cpus": 4, "include_dashboard": False, "_system_config": QUICK_DEATHS}
-        made = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            ray.init(address=made.address, logging_level="error", log_to_driver=False)
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    with raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made:
+        yield made
 
 
 @pytest.fixture
@@ -128,7 +109,7 @@ def test_a_controller_whose_node_dies(nodes, head, eventually):
 @pytest.mark.parametrize("how", ["killed", "exits"])
 def test_a_driver_that_ends(nodes, start_script, eventually, how):
     """The agents of a job, and all that they hold, end with it; a driver that exits prints nothing."""
-    script = start_script(f"""
+    source = f"""
         import ray
         ray.init(address={nodes.address!r}, logging_level="error")
         from fairlead_placement import RayVirtualCluster
@@ -136,7 +117,9 @@ def test_a_driver_that_ends(nodes, start_script, eventually, how):
         cluster.get_master_address_and_port()
         print(ray.get_runtime_context().get_job_id())
         input()
-        """)
+        """
+    # Without this setting Ray 2.55 prints a tip in every driver that starts workers.
+    script = start_script(source, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     job = script.line()
     assert len(agents_of(job)) == 1
     assert not is_free(LOW)
@@ -167,7 +150,7 @@ def test_who_is_looked_at(monkeypatch):
     """What the dead hold is released, the job's end ends the agent, and what is unknown changes nothing (seam: Ray)."""
     done, alive = [], {"job": True, "dead": False, "guarded": False, "unknown": None, "well": True}
     monkeypatch.setattr(
-        "fairlead_placement._agent_owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")
+        "fairlead_placement._nodes.owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")
     )
     holders = {"dead", "unknown", "well", "job"}
     owners = Owners("job", lambda: holders, done.append, lambda: done.append("end"), is_alive=alive.get)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_placement import _planner
-from fairlead_placement._labels import matches
-from fairlead_placement._planner import STRATEGIES, Ask, Node, decide, never_fits, plan
-from fairlead_placement._topology import node_place, physical_order
+from fairlead_placement._plan import planner as _planner
+from fairlead_placement._plan.labels import matches
+from fairlead_placement._plan.model import STRATEGIES, Ask, Node
+from fairlead_placement._plan.planner import decide, never_fits, plan
+from fairlead_placement._plan.topology import node_place, physical_order
 
 
 def node(name, free=None, *, labels=None, **total):

@@ -20,10 +20,10 @@ from fairlead_placement import (
     PlacementTimeoutError,
     PortUnavailableError,
     RayVirtualCluster,
-    _holding,
     lease_ports,
 )
-from fairlead_placement._agent_process import AgentProcess
+from fairlead_placement._nodes.agent_process import AgentProcess
+from fairlead_placement._reserve import lifecycle as _holding
 
 # Other processes on this machine may run these tests too.
 LOW = 20000 + os.getpid() % 1000 * 10

@@ -14,15 +14,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import (
-    PlacementError,
-    PlacementTimeoutError,
-    RayVirtualCluster,
-    ResourceInsufficientError,
-    _planner,
-    place_pinned,
-    remove_placement_groups,
-)
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._plan import planner as _planner
+from fairlead_placement.spi import place_pinned, remove_placement_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -81,7 +75,7 @@ def test_bundles_are_pinned(monkeypatch):
         asked.append((bundles, options))
         return placement_group(bundles, **options)
 
-    monkeypatch.setattr("fairlead_placement._groups.placement_group", recording)
+    monkeypatch.setattr("fairlead_placement._reserve.groups.placement_group", recording)
     with RayVirtualCluster([1, 2], use_gpus=False):
         pass
 
@@ -258,7 +252,7 @@ def test_what_ray_cannot_place_is_given_back():
 
 def test_nothing_is_left_when_ids_are_not_told(monkeypatch):
     """A reservation that fails after Ray has placed it is given back too."""
-    monkeypatch.setattr("fairlead_placement._slots.read_nodes", lambda: ())
+    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda: ())
     with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
         RayVirtualCluster([1], use_gpus=False).reserve()
     assert groups_there() == {}

@@ -15,18 +15,11 @@ import types
 import pytest
 import ray
 
-from fairlead_placement import (
-    GpuMemory,
-    NodeAgent,
-    PlacementError,
-    ProcessUsage,
-    RayVirtualCluster,
-    _agent,
-    run_on_nodes,
-    usage_on_nodes,
-)
-from fairlead_placement._agent_meters import Gpus, MemoryMeter, ProcessMeter
-from fairlead_placement._agent_process import AgentProcess
+from fairlead_placement import GpuMemory, NodeAgent, PlacementError, ProcessUsage, RayVirtualCluster
+from fairlead_placement._nodes import agent as _agent
+from fairlead_placement._nodes.agent_process import AgentProcess
+from fairlead_placement._nodes.meters import Gpus, MemoryMeter, ProcessMeter
+from fairlead_placement.spi import run_on_nodes, usage_on_nodes
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, claim_slots
+from fairlead_placement import PlacementError, RayVirtualCluster
+from fairlead_placement.spi import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

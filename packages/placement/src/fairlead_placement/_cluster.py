@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn, NotRequired, TypedDict
 
 import ray
 from ray.util.placement_group import PlacementGroup
+from rich.console import Console, RenderableType
 
 from ._checks import (
     checked_choice,
@@ -16,18 +17,18 @@ from ._checks import (
     checked_seconds,
     checked_segments,
 )
-from ._drawn import Drawn
-from ._dropped import release_when_dropped
-from ._gpu_ids import check_gpu_ids
-from ._holding import Holding
-from ._labels import check_selector
-from ._occupancy import groups_on
-from ._planner import STRATEGIES, Ask, Strategy
-from ._ports import PORT_HIGH, PORT_LOW, check_range
-from ._report import Report
-from ._reservation import examine, examine_reserved
+from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
+from ._nodes.usage import NodeUsage
+from ._plan.labels import check_selector
+from ._plan.model import STRATEGIES, Ask, Strategy
+from ._reserve.attempt import examine, examine_reserved
+from ._reserve.claims import groups_on
+from ._reserve.finalizers import release_when_dropped
+from ._reserve.gpu_ids import check_gpu_ids
+from ._reserve.lifecycle import Holding
+from ._show.grid import counted, draw
+from ._show.report import Report, as_html
 from ._slot import Slot
-from ._usage import NodeUsage
 from .exceptions import PlacementError
 
 __all__ = ["ClusterConfig", "RayVirtualCluster"]
@@ -57,7 +58,7 @@ class ClusterConfig(TypedDict):
     segment_size: NotRequired[int | None]
 
 
-class RayVirtualCluster(Drawn):
+class RayVirtualCluster:
     """Reserves bundles on logical nodes and hands them out as slots in physical order.
 
     Args:
@@ -81,7 +82,8 @@ class RayVirtualCluster(Drawn):
         node_resource_constraints: per logical node, what each of its bundles holds besides.
         label_selector: which nodes may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold.
+        reserve_timeout_s: seconds to wait for resources that others hold. Nothing is held during the wait, so many
+            small requests of others can starve a large one.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
@@ -435,6 +437,30 @@ class RayVirtualCluster(Drawn):
 
     def _shown_slots(self) -> tuple[Slot, ...]:
         return self.slots() if self._holding.reserved and not self._holding.ray_ended else ()
+
+    def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
+        """The cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
+
+        Args:
+            worker_groups: groups to draw in it: anything with `name_prefix`, `world_size`, `worker_metadata`.
+            title: instead of the headline that counts nodes and GPUs.
+        """
+        return draw(self._counts, self._shown_slots(), self.use_gpus, worker_groups, title)
+
+    def print_cluster_grid(self, worker_group: Any | None = None) -> None:
+        """Print the grid, with the workers of one group. Reserves nothing."""
+        Console().print(self.grid([] if worker_group is None else [worker_group]))
+
+    def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
+        """Print the grid with several groups; without an argument, those that live on this cluster."""
+        groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
+        bundles = counted(sum(self._counts), "GPU" if self.use_gpus else "CPU")
+        nodes = counted(sum(count > 0 for count in self._counts), "node")
+        title = f"Ray Cluster Global View: {nodes}, {bundles}, Worker Groups: {len(groups)}"
+        Console().print(self.grid(groups, title=title))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.grid(groups_on(self._shown_slots())))
 
     def shutdown(self) -> bool:
         """Give everything back: leased ports and placement groups, with whatever runs in them.

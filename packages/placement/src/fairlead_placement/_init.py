@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach to a Ray cluster, or start one on this machine."""
+"""Attach to a Ray cluster or start one on this machine, and say which one this process is attached to."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ import ray
 from ._ray_private import find_cluster
 from .exceptions import PlacementError
 
-__all__ = ["init_ray"]
+__all__ = ["connection", "init_ray"]
 
 # A local cluster that this function started carries a resource of this name, so that it can be told from others.
 _TAG = "fairlead-local-"
@@ -150,3 +150,18 @@ def _answers(address: str) -> bool:
 def _tag() -> str:
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     return _TAG + hashlib.sha256(devices.encode()).hexdigest()[:8]
+
+
+def connection() -> str:
+    """Return a text that identifies the Ray that this process is connected to; empty if it is connected to none.
+
+    The text changes once `ray.shutdown()` has been called, also if the process joins the same cluster again, because
+    what it held there before is gone. Check it before you call functions of Ray that would start a new local Ray.
+
+    >>> connection()
+    ''
+    """
+    if not ray.is_initialized():
+        return ""
+    here = ray.get_runtime_context()
+    return f"{here.get_session_name()} {here.get_worker_id()}"

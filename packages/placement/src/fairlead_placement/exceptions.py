@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong while a place is being found, one class per situation."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # every module may raise these, also those that a report is made of
-    from ._report import Report
+from ._show.report import Report
 
 __all__ = ["PlacementError", "PlacementTimeoutError", "PortUnavailableError", "ResourceInsufficientError"]
 
@@ -19,7 +16,7 @@ class PlacementError(Exception):
 class _Reported(PlacementError):
     """An error that shows what was asked and what was found."""
 
-    def __init__(self, reason: str, report: "Report | None" = None) -> None:
+    def __init__(self, reason: str, report: Report | None = None) -> None:
         super().__init__(reason, report)
         self.reason = reason
         self.report = report

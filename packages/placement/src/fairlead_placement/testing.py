@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._agent import AGENT_NAME_PREFIX, NodeAgent, known_agents
+from ._nodes.agent import AGENT_NAME_PREFIX, NodeAgent, known_agents
 from ._ray_private import free_per_node, live_actors
 from .exceptions import PlacementError
 

@@ -12,15 +12,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-from ._accelerators import accelerator_ids
-from ._gpu_fillers import Fillers, drop, filled, gpu_names
-from ._gpu_holders import held_by
-from ._groups import Reserved, place
-from ._inventory import read_nodes
-from ._planner import Ask, Node, never_fits, plan
-from ._reservation import POLL_S, report_of
-from ._waiting import Waiting
-from .exceptions import PlacementTimeoutError, ResourceInsufficientError
+from .._nodes.inventory import read_nodes
+from .._plan.model import Ask, Node
+from .._plan.planner import never_fits, plan
+from .._show.status_line import Waiting
+from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
+from .accelerators import accelerator_ids
+from .attempt import POLL_S, report_of
+from .gpu_fillers import Fillers, drop, filled, gpu_names
+from .gpu_holders import held_by
+from .groups import Reserved, place
 
 __all__ = ["check_gpu_ids", "reserve_gpus"]
 

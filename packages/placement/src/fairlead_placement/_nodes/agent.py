@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from . import _agent_meters, _agent_owners, _agent_process, _ray_private
-from ._inventory import alive_nodes
-from ._ray_private import clean_runtime_env, driver_of, node_of_worker, worker_is_alive
-from ._usage import GpuMemory, NodeUsage, ProcessUsage
-from .exceptions import PlacementError, PlacementTimeoutError
+from .. import _ray_private
+from .._ray_private import clean_runtime_env, driver_of, node_of_worker, worker_is_alive
+from ..exceptions import PlacementError, PlacementTimeoutError
+from . import agent_process, meters, owners
+from .inventory import alive_nodes
+from .usage import GpuMemory, NodeUsage, ProcessUsage
 
 __all__ = [
     "AGENT_NAME_PREFIX",
@@ -42,10 +43,8 @@ PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 # died, or will answer again: Ray does not know yet.
 _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
 # fairlead-placement need not be installed on the nodes.
-ray.cloudpickle.register_pickle_by_value(_agent_process)
-ray.cloudpickle.register_pickle_by_value(_agent_meters)
-ray.cloudpickle.register_pickle_by_value(_agent_owners)
-ray.cloudpickle.register_pickle_by_value(_ray_private)
+for _module in (agent_process, meters, owners, _ray_private):
+    ray.cloudpickle.register_pickle_by_value(_module)
 
 
 # By session, job and node.
@@ -60,7 +59,7 @@ _lock = threading.RLock()
 
 @functools.cache
 def _actor_class() -> Any:
-    return ray.remote(_agent_process.AgentProcess)
+    return ray.remote(agent_process.AgentProcess)
 
 
 def _handle(node_id: str, *, instead_of: Any = None) -> Any:

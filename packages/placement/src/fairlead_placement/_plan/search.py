@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Literal
 
-__all__ = ["Amounts", "Budget", "Room", "Strategy", "Undecided", "Want", "search"]
+from .model import Strategy
 
-Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
+__all__ = ["Amounts", "Budget", "Room", "Undecided", "Want", "search"]
 
 
 class Undecided(Exception):

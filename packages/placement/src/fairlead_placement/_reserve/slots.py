@@ -4,12 +4,12 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from ._accelerators import accelerator_ids
-from ._groups import Reserved
-from ._inventory import read_nodes
-from ._planner import PRECISION, Node
-from ._slot import Slot
-from .exceptions import PlacementError
+from .._nodes.inventory import read_nodes
+from .._plan.model import PRECISION, Node
+from .._slot import Slot
+from ..exceptions import PlacementError
+from .accelerators import accelerator_ids
+from .groups import Reserved
 
 __all__ = ["slots_of"]
 

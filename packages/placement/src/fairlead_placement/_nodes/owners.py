@@ -17,7 +17,7 @@ from collections.abc import Callable
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from ._ray_private import worker_is_alive
+from .._ray_private import worker_is_alive
 
 __all__ = ["Owners", "owned_name", "remove_groups_of"]
 

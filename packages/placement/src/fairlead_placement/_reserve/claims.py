@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from ._dropped import wait_for_dropped
-from ._slot import Slot
-from .exceptions import ResourceInsufficientError
+from .._slot import Slot
+from ..exceptions import ResourceInsufficientError
+from .finalizers import wait_for_dropped
 
 __all__ = ["SlotClaim", "claim_slots", "groups_on"]
 
@@ -106,7 +106,7 @@ def groups_on(slots: Sequence[Slot]) -> list[object]:
         claims = dict.fromkeys(claim for slot in slots for claim in _held.get(_key(slot), []))
         there = [claim._group() for claim in claims]
         known = [group() for group in _groups]
-    # By identity: what a group compares equal to is its own affair.
+    # By identity: a group may define its own equality.
     on_slots = {id(group) for group in there if group is not None}
     return [group for group in known if group is not None and id(group) in on_slots]
 

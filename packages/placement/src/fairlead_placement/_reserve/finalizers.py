@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._ray_private import never_connect
+from .._ray_private import never_connect
 
 __all__ = ["release_when_dropped", "wait_for_dropped"]
 

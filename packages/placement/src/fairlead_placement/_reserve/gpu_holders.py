@@ -3,9 +3,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from ._inventory import read_holders
-from ._ray_private import LiveActor, live_actors
-from ._report import Holder
+from .._nodes.inventory import read_holders
+from .._ray_private import LiveActor, live_actors
+from .._show.report import Holder
 
 __all__ = ["held_by"]
 

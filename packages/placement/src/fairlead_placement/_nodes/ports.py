@@ -8,10 +8,10 @@ from types import TracebackType
 
 import ray
 
-from ._agent import ask_nodes, new_lease_ids, this_process
-from ._inventory import alive_nodes
-from ._slot import Slot
-from .exceptions import PlacementError, PortUnavailableError
+from .._slot import Slot
+from ..exceptions import PlacementError, PortUnavailableError
+from .agent import ask_nodes, new_lease_ids, this_process
+from .inventory import alive_nodes
 
 __all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports", "release_ports"]
 

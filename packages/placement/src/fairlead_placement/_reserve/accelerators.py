@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ._groups import Reserved
-from .exceptions import PlacementTimeoutError
+from ..exceptions import PlacementTimeoutError
+from .groups import Reserved
 
 __all__ = ["accelerator_ids"]
 

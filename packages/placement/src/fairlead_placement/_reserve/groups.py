@@ -15,11 +15,11 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from ._agent import guard_groups, is_driver, this_process
-from ._agent_owners import owned_name
-from ._inventory import alive_nodes
-from ._planner import Ask
-from ._ray_private import free_per_node
+from .._nodes.agent import guard_groups, is_driver, this_process
+from .._nodes.inventory import alive_nodes
+from .._nodes.owners import owned_name
+from .._plan.model import Ask
+from .._ray_private import free_per_node
 
 __all__ = ["PLACING_S", "Demand", "Reserved", "place", "place_pinned", "remove", "unique_name"]
 

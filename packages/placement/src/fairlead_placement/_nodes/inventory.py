@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._planner import Node
-from ._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
-from ._report import Holder
-from ._topology import physical_order
+from .._plan.model import Node
+from .._plan.topology import physical_order
+from .._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
+from .._show.report import Holder
 
 __all__ = ["alive_nodes", "read_holders", "read_nodes"]
 

@@ -4,8 +4,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ._matching import match
-from ._search import Budget
+from .matching import match
+from .search import Budget
 
 __all__ = ["place_blocks"]
 

@@ -6,17 +6,12 @@ Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ._labels import matches
-from ._search import Amounts, Room, Strategy
+from .labels import matches
+from .model import PRECISION, Ask, Node, Strategy
+from .search import Amounts, Room
 
-if TYPE_CHECKING:
-    from ._planner import Ask, Node
-
-__all__ = ["PRECISION", "Shape", "Site"]
-
-PRECISION = 10_000
+__all__ = ["Shape", "Site"]
 
 
 @dataclass
@@ -37,7 +32,7 @@ class Shape:
 class Site:
     """Asks by shape, and nodes (numbered in physical order) by what they have for those asks."""
 
-    def __init__(self, asks: Sequence["Ask"], nodes: Sequence["Node"], idle: bool) -> None:
+    def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool) -> None:
         by_shape: dict[object, int] = {}
         self.shape_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
         examples = {self.shape_of[ask.node_idx]: ask for ask in reversed(asks)}

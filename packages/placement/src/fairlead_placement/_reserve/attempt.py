@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from ._groups import Demand, Reserved, place
-from ._inventory import alive_nodes, read_holders, read_nodes
-from ._planner import Ask, Node, decide
-from ._ray_private import autoscaler_is_there
-from ._report import Report, Verdict
-from ._slot import Slot
-from ._waiting import Waiting
-from .exceptions import PlacementTimeoutError, ResourceInsufficientError
+from .._nodes.inventory import alive_nodes, read_holders, read_nodes
+from .._plan.model import Ask, Node
+from .._plan.planner import decide
+from .._ray_private import autoscaler_is_there
+from .._show.report import Report, Verdict
+from .._show.status_line import Waiting
+from .._slot import Slot
+from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
+from .groups import Demand, Reserved, place
 
 __all__ = ["examine", "examine_reserved", "report_of", "reserve"]
 

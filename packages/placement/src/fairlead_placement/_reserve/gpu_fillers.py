@@ -10,11 +10,11 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ._accelerators import LEAST_S, accelerator_ids
-from ._agent import guard_groups, is_driver
-from ._groups import PLACING_S, Reserved, remove, unique_name
-from ._planner import Node
-from ._ray_private import visible_gpus
+from .._nodes.agent import guard_groups, is_driver
+from .._plan.model import Node
+from .._ray_private import visible_gpus
+from .accelerators import LEAST_S, accelerator_ids
+from .groups import PLACING_S, Reserved, remove, unique_name
 
 __all__ = ["Fillers", "drop", "filled", "gpu_names"]
 

@@ -11,20 +11,20 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from ._connection import connection
-from ._gpu_ids import reserve_gpus
-from ._groups import Reserved, remove
-from ._inventory import alive_nodes, read_nodes
-from ._monitor import Monitor, read_usage
-from ._planner import Ask
-from ._ports import PortLease, lease_ports, release_ports
-from ._ray_private import draining_nodes
-from ._reservation import reserve
-from ._slot import Slot
-from ._slots import slots_of
-from ._topology import node_place
-from ._usage import NodeUsage
-from .exceptions import PlacementError
+from .._init import connection
+from .._nodes.inventory import alive_nodes, read_nodes
+from .._nodes.memory_monitor import Monitor, read_usage
+from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.usage import NodeUsage
+from .._plan.model import Ask
+from .._plan.topology import node_place
+from .._ray_private import draining_nodes
+from .._slot import Slot
+from ..exceptions import PlacementError
+from .attempt import reserve
+from .gpu_ids import reserve_gpus
+from .groups import Reserved, remove
+from .slots import slots_of
 
 __all__ = ["Holding"]
 

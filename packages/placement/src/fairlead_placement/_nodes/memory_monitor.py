@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ._agent import NodeAgent, ask_nodes
-from ._inventory import alive_nodes
-from ._usage import NodeUsage
-from .exceptions import PlacementError
+from ..exceptions import PlacementError
+from .agent import NodeAgent, ask_nodes
+from .inventory import alive_nodes
+from .usage import NodeUsage
 
 __all__ = ["Monitor", "read_usage"]
 

@@ -7,17 +7,14 @@ Pure functions of what they are given.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from .exceptions import ResourceInsufficientError
-
-if TYPE_CHECKING:
-    from ._planner import Node
+from ..exceptions import ResourceInsufficientError
+from .model import Node
 
 __all__ = ["check_size", "node_place", "physical_order", "select_segment_nodes", "sort_bundle_indices_by_topology"]
 
 
-def physical_order(nodes: Iterable["Node"]) -> "list[Node]":
+def physical_order(nodes: Iterable[Node]) -> list[Node]:
     """Sort nodes by topology domain, rank in the domain, and node id.
 
     Domains follow each other by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
@@ -34,7 +31,7 @@ def physical_order(nodes: Iterable["Node"]) -> "list[Node]":
     return [by_id[node_id] for _, node_id in ordered]
 
 
-def node_place(node: "Node") -> tuple[str, int]:
+def node_place(node: Node) -> tuple[str, int]:
     """Return the topology domain of a node ("" if it has none) and its rank there.
 
     They are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources

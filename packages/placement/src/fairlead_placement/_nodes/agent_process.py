@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
-from ._agent_meters import Gpus, MemoryMeter, ProcessMeter
-from ._agent_owners import Owners, end_this_actor
+from .meters import Gpus, MemoryMeter, ProcessMeter
+from .owners import Owners, end_this_actor
 
 __all__ = ["AgentProcess"]
 

@@ -1,69 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which node each bundle goes to: pure functions of what is asked and what is there."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import get_args
 
-from ._labels import check_selector
-from ._matching import match
-from ._search import Amounts, Budget, Room, Strategy, Undecided, Want, search
-from ._segments import place_blocks
-from ._site import PRECISION, Shape, Site
-from ._topology import check_size, node_place
+from .matching import match
+from .model import Ask, Node
+from .search import Amounts, Budget, Room, Undecided, Want, search
+from .segments import place_blocks
+from .site import Shape, Site
+from .topology import check_size, node_place
 
-__all__ = ["PRECISION", "STRATEGIES", "Ask", "Node", "Strategy", "decide", "never_fits", "plan"]
+__all__ = ["decide", "never_fits", "plan"]
 
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 # How much to try before giving up, in looks at a kind of node: about a second.
 WORK = 1_200_000
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node that is alive.
-
-    Attributes:
-        node_id: Ray's id of it, hexadecimal.
-        ip: its address.
-        total: what it has of each resource.
-        free: what of that is free; what is used up may be absent.
-        labels: its labels.
-    """
-
-    node_id: str
-    ip: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    labels: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What is asked for one logical node.
-
-    Attributes:
-        node_idx: number of the logical node.
-        count: how many bundles.
-        bundle: what each of them holds.
-        strategy: how they are laid out: "STRICT_PACK", "PACK", "SPREAD" or "STRICT_SPREAD".
-        labels: which nodes may be used, in Ray's syntax.
-    """
-
-    node_idx: int
-    count: int
-    bundle: Mapping[str, float]
-    strategy: Strategy = "STRICT_PACK"
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_selector(self.labels)
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Asks of one shape are interchangeable."""
-        return (self.count, tuple(sorted(self.bundle.items())), self.strategy, tuple(sorted(self.labels.items())))
 
 
 def plan(

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ._slot import Slot
+from .._slot import Slot
 
 __all__ = ["counted", "draw"]
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was asked, what is there, and who holds it: the table under every refusal."""
 
+import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ._planner import Ask, Node
-from ._render import as_html, as_text
+from .._plan.model import Ask, Node
 
-__all__ = ["Holder", "Report", "Verdict"]
+__all__ = ["Holder", "Report", "Verdict", "as_html", "as_text"]
 
 Verdict = Literal["fits", "taken", "impossible", "reserved"]
 _SAID: dict[Verdict, str] = {
@@ -155,3 +155,18 @@ def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dic
     named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
     rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
     return {name: amount for name, amount in rest.items() if amount > 1e-4}
+
+
+def as_text(renderable: RenderableType, *, width: int = 110) -> str:
+    """Without colours and control codes, for messages and logs."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def as_html(renderable: RenderableType, *, width: int = 110) -> str:
+    """A `<pre>` with inline styles, for `_repr_html_`."""
+    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
+    console.print(renderable)
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from fairlead_placement import release_when_dropped
-from fairlead_placement._dropped import wait_for_dropped
+from fairlead_placement._reserve.finalizers import wait_for_dropped
+from fairlead_placement.spi import release_when_dropped
 
 
 class Owner:
@@ -63,7 +63,7 @@ def test_at_exit(run_script):
     """At interpreter exit nothing is released, and an object that is dropped then is not waited for."""
     out = run_script(
         """
-        from fairlead_placement import release_when_dropped
+        from fairlead_placement.spi import release_when_dropped
 
         class Owner:
             pass

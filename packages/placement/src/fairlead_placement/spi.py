@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What packages built on fairlead-placement may use, besides the names that users need.
+
+These names follow the same versioning as those of `fairlead_placement`. They read what a cluster has, claim slots for a
+group of workers, run functions through node agents, and release what a dropped object holds.
+"""
+
+from ._init import connection
+from ._nodes.agent import run_on_nodes, usage_on_nodes
+from ._nodes.inventory import alive_nodes, read_holders, read_nodes
+from ._ray_private import autoscaler_is_there, draining_nodes, never_connect
+from ._reserve.claims import SlotClaim, claim_slots
+from ._reserve.finalizers import release_when_dropped
+from ._reserve.groups import place_pinned
+from ._reserve.groups import remove as remove_placement_groups
+from ._show.status_line import Waiting
+
+__all__ = [
+    "SlotClaim",
+    "Waiting",
+    "alive_nodes",
+    "autoscaler_is_there",
+    "claim_slots",
+    "connection",
+    "draining_nodes",
+    "never_connect",
+    "place_pinned",
+    "read_holders",
+    "read_nodes",
+    "release_when_dropped",
+    "remove_placement_groups",
+    "run_on_nodes",
+    "usage_on_nodes",
+]
