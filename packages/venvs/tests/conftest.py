@@ -122,7 +122,7 @@ def root(tmp_path, monkeypatch):
 def no_leaks(root):
     """Instead of the one for all packages, which needs fairlead-placement: no build leaves anything half-done."""
     yield
-    assert [path.name for path in root.glob("*.building-*")] == []
+    assert [path.name for path in (*root.glob("*.building-*"), *root.glob(".resolved/*.building-*"))] == []
     assert [path.name for path in root.glob("*.trash-*")] == []
 
 

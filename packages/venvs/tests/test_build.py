@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
-from fairlead_venvs._layout import MANIFEST
+from fairlead_venvs._build.store import FORMAT, MANIFEST
 
 
 def test_requirements(spec_of, tools, root):
@@ -181,7 +181,7 @@ def test_damaged(spec_of, tools, damage):
         Path(python).with_name("alpha-says").unlink()
     else:
         other = json.dumps({**json.loads(manifest.read_text()), "fingerprint": "0" * 64})
-        partial = json.dumps({"format": 1, "fingerprint": spec.fingerprint()})
+        partial = json.dumps({"format": FORMAT, "fingerprint": spec.fingerprint()})
         damaged = {"empty": "", "garbage": "{", "other": other, "partial": partial, "list": "[]", "deep": "[" * 100_000}
         damaged["entries"] = json.dumps({**json.loads(manifest.read_text()), "entries": {"bin": [[]]}})
         manifest.write_text(damaged[damage])
@@ -241,7 +241,7 @@ def test_deadline(spec_of, tools):
     """A build that takes too long is ended, with all it has started, and leaves nothing."""
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"Not done within 2 s: .*sleep"):
-        create_local_venv(spec_of("alpha", setup=["sh", "-c", "sleep 6543 & sleep 6543"]), timeout_s=2)
+        create_local_venv(spec_of(setup=["sh", "-c", "sleep 6543 & sleep 6543"]), timeout_s=2)
     assert time.monotonic() - began < 30
     assert tools.running("sleep\x006543") == []
     for wrong in (0, -1, float("inf"), True, "5"):

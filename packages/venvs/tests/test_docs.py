@@ -12,17 +12,22 @@ import pytest
 
 import fairlead_venvs
 
-SOURCES = sorted(path for path in Path(fairlead_venvs.__file__).parent.glob("*.py") if path.stem != "__main__")
+FOLDER = Path(fairlead_venvs.__file__).parent
+# The module of each file, by its name.
+SOURCES = {
+    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts): path
+    for path in FOLDER.rglob("*.py")
+    if path.stem != "__main__"
+}
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_examples_in_docstrings(source):
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_examples_in_docstrings(name):
     """The examples show what the code does."""
-    name = fairlead_venvs.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
-    results = doctest.testmod(importlib.import_module(name))
+    results = doctest.testmod(importlib.import_module(name.removesuffix(".__init__")))
     assert results.failed == 0
-    assert results.attempted == len(re.findall(r"^ *>>> ", source.read_text(), flags=re.MULTILINE))
+    assert results.attempted == len(re.findall(r"^ *>>> ", SOURCES[name].read_text(), flags=re.MULTILINE))
 
 
 def test_readme_has_all_names():

@@ -16,21 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import (
-    UvUnavailableError,
-    VenvBuildError,
-    VenvError,
-    VenvSpec,
-    VenvTimeoutError,
-    _wheel,
-    create_local_venv,
-)
-from fairlead_venvs._build import locked
-from fairlead_venvs._kernel_lock import KernelLock
-from fairlead_venvs._layout import BUILDING, host_tag, lock_path, look
-from fairlead_venvs._plan import planned
+from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSpec, VenvTimeoutError, create_local_venv
+from fairlead_venvs._build.build import locked
+from fairlead_venvs._build.kernel_lock import KernelLock
+from fairlead_venvs._build.store import BUILDING, host_tag, lock_path, look
+from fairlead_venvs._build.uv import Deadline, Runner
+from fairlead_venvs._planning import wheel
+from fairlead_venvs._planning.plan import planned
 from fairlead_venvs._progress import Bars
-from fairlead_venvs._uv import Deadline, Runner
 
 ASK = """
     import sys
@@ -228,7 +221,7 @@ def test_no_locks(spec_of, monkeypatch, tools, tmp_path):
     def no_locks(file, how):
         raise OSError(errno.ENOLCK, "no locks here")
 
-    monkeypatch.setattr("fairlead_venvs._kernel_lock.fcntl.flock", no_locks)
+    monkeypatch.setattr("fairlead_venvs._build.kernel_lock.fcntl.flock", no_locks)
     count = tmp_path / "built"
     script = f"import time; open({str(count)!r}, 'a').write('once '); time.sleep(0.5)"
     spec = spec_of("alpha", setup=["python", "-c", script])
@@ -255,7 +248,7 @@ def test_no_uv(spec_of, tmp_path, monkeypatch):
         create_local_venv(spec_of("alpha"))
     # Neither a package nor a program.
     monkeypatch.delenv("FAIRLEAD_VENV_UV")
-    code = "import sys; sys.modules['uv'] = None\n" + "from fairlead_venvs._uv import *; find_uv(Deadline(9))"
+    code = "import sys; sys.modules['uv'] = None\n" + "from fairlead_venvs._build.uv import *; find_uv(Deadline(9))"
     env = {**os.environ, "PATH": str(tmp_path / "empty")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert "UvUnavailableError: uv is needed to build environments: neither the package uv nor a program" in done.stderr
@@ -283,7 +276,7 @@ def test_wheel_without_locks(make_project, project_spec, monkeypatch):
     backend = folder / "backend.py"
     unique = 'wheel.writestr(f"{stem}.dist-info/BUILT", str(__import__("time").time_ns()))'
     backend.write_text(backend.read_text().replace("    return name\n", f"        {unique}\n    return name\n", 1))
-    built = _wheel._kept
+    built = wheel._kept
     asked = []
 
     def kept(store):
@@ -296,17 +289,17 @@ def test_wheel_without_locks(make_project, project_spec, monkeypatch):
             (content / "proj-0.1-py3-none-any.whl").write_bytes(b"first")
         return ready
 
-    monkeypatch.setattr(_wheel, "_kept", kept)
+    monkeypatch.setattr(wheel, "_kept", kept)
     plan = planned(spec)
-    (wheel,) = [path for name, path in plan.files if name.startswith("own/")]
-    assert wheel.read_bytes() == b"first"
+    (sent,) = [path for name, path in plan.files if name.startswith("own/")]
+    assert sent.read_bytes() == b"first"
 
 
 def test_unknown_package(spec_of):
     """The error carries uv's own words, and the command."""
-    with pytest.raises(VenvBuildError, match="uv could not install the requirements") as caught:
+    with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
         create_local_venv(spec_of("alpha==3.0"))
-    assert "pip install" in caught.value.command
+    assert "pip compile" in caught.value.command
     assert any("there is no version of alpha==3.0" in line for line in caught.value.output)
     assert caught.value.node is None
 

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decides the content of an environment changes its fingerprint, and nothing else does."""
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_venvs import VenvSpec, create_local_venv
-from fairlead_venvs._walk import source_key
+from fairlead_venvs._planning.plan import make_plan, read_request
+from fairlead_venvs._planning.resolution import Resolution
+from fairlead_venvs._planning.source import source_key
 
+# Another version than that of the tests.
+OTHER_PYTHON = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
 MORE = '[project.optional-dependencies]\nx = ["gamma"]\ny = ["beta"]\n[dependency-groups]\ndev = ["beta"]\n'
+
+
+def fingerprint(spec, *pins):
+    """The fingerprint of a spec whose requirements were resolved to some versions."""
+    return make_plan(read_request(spec), Resolution(pins)).recipe.fingerprint
 
 
 @pytest.fixture
@@ -63,7 +74,7 @@ def test_fields_of_projects(folder, project_spec):
         project_spec(folder, extras=["x", "y"]),
         project_spec(folder, groups=["dev"]),
         project_spec(folder, install_project=False),
-        project_spec(folder, install_project=False, python="3.12"),
+        project_spec(folder, install_project=False, python=OTHER_PYTHON),
         project_spec(folder, setup=["true"]),
         project_spec(folder, setup=["true", "1"]),
         project_spec(folder, env={"UV_TORCH_BACKEND": "cpu"}),
@@ -88,27 +99,28 @@ def test_fields_of_requirements(wheels, tools, tmp_path):
         VenvSpec(requirements=["numpy>=2", ray], env={"UV_LINK_MODE": "copy", "UV_INDEX_X_PASSWORD": "x"}),
         VenvSpec(requirements=["numpy>=2", ray], env={"UV_OFFLINE": "1"}),
     ]
-    assert len({spec.fingerprint() for spec in same}) == 1
+    assert len({fingerprint(spec) for spec in same}) == 1
+    assert fingerprint(same[0]) != fingerprint(same[0], "numpy==2.0") != fingerprint(same[0], "numpy==2.1")
     tools.make_wheel(tmp_path, "delta")
     others = [
         VenvSpec(requirements=[]),
         VenvSpec(requirements=["numpy"]),
         VenvSpec(requirements=["numpy>=2"]),
-        VenvSpec(requirements=["numpy>=2"], python="3.12"),
+        VenvSpec(requirements=["numpy>=2"], python=OTHER_PYTHON),
         VenvSpec(requirements=["numpy>=2"], index="https://one/simple"),
         VenvSpec(requirements=["numpy>=2"], index="https://two/simple"),
         VenvSpec(requirements=["numpy>=2"], no_index=True),
         VenvSpec(requirements=["numpy>=2"], find_links=[str(wheels)]),
         VenvSpec(requirements=["numpy>=2"], find_links=[str(tmp_path)]),
     ]
-    prints = [spec.fingerprint() for spec in others]
+    prints = [fingerprint(spec) for spec in others]
     assert len(set(prints)) == len(others)
     tools.make_wheel(tmp_path, "delta", files={"delta.py": ""})
-    assert others[-1].fingerprint() not in prints
+    assert fingerprint(others[-1]) not in prints
     # A folder is a folder, also as a URL.
     as_url = VenvSpec(requirements=["numpy>=2"], find_links=[tmp_path.as_uri()])
     assert as_url == others[-1]
-    assert as_url.fingerprint() == others[-1].fingerprint()
+    assert fingerprint(as_url) == fingerprint(others[-1])
     with pytest.raises(ValueError, match="names a file of another host"):
         VenvSpec(requirements=[], find_links=["file://host/wheels"])
 
@@ -140,6 +152,7 @@ WORDS = st.lists(st.sampled_from(["numpy", "Ray", "idna>=3", "six ; sys_platform
 @settings(max_examples=50, deadline=None, database=None)
 @given(first=WORDS, second=WORDS)
 def test_equal_exactly_if_the_same(first, second):
-    """Two lists of requirements have one fingerprint exactly if they hold the same."""
+    """Two lists of requirements that are resolved alike have one fingerprint exactly if they hold the same."""
     same = {one.lower() for one in first} == {one.lower() for one in second}
-    assert (VenvSpec(requirements=first).fingerprint() == VenvSpec(requirements=second).fingerprint()) == same
+    prints = [fingerprint(VenvSpec(requirements=one), "numpy==2.0") for one in (first, second)]
+    assert (prints[0] == prints[1]) == same

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvSpec, _layout, create_local_venv, list_venvs, prune
-from fairlead_venvs._kernel_lock import KernelLock
-from fairlead_venvs._layout import BUILDING, MANIFEST, USED, host_id, host_tag, lock_path, mark_used, share_folder
+from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
+from fairlead_venvs._build import store
+from fairlead_venvs._build.kernel_lock import KernelLock
+from fairlead_venvs._build.store import BUILDING, MANIFEST, USED, host_id, host_tag, lock_path, mark_used, share_folder
+from fairlead_venvs._cluster import renewal
 
 
 @pytest.fixture
@@ -227,12 +229,12 @@ def test_keep_names_an_environment(spec_of, age):
 
 def test_hosts_of_one_name(monkeypatch):
     """Two containers of one name are two hosts; the machine itself is the same one after a reboot."""
-    system = {_layout.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
-    monkeypatch.setattr(_layout, "_system", lambda path: system[path])
+    system = {store.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
+    monkeypatch.setattr(store, "_system", lambda path: system[path])
     container = host_id()
-    system[_layout.PID_NAMESPACE] = "pid:[4026532202]"
+    system[store.PID_NAMESPACE] = "pid:[4026532202]"
     assert host_id() != container
-    system[_layout.PID_NAMESPACE] = _layout.FIRST_PID_NAMESPACE
+    system[store.PID_NAMESPACE] = store.FIRST_PID_NAMESPACE
     machine, until_reboot = host_id(), host_tag()
     system["/proc/sys/kernel/random/boot_id"] = "2"
     assert host_id() == machine
@@ -292,7 +294,7 @@ def test_two_users_share_a_folder(root, as_user, monkeypatch):
         assert lock.acquire()
         lock.release()
         os.utime(folder / USED / host_id())
-        monkeypatch.setattr(_layout, "host_id", lambda: "another_host")
+        monkeypatch.setattr(store, "host_id", lambda: "another_host")
         mark_used(folder)
         assert (folder / USED / "another_host").exists()
 
@@ -302,3 +304,101 @@ def test_two_users_share_a_folder(root, as_user, monkeypatch):
     os.chmod(folder, 0o700)
     assert as_user(4002, lambda: prune(older_than=0)) == ""
     assert folder.exists()
+
+
+@pytest.fixture
+def shared(spec_of, age):
+    """An environment that another host has used, too, some time ago; its folder and the mark of this host."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    age(7200, host="another-host")
+    return folder, folder / USED / host_id()
+
+
+@pytest.fixture
+def renewing(monkeypatch):
+    """Marks are renewed five times a second, until the test is over."""
+    monkeypatch.setattr(renewal, "RENEW_S", 0.2)
+    monkeypatch.setattr(renewal, "LOOKS", 3)
+    yield
+    renewal._looks.clear()
+    thread = renewal._thread
+    if thread is not None:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def is_renewed(mark, within_s=30.0):
+    deadline = time.monotonic() + within_s
+    while time.time() - mark.stat().st_mtime > 3600 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return time.time() - mark.stat().st_mtime < 3600
+
+
+def seen_by(monkeypatch, host):
+    """Look as another host does: it does not see who runs here (seam: the table of processes)."""
+    monkeypatch.setattr(_housekeeping, "host_id", lambda: host)
+    monkeypatch.setattr(_housekeeping, "users_of", lambda folders: {os.path.realpath(one): () for one in folders})
+
+
+@pytest.mark.usefixtures("renewing")
+def test_use_is_renewed(spec_of, shared, age, monkeypatch):
+    """What runs for longer than `older_than` is not removed by another host, as its mark is renewed while it runs."""
+    folder, mark = shared
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
+        create_local_venv(spec_of("alpha"))  # from now on this process keeps it marked
+        age(7200)
+        assert is_renewed(mark)
+        with monkeypatch.context() as patch:
+            seen_by(patch, "another-host")
+            assert prune(older_than=3600) == []
+        sleeper.kill()
+    # When nobody runs from it any more, it is forgotten, and so is the thread.
+    deadline = time.monotonic() + 30
+    while renewal._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert renewal._thread is None
+    age(7200)
+    seen_by(monkeypatch, "another-host")
+    assert [venv.path for venv in prune(older_than=3600)] == [folder]
+
+
+def test_nothing_is_renewed_on_a_folder_of_one_host(spec_of):
+    """There `prune` sees who runs, and no thread is needed."""
+    create_local_venv(spec_of("alpha"))
+    assert renewal._thread is None
+
+
+def test_looking_renews(shared):
+    """Whoever lists the environments on the host where one is in use marks it."""
+    folder, mark = shared
+    os.utime(mark, (time.time() - 7200,) * 2)
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
+        deadline = time.monotonic() + 30
+        while not list_venvs(sizes=False)[0].pids and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert is_renewed(mark, 0)
+        sleeper.kill()
+
+
+def test_marks_of_others_are_spared(shared, monkeypatch):
+    """What another host has marked in the last half hour stays, however little `older_than` asks for."""
+    folder, mark = shared
+    os.utime(mark, (time.time() - 1500,) * 2)
+    seen_by(monkeypatch, "another-host")
+    assert prune(older_than=0) == []
+    os.utime(mark, (time.time() - 2000,) * 2)
+    assert [venv.path for venv in prune(older_than=0)] == [folder]
+
+
+def test_clocks_that_differ(spec_of, monkeypatch):
+    """Ages are those of the file system's clock: one of this host that is ahead removes nothing that was just used."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 36_000)
+    assert prune(older_than=3600) == []
+    # One that is behind marks what is used all the same.
+    mark = folder / USED / host_id()
+    os.utime(mark, (clock() - 7200,) * 2)
+    monkeypatch.setattr(time, "time", lambda: clock() - 36_000)
+    mark_used(folder)
+    assert clock() - mark.stat().st_mtime < 60

@@ -4,6 +4,7 @@
 import dataclasses
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,13 +27,18 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
-from fairlead_venvs._asking import alive_nodes, on_nodes
-from fairlead_venvs._node_task import build_here, look_here, probe_here
-from fairlead_venvs._plan import planned
-from fairlead_venvs._prefetch import prefetch
-from fairlead_venvs._uv import Deadline
+from fairlead_venvs._build.node_task import build_here, look_here, probe_here
+from fairlead_venvs._build.store import USED, host_id
+from fairlead_venvs._build.uv import Deadline
+from fairlead_venvs._cluster import renewal
+from fairlead_venvs._cluster.prefetch import prefetch
+from fairlead_venvs._cluster.rpc import alive_nodes, on_nodes
+from fairlead_venvs._planning.plan import planned
 
 pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+NO_LUCK = ["python", "-c", "import sys; sys.exit('no luck')"]
 
 
 class Worker:
@@ -101,7 +107,7 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
 
 def test_too_large(spec_of, monkeypatch):
     """What is too much to ship is told as an environment that is not ready, and stops no other one."""
-    monkeypatch.setattr("fairlead_venvs._provision.LIMIT_BYTES", 100)
+    monkeypatch.setattr("fairlead_venvs._cluster.provision.LIMIT_BYTES", 100)
     register_actor_env("package.module.Large", spec_of("alpha"))
     register_actor_env("package.module.Small", VenvSpec(requirements=[]))
     try:
@@ -219,10 +225,54 @@ def test_classes(worker_spec):
 def test_errors_of_nodes(spec_of):
     """What goes wrong on a node is told with the node and with uv's words."""
     with pytest.raises(VenvNodesError, match="1 of 1 environments are not ready, on ") as caught:
-        create_local_venv_on_each_node(spec_of("alpha==3.0"))
+        create_local_venv_on_each_node(spec_of("alpha", setup=NO_LUCK))
     error = only(caught)
     assert isinstance(error, VenvBuildError)
-    assert any("there is no version of alpha==3.0" in line for line in error.output)
+    assert error.output == ("no luck",)
+
+
+def test_errors_before_nodes(spec_of, root):
+    """Requirements that nothing satisfies are the driver's to report, and no node is asked."""
+    with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
+        create_local_venv_on_each_node(spec_of("alpha==3.0"))
+    assert caught.value.node is None
+    assert any("there is no version of alpha==3.0" in line for line in caught.value.output)
+    assert [path.name for path in root.iterdir()] == [".resolved"]
+
+
+def test_a_node_that_joins_later(spec_of, tools, tmp_path):
+    """It gets the versions that the others got, although the index has newer ones by now."""
+    tools.make_wheel(tmp_path, "alpha", "1.0")
+    tools.make_wheel(tmp_path, "beta", requires=["alpha"])
+    spec = spec_of("beta", find_links=(), env={"UV_FIND_LINKS": str(tmp_path)})
+    python = create_local_venv_on_each_node(spec)
+    tools.make_wheel(tmp_path, "alpha", "2.0")
+    shutil.rmtree(Path(python).parent.parent)  # it is not there on a new node
+
+    assert create_local_venv_on_each_node(spec) == python
+    assert tools.says(python, "import alpha; print(alpha.version)") == "1.0"
+
+
+def test_use_on_nodes_is_renewed(spec_of, monkeypatch):
+    """As long as a worker runs from an environment on a shared folder, the driver has its node mark it."""
+    monkeypatch.setattr(renewal, "RENEW_S", 0.2)
+    folder = Path(create_local_venv_on_each_node(spec_of("alpha"))).parent.parent
+    assert renewal._thread is None
+    (folder / USED / "another-host").touch()
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
+        create_local_venv_on_each_node(spec_of("alpha"))
+        assert [where for where, node in renewal._looks if node != renewal.HERE] == [str(folder)]
+        mark = folder / USED / host_id()
+        os.utime(mark, (time.time() - 7200,) * 2)
+        deadline = time.monotonic() + 60
+        while time.time() - mark.stat().st_mtime > 3600 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert time.time() - mark.stat().st_mtime < 3600
+        sleeper.kill()
+    deadline = time.monotonic() + 60
+    while renewal._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert renewal._thread is None
 
 
 def test_errors_of_actors(spec_of):
@@ -235,7 +285,7 @@ def test_errors_of_actors(spec_of):
     env_vars = {name: os.environ[name] for name in ("FAIRLEAD_VENV_DIR", "UV_CACHE_DIR")}
     maker = ray.remote(Maker).options(num_cpus=0, runtime_env={"env_vars": env_vars}).remote()
     with pytest.raises(VenvNodesError) as caught:
-        ray.get(maker.make.remote(spec_of("alpha==3.0")), timeout=120)
+        ray.get(maker.make.remote(spec_of("alpha", setup=NO_LUCK)), timeout=120)
     ray.kill(maker)
     assert isinstance(caught.value.exceptions[0], VenvBuildError)
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from fairlead_venvs import _publish
-from fairlead_venvs._layout import TRASH
-from fairlead_venvs._publish import discard, publish
+from fairlead_venvs._build import publish as publishing
+from fairlead_venvs._build.publish import discard, publish
+from fairlead_venvs._build.store import TRASH
 
 
 def filled(folder, text):
@@ -21,7 +21,7 @@ def filled(folder, text):
 def file_system(request, monkeypatch):
     """The one the tests run on, and one that cannot swap two folders."""
     if request.param == "cannot swap":
-        monkeypatch.setattr(_publish, "RENAME_EXCHANGE", 1 << 20)  # the kernel knows no such flag
+        monkeypatch.setattr(publishing, "RENAME_EXCHANGE", 1 << 20)  # the kernel knows no such flag
     return request.param
 
 

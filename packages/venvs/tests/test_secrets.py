@@ -2,6 +2,7 @@
 """Credentials in the URL of an index are used, and appear nowhere."""
 
 import base64
+import hashlib
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -9,8 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
+from fairlead_venvs._build.redact import ambient_secrets, is_secret_name, redacted, secret_digest, secrets_of
 from fairlead_venvs._progress import Bars
-from fairlead_venvs._redact import ambient_secrets, is_secret_name, redacted, secret_digest, secrets_of
 
 USER, PASSWORD = "reader", "hun%40ter2-s3cret"
 HIDDEN = ("hun%40ter2-s3cret", "hun@ter2-s3cret")
@@ -149,6 +150,18 @@ def test_secrets_count():
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
     assert secret_digest("HF_TOKEN", "hf_1") != secret_digest("OTHER_TOKEN", "hf_1")
     assert "hf_1" not in repr(one)
+
+
+def test_digests_are_made_once(monkeypatch):
+    """A digest is expensive on purpose: a process makes it once for a secret, however often it plans."""
+    made = []
+    scrypt = hashlib.scrypt
+    monkeypatch.setattr(hashlib, "scrypt", lambda *args, **options: made.append(args) or scrypt(*args, **options))
+    spec = VenvSpec(
+        requirements=[], env={"HF_TOKEN": "hf_digests_are_made_once"}, setup=["true", "--token", "once-only"]
+    )
+    assert spec.fingerprint() == spec.fingerprint()
+    assert len(made) == 2
 
 
 def test_setup_hides_its_secrets(root):

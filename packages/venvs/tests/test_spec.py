@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
-from fairlead_venvs._lock import locked_versions
-from fairlead_venvs._requirements import excluded_version, normalised
+from fairlead_venvs._planning.lockfile import locked_versions
+from fairlead_venvs._planning.requirements import excluded_version, normalised
 
 
 @pytest.mark.parametrize(

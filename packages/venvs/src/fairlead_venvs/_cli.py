@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ._asking import some
-from ._layout import venv_root
-from ._listing import Venv, list_venvs, prune
+from ._build.store import venv_root
+from ._cluster.ensure import create_local_venv_on_each_node
+from ._cluster.prefetch import prefetch
+from ._cluster.rpc import some
+from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
-from ._nodes import create_local_venv_on_each_node
-from ._prefetch import prefetch
 from ._progress import Bars
 from ._spec import VenvSpec
 from .exceptions import VenvError

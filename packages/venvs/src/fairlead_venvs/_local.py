@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment on this machine. Knows nothing of Ray."""
+"""An environment on this machine."""
 
 import math
+import os
 from typing import Any
 
-from ._build import ensure, found
-from ._command import is_uv_command
-from ._plan import planned
+from ._build.build import ensure, found
+from ._build.recipe import Outcome
+from ._build.redact import redacted
+from ._build.uv import Deadline
+from ._cluster.renewal import HERE, keep_marked
+from ._planning.command import is_uv_command
+from ._planning.plan import planned
 from ._progress import Bars
-from ._recipe import Outcome
-from ._redact import redacted
 from ._spec import VenvSpec
-from ._uv import Deadline
 
 __all__ = ["as_spec", "checked_seconds", "create_local_venv", "ensure_local"]
 
@@ -30,7 +32,8 @@ def create_local_venv(
     Args:
         py_executable: what it is to hold: a spec, or a command, "uv run --locked --extra vllm --directory X".
         venv_name: first part of the folder's name, a plain word; by default the project's name.
-        force_rebuild: build it anew, and put it in the place of the one that is there.
+        force_rebuild: resolve the requirements and build it again. It takes the place of the one that is there, or
+            a place of its own if other versions satisfy the requirements now; these hold from now on.
         timeout_s: for everything together, in seconds.
 
     Returns:
@@ -46,7 +49,10 @@ def create_local_venv(
     Traceback (most recent call last):
     ValueError: expected a VenvSpec or a command 'uv run ...', got 'numpy'
     """
-    return ensure_local(py_executable, venv_name, force=force_rebuild, timeout_s=timeout_s).python
+    outcome = ensure_local(py_executable, venv_name, force=force_rebuild, timeout_s=timeout_s)
+    if outcome.shared:
+        keep_marked([(os.path.dirname(os.path.dirname(outcome.python)), HERE)])
+    return outcome.python
 
 
 def ensure_local(
@@ -56,7 +62,7 @@ def ensure_local(
     spec = as_spec(py_executable)
     deadline = Deadline(checked_seconds("timeout_s", timeout_s))
     with Bars() as bars:
-        plan = planned(spec, name, deadline=deadline, show=bars.line(name or "environment"))
+        plan = planned(spec, name, deadline=deadline, show=bars.line(name or "environment"), refresh=force)
         ready = None if force else found(plan.recipe.folder, plan.recipe.fingerprint)
         if ready is not None:
             return ready

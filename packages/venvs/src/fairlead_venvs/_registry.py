@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._command import is_uv_command, parsed
-from ._requirements import is_wheel
+from ._planning.command import is_uv_command, parsed
+from ._planning.requirements import is_wheel
 from ._spec import VenvSpec
 
 __all__ = [

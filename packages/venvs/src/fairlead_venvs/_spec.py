@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from ._command import parsed
-from ._redact import is_secret_name, redacted, secrets_of_command
-from ._requirements import normalised
-from ._uv import NOT_INHERITED
+from ._build.redact import is_secret_name, redacted, secrets_of_command
+from ._build.variables import NOT_INHERITED
+from ._planning.command import parsed
+from ._planning.requirements import normalised
 
 __all__ = ["VenvSpec"]
 
@@ -43,9 +43,10 @@ class VenvSpec:
         command: "uv run --locked --extra vllm --directory X", read as a project with its extras, groups and default
             groups; or "uv run --no-project --with numpy", read as requirements.
         python: version, "3.11" or "3.11.7"; by default major and minor version of the Python that asks.
-        env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND. Credentials in them are never
-            shown nor written. The fingerprint counts a digest of a secret variable. It does not count credentials of
-            package indexes, nor what only affects speed.
+        env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND. They come before uv's variables of
+            this process, of which those that decide what is installed hold and count, too. Credentials in them are
+            never shown nor written. The fingerprint counts a digest of a secret variable. It does not count
+            credentials of package indexes, nor what only affects speed.
         find_links: folders with wheels, as paths or `file:` URLs, whose content counts and is shipped to the nodes;
             or other URLs.
         index: URL of the package index, instead of the one uv is configured to use.
@@ -60,7 +61,7 @@ class VenvSpec:
     >>> spec = VenvSpec(requirements=["NumPy >= 2", "ray"])
     >>> spec.requirements
     ('numpy>=2', 'ray')
-    >>> spec.fingerprint() == VenvSpec(requirements=("ray", "numpy>=2")).fingerprint()
+    >>> spec == VenvSpec(requirements=("ray", "numpy>=2"))
     True
     """
 
@@ -141,14 +142,17 @@ class VenvSpec:
         """Hash of everything that decides the content, 64 hexadecimal digits.
 
         It counts: for a project the bytes of its lock, what its pyproject says about dependencies and uv, the content
-        of its wheel, extras and groups; the requirements; wheels by their content; version and implementation of
-        Python; the platform; uv's settings; `setup`. The wheel of a project that has changed is built for it.
+        of its wheel, extras and groups; the requirements and the versions that they were resolved to; wheels by their
+        content; version and implementation of Python; the platform; uv's settings in `env` and in the variables of
+        this process; `setup`. The wheel of a project that has changed is built for it, and requirements that have not
+        been resolved before are resolved.
 
         Raises:
-            ValueError: the project has no lock, or lacks an extra or group.
-            VenvBuildError: its wheel cannot be built.
+            ValueError: the project has no lock, or lacks an extra or group; a variable of uv names a file that cannot
+                be read.
+            VenvBuildError: its wheel cannot be built, or nothing satisfies the requirements.
         """
-        from ._plan import planned
+        from ._planning.plan import planned
 
         return planned(self).recipe.fingerprint
 

@@ -6,16 +6,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._build import ensure, found
-from ._install import PROBE
-from ._recipe import Outcome, Recipe, this_platform
-from ._redact import redacted
-from ._uv import Deadline
-from .exceptions import VenvError, VenvMismatchError
+from .build import ensure, found
+from .install import PROBE
+from .in_use import users_of
+from .store import mark_used, python_of
+from .recipe import Outcome, Recipe, this_platform
+from .redact import redacted
+from .uv import Deadline
+from ..exceptions import VenvError, VenvMismatchError
 
-__all__ = ["build_here", "look_here", "probe_here"]
+__all__ = ["build_here", "look_here", "probe_here", "renew_here"]
 
-# ("ready", python, built, version, ray), ("absent",), or ("failed", name of the exception's class, its arguments)
+# ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)
 Answer = tuple[Any, ...]
 
 
@@ -72,8 +74,16 @@ def probe_here(python: str, timeout_s: float) -> Answer:
     return ("ready", python, False, version, ray)
 
 
+def renew_here(folder: str) -> Answer:
+    """Mark an environment as used by this host if a process runs from it."""
+    if not any(users_of([folder]).values()):
+        return ("absent",)
+    mark_used(folder)
+    return ("ready", python_of(folder), False, "", None)
+
+
 def _ready(outcome: Outcome) -> Answer:
-    return ("ready", outcome.python, outcome.built, outcome.version, outcome.ray)
+    return ("ready", outcome.python, outcome.built, outcome.version, outcome.ray, outcome.shared)
 
 
 def _failed(error: VenvError) -> Answer:

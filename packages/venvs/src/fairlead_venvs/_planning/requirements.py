@@ -10,7 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from ._redact import redacted
+from .._build.redact import redacted
 
 __all__ = ["applies", "excluded_version", "is_wheel", "normalised"]
 

@@ -20,16 +20,20 @@ class Recipe:
 
     Attributes:
         fingerprint: of everything that decides the content.
+        request: hash of what was asked for, whatever its requirements were resolved to.
         folder: where it will be, on every machine.
         platform: for which it is, as `this_platform`.
         python: version of the interpreter, "3.11" or "3.11.7".
         implementation: of the interpreter, "cpython".
         system_site_packages: whether it sees what is installed for its base interpreter.
-        requirements: lines for `uv pip install`; paths are relative to the files. None for a project.
+        requirements: lines for `uv pip install --no-deps`, one for each distribution; paths are relative to the files.
+            None for a project.
         sync: for a project: further arguments of `uv sync`, which runs in `project`.
         project: folder of the project's lock among the files.
         wheels: files to install at last, without what they depend on.
-        links: folders among the files, and URLs, where uv finds distributions.
+        links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
+        config: uv's configuration among the files; empty without.
+        build_constraints: constraints for building source distributions, among the files or URLs.
         no_index: ask no package index.
         env: variables for uv and for the setup command.
         setup: a command that is run inside at the end.
@@ -38,6 +42,7 @@ class Recipe:
     """
 
     fingerprint: str
+    request: str
     folder: str
     platform: str
     python: str
@@ -48,6 +53,8 @@ class Recipe:
     project: str
     wheels: tuple[str, ...]
     links: tuple[str, ...]
+    config: str
+    build_constraints: tuple[str, ...]
     no_index: bool
     env: Mapping[str, str]
     setup: tuple[str, ...]
@@ -64,12 +71,14 @@ class Outcome:
         built: whether this call built it.
         version: of its Python, "3.11.7".
         ray: version of Ray in it; None without.
+        shared: whether other hosts use its folder, or could.
     """
 
     python: str
     built: bool
     version: str
     ray: str | None
+    shared: bool = False
 
 
 def this_platform() -> str:

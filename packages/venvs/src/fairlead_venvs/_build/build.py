@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ._install import install, lay_out, verified
-from ._kernel_lock import KernelLock
-from ._layout import BUILDING, FORMAT, USED, entries_of, lock_path, look, mark_used, python_of, write_manifest
-from ._publish import discard, leftover_name, publish, sweep
-from ._recipe import Files, Outcome, Recipe, this_platform
-from ._redact import ambient_secrets, redacted
-from ._uv import Deadline, Runner, find_uv
-from .exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
+from .install import install, lay_out, verified
+from .kernel_lock import KernelLock
+from .store import BUILDING, FORMAT, USED, entries_of, lock_path, look, mark_used, python_of, write_manifest
+from .publish import discard, leftover_name, publish, sweep
+from .recipe import Files, Outcome, Recipe, this_platform
+from .redact import ambient_secrets, redacted
+from .sharing import is_shared
+from .uv import Deadline, Runner, find_uv
+from ..exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
 
 __all__ = ["ensure", "found", "locked"]
 
@@ -34,7 +35,7 @@ def found(folder: str, fingerprint: str) -> Outcome | None:
     if manifest is None:
         return None
     mark_used(folder)
-    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"])
+    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"], is_shared(folder))
 
 
 def ensure(
@@ -77,7 +78,7 @@ def ensure(
 
 
 @contextlib.contextmanager
-def locked(folder: Path, deadline: Deadline, done: Callable[[], bool]) -> Iterator[None]:
+def locked(folder: Path, deadline: Deadline, done: Callable[[], bool], *, doing: str = "builds") -> Iterator[None]:
     """Hold a kernel lock, which ends with its owner, or go on without it as soon as another process has done the work.
 
     It saves work, no more: what is right does not depend on it. Where the file system knows no locks there is none.
@@ -86,14 +87,19 @@ def locked(folder: Path, deadline: Deadline, done: Callable[[], bool]) -> Iterat
     began = time.monotonic()
     while not done() and not lock.acquire():
         if not deadline.left():
-            doing = f"waiting for another process that builds {folder}"
-            raise VenvTimeoutError(doing, deadline.timeout_s)
+            raise VenvTimeoutError(f"waiting for another process that {doing} {folder}", deadline.timeout_s)
         pause = min(max(POLL_S, POLL_SHARE * (time.monotonic() - began)), POLL_AT_MOST_S)
         time.sleep(min(pause, deadline.left()))
     try:
         yield
     finally:
         lock.release()
+
+
+def _links(recipe: Recipe, stage: Path) -> list[str]:
+    """Return where uv finds distributions; without the driver's folders that this machine does not have."""
+    absolute = [link if "://" in link else str(stage / link) for link in recipe.links]
+    return [link for link in absolute if "://" in link or os.path.isdir(link)]
 
 
 def _built(
@@ -107,9 +113,12 @@ def _built(
         env, stage = aside / "env", aside / "stage"
         stage.mkdir(parents=True, mode=0o700)
         lay_out(files(), stage)
-        links = [link if "://" in link else str(stage / link) for link in recipe.links]
         # By variables, not arguments: those can be seen by everybody on the machine.
-        variables = {**recipe.env, **({"UV_FIND_LINKS": ",".join(links)} if links else {})}
+        variables = dict(recipe.env)
+        if links := _links(recipe, stage):
+            variables["UV_FIND_LINKS"] = ",".join(links)
+        if recipe.config:
+            variables["UV_CONFIG_FILE"] = str(stage / recipe.config)
         secrets = recipe.secrets | ambient_secrets()
         runner = Runner(deadline, env=variables, secrets=secrets, show=show)
         install(recipe, uv, env, stage, runner)
@@ -124,6 +133,7 @@ def _built(
             "platform": recipe.platform,
             "python": version,
             "ray": ray,
+            "request": recipe.request,
             "seconds": round(time.time() - began, 3),
         }
         # As open to others as the root will have it: its own folder is in the way until it is published.
@@ -134,6 +144,6 @@ def _built(
         if mine and env.exists():
             discard(env, folder)
         mark_used(folder)
-        return Outcome(python_of(folder), mine, version, ray)
+        return Outcome(python_of(folder), mine, version, ray, is_shared(folder))
     finally:
         shutil.rmtree(aside, ignore_errors=True)

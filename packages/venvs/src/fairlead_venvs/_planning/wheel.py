@@ -9,12 +9,12 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from ._build import locked
-from ._install import interpreter_for
-from ._layout import BUILDING, share_folder
-from ._publish import ABANDONED_S, leftover_name, leftovers, remove_leftovers
-from ._uv import Deadline, Runner, find_uv
-from ._walk import source_key
+from .._build.build import locked
+from .._build.install import interpreter_for
+from .._build.publish import ABANDONED_S, leftover_name, leftovers, remove_leftovers
+from .._build.store import BUILDING, share_folder
+from .._build.uv import Deadline, Runner, find_uv
+from .source import source_key
 
 __all__ = ["WHEELS", "content_of", "file_hash", "wheel_of"]
 

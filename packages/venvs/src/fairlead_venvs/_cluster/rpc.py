@@ -2,23 +2,28 @@
 """Functions run on given nodes of the cluster, all at once, without taking any of its resources."""
 
 import functools
+import importlib
 import logging
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import _build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions
-from ._ray_private import draining_nodes
-from ._recipe import Outcome
-from ._uv import Deadline
-from .exceptions import VenvBuildError, VenvError, VenvTimeoutError
+from .. import _build, exceptions
+from .._build.recipe import Outcome
+from .._build.uv import Deadline
+from .._ray_private import draining_nodes
+from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
 __all__ = ["alive_nodes", "on_nodes", "some"]
 
 logger = logging.getLogger(__name__)
 
-# fairlead-venvs need not be installed on the nodes.
-SHIPPED = (_build, _install, _kernel_lock, _layout, _node_task, _publish, _recipe, _redact, _uv, exceptions)
+# fairlead-venvs need not be installed on the nodes: these modules travel with a task.
+SHIPPED = (
+    exceptions,
+    *(importlib.import_module(f"{_build.__name__}.{module.name}") for module in pkgutil.iter_modules(_build.__path__)),
+)
 # How long a node that has to answer for itself may take longer than the driver waits for it, and to end what it does.
 GRACE_S = 2.0
 
@@ -70,7 +75,7 @@ def on_nodes(
     """Answers of functions that run on nodes, all at once, in the order of the calls.
 
     Args:
-        calls: node, one of `_node_task`'s functions, arguments.
+        calls: node, one of `node_task`'s functions, arguments.
         labels: of the nodes.
         doing: what is done, for errors.
         deadline: for all of it. A node that has not answered by then has a VenvTimeoutError for an answer.

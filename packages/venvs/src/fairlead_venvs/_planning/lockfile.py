@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from ._requirements import applies
+from .requirements import applies
 
 __all__ = ["LocalFile", "LocalFolder", "local_parts", "locked_versions"]
 

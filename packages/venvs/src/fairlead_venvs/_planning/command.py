@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ._redact import redacted
+from .._build.redact import redacted
 
 __all__ = ["is_uv_command", "parsed"]
 

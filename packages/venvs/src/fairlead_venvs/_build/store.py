@@ -18,6 +18,7 @@ __all__ = [
     "MANIFEST",
     "TRASH",
     "USED",
+    "USED_S",
     "checked_name",
     "entries_of",
     "host_id",
@@ -33,8 +34,8 @@ __all__ = [
 ]
 
 # Part of every fingerprint: environments of another format are other environments.
-FORMAT = 1
-FACTS = frozenset({"about", "built_at", "entries", "fingerprint", "python", "ray"})
+FORMAT = 2
+FACTS = frozenset({"about", "built_at", "entries", "fingerprint", "python", "ray", "request"})
 MANIFEST = ".fairlead-complete.json"
 # A folder with a file per host, whose time is that of its last use.
 USED = ".fairlead-used"
@@ -169,7 +170,8 @@ def mark_used(folder: str | Path) -> None:
     """Remember that this host uses it, at most once a minute. Where that cannot be written it is not remembered."""
     mark = os.path.join(folder, USED, host_id())
     try:
-        if time.time() - os.stat(mark).st_mtime > USED_S:
+        # The time is the file server's, whose clock may be ahead of this one.
+        if abs(time.time() - os.stat(mark).st_mtime) > USED_S:
             os.utime(mark)
     except FileNotFoundError:
         try:

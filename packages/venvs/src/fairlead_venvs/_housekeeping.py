@@ -6,19 +6,22 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._inuse import is_known, users_of
-from ._kernel_lock import KernelLock
-from ._layout import TRASH, USED, host_id, lock_path, look, python_of, venv_root
-from ._plan import planned
-from ._publish import leftover_name, leftovers, on_shared_file_system, remove_leftovers
+from ._build.in_use import is_known, users_of
+from ._build.kernel_lock import KernelLock
+from ._build.publish import leftover_name, leftovers, remove_leftovers
+from ._build.sharing import is_shared, on_shared_file_system
+from ._build.store import TRASH, USED, host_id, lock_path, look, mark_used, python_of, venv_root
+from ._planning.plan import read_request
+from ._planning.resolution import RESOLVED
+from ._planning.wheel import WHEELS
 from ._spec import VenvSpec
-from ._wheel import WHEELS
 
 __all__ = ["Venv", "list_venvs", "prune"]
 
@@ -28,6 +31,11 @@ logger = logging.getLogger(__name__)
 RECENT_S = 300.0
 # A wheel is cheap to build again, but one that is so young may be about to be installed.
 WHEELS_S = 3600.0
+# What another host has marked so recently stays in any case: the mark of what is in use there is renewed three times
+# within it.
+OTHERS_S = 1800.0
+# Nodes that join later get the same versions so long after the requirements were last asked for.
+RESOLUTIONS_S = 30 * 86_400.0
 FOLDER = r".+-[0-9a-f]{12}"
 
 
@@ -42,8 +50,9 @@ class Venv:
         version: of its Python.
         ray: version of Ray in it; None without.
         fingerprint: of its content.
+        request: hash of what was asked for, whatever its requirements were resolved to.
         built_at: when, in seconds since the epoch.
-        used_at: when it was last asked for, on any host, likewise.
+        used_at: when it was last asked for, on any host, likewise, or seen in use if several hosts share its folder.
         hosts: ids of those that have asked for it, `<name>_<six digits>`: several containers may have one name.
         size_bytes: size of its files; those that it shares with uv's cache are counted in full. None if not asked for.
         pids: processes of this machine that run from it, as far as this user can see.
@@ -55,6 +64,7 @@ class Venv:
     version: str
     ray: str | None
     fingerprint: str
+    request: str
     built_at: float
     used_at: float
     hosts: tuple[str, ...]
@@ -75,6 +85,9 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
     users = users_of(there)
     found = []
     for path, manifest in there.items():
+        pids = users[os.path.realpath(path)]
+        if pids and is_shared(path):
+            mark_used(path)
         marks = _marks(path)
         found.append(
             Venv(
@@ -84,11 +97,12 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
                 version=manifest["python"],
                 ray=manifest["ray"],
                 fingerprint=manifest["fingerprint"],
+                request=manifest["request"],
                 built_at=manifest["built_at"],
                 used_at=max([manifest["built_at"], *marks.values()]),
                 hosts=tuple(sorted(marks)),
                 size_bytes=_size(path) if sizes else None,
-                pids=users[os.path.realpath(path)],
+                pids=pids,
             )
         )
         if seen is not None:
@@ -104,11 +118,17 @@ def prune(
 ) -> list[Venv]:
     """Remove environments that nobody needs any more, with what crashed builds have left; which ones.
 
-    One that is in use is never removed, nor one that is being built. On a folder that several hosts share, use on the
-    others is not seen: there, only what has not been asked for in a while may go.
+    One that is in use is never removed, nor one that is being built. On a folder that several hosts share, processes of
+    the others are not seen, only their marks of use: there, only what has not been marked in a while may go, and what
+    another host has marked in the last 30 minutes stays. A mark is made whenever an environment is asked for, and
+    renewed every 10 minutes as long as the process that asked for it and those that run from it live, and by
+    `list_venvs` and `prune` on the host where they run. Ages are measured by the clock of the folder's file system.
+
+    Resolutions of requirements go when they have not been asked for in 30 days and no environment here has them.
 
     Args:
-        keep: those that stay: as specs, or by folder name, path, interpreter or fingerprint.
+        keep: those that stay: as specs, whatever versions they were resolved to, or by folder name, path, interpreter
+            or fingerprint.
         older_than: how long, in seconds, a thing must not have been asked for. By default five minutes, as a process
             may be about to start; on a shared folder it has to be given.
         dry_run: remove nothing.
@@ -130,28 +150,51 @@ def prune(
         _not_shared(root, venvs)
     limit = RECENT_S if age is None else age
     kept = _kept_names(keep, venvs)
+    now = _now(root)
     going = [
-        venv for venv in venvs if not _names(venv) & kept and not venv.pids and time.time() - venv.used_at >= limit
+        venv for venv in venvs if not _names(venv) & kept and not venv.pids and _is_due(venv.path, limit, now, venv)
     ]
     if dry_run:
         return going
-    gone = [venv for venv in going if _removed(venv.path, limit)]
+    gone = [venv for venv in going if _removed(venv.path, limit, now)]
     for path in _folders(root):
         # Damaged ones; nothing that only has such a name.
-        if look(path) is None and os.path.isfile(path / "pyvenv.cfg") and _age(path) >= limit:
-            _removed(path, limit)
+        if look(path) is None and os.path.isfile(path / "pyvenv.cfg") and _age(path, now) >= limit:
+            _removed(path, limit, now)
     half_built = leftovers(root / WHEELS)
-    remove_leftovers([*leftovers(root), *half_built], older_than_s=max(limit, RECENT_S))
+    remove_leftovers([*leftovers(root), *half_built, *leftovers(root / RESOLVED)], older_than_s=max(limit, RECENT_S))
     for path in {*(root / WHEELS).glob("[!.]*")}.difference(half_built):
-        if _age(path) >= max(limit, WHEELS_S):
+        if _age(path, now) >= max(limit, WHEELS_S):
             shutil.rmtree(path, ignore_errors=True)
+    needed = kept | {manifest["request"] for path in _folders(root) if (manifest := look(path)) is not None}
+    for path in (root / RESOLVED).glob("[0-9a-f]*"):
+        if path.is_file() and path.name not in needed and _age(path, now) >= max(limit, RESOLUTIONS_S):
+            path.unlink(missing_ok=True)
     return gone
 
 
-def _age(path: Path) -> float:
+def _now(root: Path) -> float:
+    """Return the time by the clock that marks are made with: the file server's, where the folder is on one."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".clock-") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:  # it cannot be written, so nothing is removed either
+        return time.time()
+
+
+def _is_due(path: Path, limit: float, now: float, venv: Venv | None = None) -> bool:
+    """Return whether no host has marked an environment for so long; without marks, whether it was built so long ago."""
+    marks = _marks(path)
+    if not marks and venv is not None:
+        return now - venv.built_at >= limit
+    ours = host_id()
+    return all(now - at >= (limit if host == ours else max(limit, OTHERS_S)) for host, at in marks.items())
+
+
+def _age(path: Path, now: float) -> float:
     """Seconds since it was made or marked; none if it goes away."""
     try:
-        return time.time() - path.stat().st_mtime
+        return now - path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
@@ -210,7 +253,7 @@ def _kept_name(one: Any) -> str:
     if isinstance(one, Venv):
         return one.path.name
     if isinstance(one, VenvSpec):
-        return planned(one).recipe.fingerprint
+        return read_request(one).key
     if not isinstance(one, str) or not one:
         raise TypeError(f"keep must hold specs and names, got {one!r}")
     return one.rstrip("/")
@@ -218,19 +261,16 @@ def _kept_name(one: Any) -> str:
 
 def _names(venv: Venv) -> set[str]:
     """Every name by which it may be kept."""
-    return {venv.path.name, str(venv.path), venv.python, venv.fingerprint, venv.fingerprint[:12]}
+    return {venv.path.name, str(venv.path), venv.python, venv.fingerprint, venv.fingerprint[:12], venv.request}
 
 
-def _removed(path: Path, limit: float) -> bool:
+def _removed(path: Path, limit: float, now: float) -> bool:
     """Take it away in one step, then remove it; not if it is being built, or has just been asked for."""
     lock = KernelLock(lock_path(path))
     try:
         if not lock.acquire():
             return False
-        if (
-            any(time.time() - used < limit for used in _marks(path).values())
-            or users_of([path])[os.path.realpath(path)]
-        ):
+        if not _is_due(path, limit, now) or users_of([path])[os.path.realpath(path)]:
             return False
         aside = leftover_name(path, TRASH)
         os.rename(path, aside)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ._layout import BUILDING, TRASH, host_tag
+from .store import BUILDING, TRASH, host_tag
+from .sharing import on_shared_file_system
 
-__all__ = ["discard", "leftover_name", "leftovers", "on_shared_file_system", "publish", "remove_leftovers", "sweep"]
+__all__ = ["discard", "leftover_name", "leftovers", "publish", "remove_leftovers", "sweep"]
 
 # Leftovers of hosts that cannot be asked whether their builder lives are removed when this old.
 ABANDONED_S = 24 * 3600.0
@@ -22,7 +23,6 @@ ABANDONED_S = 24 * 3600.0
 CLOCK_S = 2.0
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", "smb", "cifs", "virtiofs", "weka")
 
 
 def leftover_name(folder: str | Path, kind: str) -> Path:
@@ -79,18 +79,6 @@ def discard(old: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         old.unlink(missing_ok=True)
-
-
-def on_shared_file_system(path: Path) -> bool:
-    """By the table of mounts; where there is none it is taken to be local."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    real = os.path.realpath(path)
-    under = [(point, kind) for _, point, kind, *_ in mounts if os.path.commonpath([real, point]) == point]
-    _, kind = max(under, key=lambda one: len(one[0]), default=("", ""))
-    return kind.startswith(SHARED_FILE_SYSTEMS)
 
 
 def sweep(folder: Path) -> None:

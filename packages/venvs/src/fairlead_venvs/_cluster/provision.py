@@ -5,13 +5,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import _node_task
-from ._asking import on_nodes, some
-from ._plan import Plan
-from ._progress import Bars
-from ._recipe import Outcome
-from ._uv import Deadline
-from .exceptions import VenvBuildError, VenvError
+from .._build import node_task
+from .._build.recipe import Outcome
+from .._build.uv import Deadline
+from .._planning.plan import Plan
+from .._progress import Bars
+from ..exceptions import VenvBuildError, VenvError
+from .rpc import on_nodes, some
 
 __all__ = ["DRIVER", "Done", "Errors", "provisioned"]
 
@@ -52,7 +52,7 @@ def _looked(plans: Mapping[str, Plan], there: Mapping[str, str], deadline: Deadl
     wanted = {where: (where, one.recipe.fingerprint, one.recipe.platform) for where, one in plans.items()}
     asked = [(folder, node) for folder in plans for node in there]
     answers = on_nodes(
-        [(node, _node_task.look_here, wanted[folder]) for folder, node in asked],
+        [(node, node_task.look_here, wanted[folder]) for folder, node in asked],
         there,
         doing="looking for the environment",
         deadline=deadline,
@@ -88,7 +88,7 @@ def _made(
         # Stored once, whatever the number of nodes.
         files = [ray.put(shipped)] if shipped else []
         recipe = dataclasses.asdict(plan.recipe)
-        calls += [(node, _node_task.build_here, (recipe, files, deadline.left())) for node in missing[folder]]
+        calls += [(node, node_task.build_here, (recipe, files, deadline.left())) for node in missing[folder]]
 
     def seen(pending: Sequence[int]) -> None:
         for folder, nodes in missing.items():

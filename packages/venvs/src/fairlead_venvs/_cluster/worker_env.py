@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import _node_task
-from ._asking import alive_nodes, on_nodes
-from ._command import is_uv_command
-from ._local import as_spec, checked_seconds
-from ._lock import locked_versions
-from ._nodes import ensure_on_nodes
-from ._project import read_project
-from ._recipe import Outcome
-from ._registry import get_actor_python_env
-from ._requirements import excluded_version
-from ._spec import VenvSpec
-from ._uv import Deadline
-from .exceptions import VenvError, VenvMismatchError, VenvNodesError
+from .._build import node_task
+from .._build.recipe import Outcome
+from .._build.uv import Deadline
+from .._local import as_spec, checked_seconds
+from .._planning.command import is_uv_command
+from .._planning.lockfile import locked_versions
+from .._planning.project import Project
+from .._planning.requirements import excluded_version
+from .._registry import get_actor_python_env
+from .._spec import VenvSpec
+from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
+from .ensure import ensure_on_nodes
+from .rpc import alive_nodes, on_nodes
 
 __all__ = ["WorkerEnv", "ensure_worker_env", "make_actor_runtime_env"]
 
@@ -76,8 +76,9 @@ def ensure_worker_env(
         spec = as_spec(what)
         _same_python(spec)
         there = alive_nodes(nodes)
-        _allows_ray(spec)
-        (outcomes,) = ensure_on_nodes([spec], nodes=list(there), timeout_s=timeout_s, progress=progress)
+        (outcomes,) = ensure_on_nodes(
+            [spec], nodes=list(there), timeout_s=timeout_s, progress=progress, check=_allows_ray
+        )
     _same_ray(outcomes, there)
     path = next(iter(outcomes.values())).python
     return WorkerEnv(path, _runtime_env(path, built=not isinstance(what, str) or is_uv_command(what)))
@@ -114,7 +115,7 @@ def _same_python(spec: VenvSpec) -> None:
         raise VenvMismatchError("python", spec.python, wanted, repr(spec))
 
 
-def _allows_ray(spec: VenvSpec) -> None:
+def _allows_ray(spec: VenvSpec, project: Project | None) -> None:
     """Refuse a spec that pins another Ray than the cluster's, before anything is downloaded or built.
 
     Raises:
@@ -125,19 +126,11 @@ def _allows_ray(spec: VenvSpec) -> None:
     if spec.setup:
         return  # the command may install another Ray
     python = spec.python or ".".join(map(str, sys.version_info[:2]))
-    if spec.project is None:
+    if project is None:
         found = excluded_version(spec.requirements or (), "ray", ray.__version__, python)
         if found is not None:
             raise VenvMismatchError("ray", found, ray.__version__, repr(spec))
         return
-    project = read_project(
-        spec.project,
-        extras=spec.extras,
-        groups=spec.groups,
-        default_groups=spec.default_groups,
-        no_groups=spec.no_groups,
-        python=python,
-    )
     versions = locked_versions(project.lock, "ray", project.name, project.extras, project.groups, python)
     if versions and ray.__version__ not in versions:
         lock = f"The lock in {project.root}"
@@ -146,7 +139,7 @@ def _allows_ray(spec: VenvSpec) -> None:
 
 def _probed(python: str, there: Mapping[str, str], deadline: Deadline) -> dict[str, Outcome]:
     """An interpreter that is not ours: ask it, on each node. One that does not run would fail only after minutes."""
-    calls = [(node, _node_task.probe_here, (python, max(1.0, deadline.left()))) for node in there]
+    calls = [(node, node_task.probe_here, (python, max(1.0, deadline.left()))) for node in there]
     answers = dict(zip(there, on_nodes(calls, there, doing=f"asking {python}", deadline=deadline), strict=True))
     _raise_for({node: answer for node, answer in answers.items() if isinstance(answer, VenvError)}, there)
     return {node: answer for node, answer in answers.items() if isinstance(answer, Outcome)}

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ._layout import python_of
-from ._recipe import Recipe
-from ._uv import Runner
-from .exceptions import VenvBuildError
+from .store import python_of
+from .recipe import Recipe
+from .uv import Runner
+from ..exceptions import VenvBuildError
 
 __all__ = ["install", "interpreter_for", "lay_out", "verified"]
 
@@ -72,8 +72,11 @@ def install(recipe: Recipe, uv: str, env: Path, stage: Path, runner: Runner) -> 
         (stage / "uv.toml").touch()
         runner.run(
             # Requirements may be URLs with credentials: they are no arguments, which everybody can see.
-            [uv, "pip", "install", "--python", python, *no_index, "-r", "-"],
+            # All that they depend on is among them.
+            [uv, "pip", "install", "--python", python, "--no-deps", *no_index, "-r", "-"],
             cwd=stage,
+            # Relative: uv would take a space in a path for the end of a name.
+            env={"UV_BUILD_CONSTRAINT": " ".join(recipe.build_constraints)} if recipe.build_constraints else None,
             stdin="\n".join(recipe.requirements) + "\n",
             failed="uv could not install the requirements",
         )

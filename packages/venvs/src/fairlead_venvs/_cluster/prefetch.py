@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ._asking import alive_nodes
-from ._build import ensure, found
-from ._command import is_uv_command
-from ._local import as_spec
-from ._plan import Plan, planned
-from ._progress import Bars
-from ._provision import provisioned
-from ._recipe import Outcome
-from ._registry import get_actor_python_env, known_actor_environments
-from ._uv import Deadline
-from .exceptions import VenvError
+from .._build.build import ensure, found
+from .._build.recipe import Outcome
+from .._build.uv import Deadline
+from .._local import as_spec
+from .._planning.command import is_uv_command
+from .._planning.plan import Plan, planned
+from .._progress import Bars
+from .._registry import get_actor_python_env, known_actor_environments
+from ..exceptions import VenvError
+from .provision import provisioned
+from .rpc import alive_nodes
 
 __all__ = ["Fetched", "prefetch"]
 

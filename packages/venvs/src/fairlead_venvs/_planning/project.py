@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._lock import LocalFile, LocalFolder, local_parts
+from .lockfile import LocalFile, LocalFolder, local_parts
 
 __all__ = ["Project", "read_project"]
 

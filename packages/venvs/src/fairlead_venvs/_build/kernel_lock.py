@@ -11,7 +11,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from ._layout import share, share_folder
+from .store import share, share_folder
 
 __all__ = ["KernelLock"]
 

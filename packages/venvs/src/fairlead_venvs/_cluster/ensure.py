@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments on the nodes of a Ray cluster: one task for each, wherever there is room or none."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ._asking import alive_nodes, some
-from ._local import as_spec, checked_seconds
-from ._plan import planned
-from ._progress import Bars
-from ._provision import DRIVER, provisioned
-from ._recipe import Outcome
-from ._spec import VenvSpec
-from ._uv import Deadline
-from .exceptions import VenvNodesError
+from .._build.recipe import Outcome
+from .._build.uv import Deadline
+from .._local import as_spec, checked_seconds
+from .._planning.plan import planned
+from .._planning.project import Project
+from .._progress import Bars
+from .._spec import VenvSpec
+from ..exceptions import VenvNodesError
+from .provision import DRIVER, provisioned
+from .renewal import keep_marked
+from .rpc import alive_nodes, some
 
 __all__ = ["create_local_venv_on_each_node", "ensure_on_nodes", "ensure_venvs"]
 
@@ -41,8 +43,8 @@ def create_local_venv_on_each_node(
 
     Raises:
         TypeError, ValueError: nothing that could be built; no such deadline; no Ray; a node that is not there.
-        VenvBuildError: the project's wheel cannot be built, its lock does not match, or there is too much to ship: no
-            node was asked to build.
+        VenvBuildError: nothing satisfies the requirements, the project's wheel cannot be built, its lock does not
+            match, or there is too much to ship: no node was asked to build.
         VenvNodesError: nodes on which it went wrong, each with its own error. The others have it.
     """
     (python,) = ensure_venvs([py_executable], venv_name=venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)
@@ -76,13 +78,18 @@ def ensure_on_nodes(
     nodes: Sequence[str] | None = None,
     timeout_s: float = 1800,
     progress: bool = True,
+    check: Callable[[VenvSpec, Project | None], None] | None = None,
 ) -> list[dict[str, Outcome]]:
-    """As `ensure_venvs`; what is known of each environment, by node."""
+    """As `ensure_venvs`; what is known of each environment, by node.
+
+    Before anything is started, `check` is called with each spec and its project, and may raise.
+    """
     specs = [as_spec(one) for one in py_executables]
     deadline = Deadline(checked_seconds("timeout_s", timeout_s))
     there = alive_nodes(nodes)
     with Bars(shown=progress) as bars:
-        plans = [planned(spec, name, deadline=deadline, show=bars.line("wheels")) for spec in specs]
+        show = bars.line("preparing")
+        plans = [planned(spec, name, deadline=deadline, show=show, check=check) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
         done, errors = provisioned(distinct, there, deadline, bars)
     for (_, node), error in errors.items():
@@ -94,4 +101,5 @@ def ensure_on_nodes(
             f"{some(dict.fromkeys(there[node] for _, node in errors))}",
             list(errors.values()),
         )
+    keep_marked((folder, node) for folder, nodes in done.items() for node, one in nodes.items() if one.shared)
     return [{node: done[plan.recipe.folder][node] for node in there} for plan in plans]

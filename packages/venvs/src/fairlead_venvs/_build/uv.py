@@ -14,36 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ._redact import redacted
-from .exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
+from .redact import redacted
+from .variables import DECIDING, NOT_INHERITED
+from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 
 __all__ = ["Deadline", "Runner", "find_uv"]
 
 MINIMUM = (0, 8, 0)
 LINES = 50
-# Of the environment the caller runs in, or of what uv is told otherwise here.
-NOT_INHERITED = (
-    "CONDA_PREFIX",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "UV_FROZEN",
-    "UV_ISOLATED",
-    "UV_LOCKED",
-    "UV_NO_DEFAULT_GROUPS",
-    "UV_NO_DEV",
-    "UV_NO_GROUP",
-    "UV_NO_INSTALL_PROJECT",
-    "UV_NO_INSTALL_WORKSPACE",
-    "UV_NO_PROJECT",
-    "UV_NO_SYNC",
-    "UV_PROJECT",
-    "UV_PROJECT_ENVIRONMENT",
-    "UV_PYTHON",
-    "UV_SYSTEM_PYTHON",
-    "UV_WORKING_DIR",
-    "VIRTUAL_ENV",
-    "__PYVENV_LAUNCHER__",
-)
 
 
 class Deadline:
@@ -101,7 +79,8 @@ class Runner:
 
     Args:
         deadline: of all of them together.
-        env: variables in addition to those of this process.
+        env: variables in addition to those of this process, of which uv's settings count only here: what the driver
+            says holds on every node.
         secrets: what must not be seen.
         show: is called with each line that is printed.
     """
@@ -117,7 +96,8 @@ class Runner:
         self._deadline = deadline
         self._secrets = tuple(secrets)
         self._show = show
-        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        left_out = {*NOT_INHERITED, *DECIDING}
+        inherited = {name: value for name, value in os.environ.items() if name not in left_out}
         self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
 
     def run(

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requirements are resolved once: every machine gets the same versions, whenever it builds and whatever it is told."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from uv import find_uv_bin
+
+from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_local_venv, prune
+from fairlead_venvs._build.node_task import build_here
+from fairlead_venvs._build.uv import Deadline
+from fairlead_venvs._build.variables import DECIDING, NOT_INHERITED, is_neutral
+from fairlead_venvs._planning.plan import make_plan, planned, read_request
+from fairlead_venvs._planning.resolution import RESOLVED, Resolution, installed_lines, parse_resolution
+from fairlead_venvs._planning.settings import read_settings
+
+# Uv's variables that say which interpreter there is, what is shown, or what is refused; they change no result.
+OTHERS = r"UV_(MANAGED_PYTHON|NO_MANAGED_PYTHON|PYTHON_.*|NO_VERIFY_HASHES|REQUIRE_HASHES|PREVIEW.*|VENV_CLEAR|SHOW_.*)"
+VERSION = "import alpha; print(alpha.version)"
+
+
+@pytest.fixture
+def links(tools, tmp_path):
+    """A folder that stands for an index: what is in it does not count."""
+    folder = tmp_path / "links"
+    folder.mkdir()
+    tools.make_wheel(folder, "alpha", "1.0")
+    tools.make_wheel(folder, "beta", requires=["alpha"])
+    return folder
+
+
+@pytest.fixture
+def spec(links):
+    return VenvSpec(requirements=["beta"], no_index=True, env={"UV_FIND_LINKS": str(links)})
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """Builds a plan as a node does that has nothing yet; the interpreter there."""
+
+    def build(plan, folder="node"):
+        recipe = dataclasses.replace(plan.recipe, folder=str(tmp_path / folder / Path(plan.recipe.folder).name))
+        files = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ray.get", lambda shipped: shipped)  # seam: the object store
+            answer = build_here(dataclasses.asdict(recipe), [files], 60.0)
+        assert answer[0] == "ready", answer
+        return answer[1]
+
+    return build
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """The arguments of every call of uv: they are noted by a program that then calls it."""
+    note = tmp_path / "calls"
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$*" >> {note}\nexec {find_uv_bin()} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("FAIRLEAD_VENV_UV", str(program))
+    return lambda: [line for line in note.read_text().splitlines() if line != "--version"]
+
+
+def test_once(spec, links, tools, elsewhere, calls, tmp_path):
+    """A later build gets the versions of the first one, wherever it is, until they are resolved again."""
+    first = create_local_venv(spec)
+    tools.make_wheel(links, "alpha", "2.0")
+    plan = planned(spec)
+    assert tools.says(elsewhere(plan), VERSION) == "1.0"
+    assert create_local_venv(spec) == first == create_local_venv(VenvSpec(**fields(spec)))
+    assert sum("pip compile" in call for call in calls()) == 1
+
+    second = create_local_venv(spec, force_rebuild=True)
+    assert second != first
+    assert [tools.says(one, VERSION) for one in (first, second)] == ["1.0", "2.0"]
+    assert create_local_venv(spec) == second
+    assert create_local_venv(spec, force_rebuild=True) == second
+    # What another driver resolved is another environment, and not taken for this one.
+    assert plan.recipe.fingerprint != planned(spec).recipe.fingerprint
+
+
+def fields(spec):
+    return {one.name: getattr(spec, one.name) for one in dataclasses.fields(spec)}
+
+
+def test_several_drivers(spec, root, calls):
+    """Several that ask at once resolve once, and agree."""
+    with ThreadPoolExecutor(4) as pool:
+        prints = list(pool.map(lambda _: planned(spec).recipe.fingerprint, range(4)))
+    assert len(set(prints)) == 1
+    assert len(calls()) == 1
+    assert [path.name for path in (root / RESOLVED).glob("[!.]*")] == [read_request(spec).key]
+
+
+def test_drivers_without_locks(spec, links, tools, root, monkeypatch):
+    """Where the file system has no locks and two drivers get different results, both use what was first."""
+    tools.make_wheel(links, "alpha", "2.0")
+    read = planned(spec).recipe
+    stored = root / RESOLVED / read.request
+    other = stored.read_text().replace("alpha==2.0", "alpha==1.0")
+    looked = []
+
+    def look(path):
+        looked.append(path)
+        if len(looked) == 4:  # after the last look before uv is asked
+            path.write_text(other)
+        return None if len(looked) < 5 else Resolution(("alpha==1.0", "beta==1.0"))
+
+    stored.unlink()
+    monkeypatch.setattr("fairlead_venvs._planning.resolution._read", look)
+    assert planned(spec).recipe.requirements == ("alpha==1.0", "beta==1.0")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"pins": 3, "direct": {}}', '{"pins": [3]}'])
+def test_damaged(spec, root, damage):
+    """A resolution that cannot be read is made again."""
+    plan = planned(spec)
+    stored = root / RESOLVED / plan.recipe.request
+    text = stored.read_text()
+    stored.write_text(damage)
+    assert planned(spec) == plan
+    assert stored.read_text() == text
+
+
+def test_unsatisfiable(links, root):
+    """The error is uv's, and nothing is left."""
+    with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
+        planned(VenvSpec(requirements=["beta", "alpha>1"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
+    assert "pip compile" in caught.value.command
+    assert any("requirements are unsatisfiable" in line for line in caught.value.output)
+    assert list((root / RESOLVED).glob("[!.]*")) == []
+
+
+def test_deadline(spec, root, calls, tmp_path):
+    """uv is ended when the time is over."""
+    program = tmp_path / "bin" / "uv"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo uv 9.9.9 || exec sleep 6546\n')
+    began = time.monotonic()
+    with pytest.raises(VenvTimeoutError, match="pip compile"):
+        create_local_venv(spec, timeout_s=0.5)
+    assert time.monotonic() - began < 20
+    assert list((root / RESOLVED).glob("[!.]*")) == []
+
+
+def test_another_python(links, tools):
+    """Versions are those for the environment's Python, which need not be on the driver."""
+    tools.make_wheel(links, "alpha", "2.0")
+    other = "3.13" if sys.version_info[:2] != (3, 13) else "3.12"
+    wanted = [f"alpha==1.0; python_version=='{other}'", f"alpha==2.0; python_version!='{other}'"]
+    env = {"UV_FIND_LINKS": str(links)}
+    specs = [VenvSpec(requirements=wanted, no_index=True, env=env, python=python) for python in (None, other)]
+    assert [planned(spec).recipe.requirements for spec in specs] == [("alpha==2.0",), ("alpha==1.0",)]
+
+
+def test_settings_of_the_driver(links, tools, elsewhere, tmp_path, monkeypatch):
+    """Variables that decide the result count, and are those that a node builds with, whatever its own say."""
+    tools.make_wheel(links, "alpha", "2.0")
+    more = tmp_path / "more"
+    shutil.copytree(links, more)
+    tools.make_wheel(more, "alpha", "3.0")
+    spec = VenvSpec(requirements=["alpha"], no_index=True)
+    constraints = tmp_path / "constraints.txt"
+    plans = []
+    for name, value, version in (
+        ("UV_FIND_LINKS", links, "2.0"),
+        ("UV_FIND_LINKS", more, "3.0"),
+        ("UV_RESOLUTION", "lowest", "1.0"),
+        ("UV_CONSTRAINT", "alpha<3", "2.0"),
+        ("UV_CONSTRAINT", "alpha<2", "1.0"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("UV_FIND_LINKS", str(more))
+            if name == "UV_CONSTRAINT":
+                constraints.write_text(value)
+                value = constraints
+            patch.setenv(name, str(value))
+            plans.append(planned(spec))
+        assert plans[-1].recipe.requirements == (f"alpha=={version}",)
+    assert len({plan.recipe.fingerprint for plan in plans}) == len(plans)
+
+    constraints.unlink()  # it is not on the node
+    for name, value in (("UV_FIND_LINKS", "/nowhere"), ("UV_NO_BINARY", ":all:"), ("UV_CONSTRAINT", "/nowhere")):
+        monkeypatch.setenv(name, value)
+    assert tools.says(elsewhere(plans[4]), VERSION) == "1.0"
+
+
+def test_settings_that_do_not_count(tmp_path):
+    """What only says how something is installed is no other environment, nor is a variable that the spec replaces."""
+    spec = VenvSpec(
+        requirements=["alpha"], index="https://h/simple", find_links=[str(tmp_path)], env={"UV_RESOLUTION": "x"}
+    )
+    how = {"UV_CONCURRENT_BUILDS": "1", "UV_CACHE_DIR": "/c", "UV_PYTHON_DOWNLOADS": "never", "SSL_CERT_FILE": "/f"}
+    replaced = {
+        "UV_FIND_LINKS": "/l",
+        "UV_INDEX_URL": "https://o/simple",
+        "UV_RESOLUTION": "lowest",
+        "UV_PRERELEASE": "",
+    }
+    opens = {"UV_INDEX_MINE_USERNAME": "me", "UV_INDEX_MINE_PASSWORD": "mellon"}
+    plain, told = read_settings(spec, {}), read_settings(spec, {**how, **replaced, **opens})
+    assert told.counted == plain.counted == {"UV_RESOLUTION": "x"}
+    # Credentials go along with the index that they open.
+    assert told.env == {"UV_DEFAULT_INDEX": "https://h/simple", "UV_RESOLUTION": "x", **opens}
+    assert "mellon" in told.secrets
+    one, other = (read_settings(spec, {"UV_INDEX": f"https://me:{word}@h/s"}) for word in ("mellon", "opensesame"))
+    assert one.counted == other.counted == {"UV_INDEX": "https://***@h/s", "UV_RESOLUTION": "x"}
+    assert read_settings(VenvSpec(requirements=[], no_index=True), {"UV_INDEX": "https://h/s"}).env == {}
+
+
+def test_configuration_file(links, tools, elsewhere, tmp_path, monkeypatch):
+    """uv's configuration that a variable names goes along and counts, without its credentials."""
+    config = tmp_path / "some uv.toml"
+    text = f'find-links = ["{links}"]\nno-index = true\n'
+    config.write_text(text)
+    monkeypatch.delenv("UV_FIND_LINKS", raising=False)
+    monkeypatch.setenv("UV_CONFIG_FILE", str(config))
+    plan = planned(VenvSpec(requirements=["alpha"]))
+    keys = {plan.recipe.request}
+    for more in ("# https://me:mellon@h/\n", "# https://me:opensesame@h/\n"):
+        config.write_text(text + more)
+        keys.add(read_request(VenvSpec(requirements=["alpha"])).key)
+    assert len(keys) == 2
+    config.unlink()
+    monkeypatch.delenv("UV_CONFIG_FILE")
+    assert tools.says(elsewhere(plan, "it's a node"), VERSION) == "1.0"
+    monkeypatch.setenv("UV_CONFIG_FILE", str(config))
+    with pytest.raises(ValueError, match=r"UV_CONFIG_FILE names .*some uv.toml, which cannot be read"):
+        read_request(VenvSpec(requirements=["alpha"]))
+
+
+def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monkeypatch):
+    """What constrains the build of a source distribution goes along to the nodes."""
+    tools.make_wheel(links, "needed", "1.0")
+    tools.make_wheel(links, "needed", "2.0")
+    folder = make_project("delta", dependencies=[], lock=False)
+    pyproject, backend = folder / "pyproject.toml", folder / "backend.py"
+    pyproject.write_text(pyproject.read_text().replace("requires = []", 'requires = ["needed"]'))
+    info, more = 'wheel.writestr(f"{stem}.dist-info/', 'BUILT_WITH", needed.version)\n        '
+    backend.write_text("import needed" + backend.read_text().replace(f"{info}WHEEL", f"{info}{more}{info}WHEEL"))
+    command = [find_uv_bin(), "build", "--sdist", "--out-dir", str(links), str(folder), "--no-build-isolation"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "needed.py").touch()
+    subprocess.run([*command, "--python", sys.executable], env=env, check=True, capture_output=True)
+    constraints = tmp_path / "build.txt"
+    constraints.write_text("needed<2\n")
+    monkeypatch.setenv("UV_BUILD_CONSTRAINT", str(constraints))
+    plan = planned(VenvSpec(requirements=["delta"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
+    monkeypatch.delenv("UV_BUILD_CONSTRAINT")
+    constraints.unlink()
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache of the node"))
+    code = "import importlib.metadata as m; print(m.distribution('delta').read_text('BUILT_WITH'))"
+    assert tools.says(elsewhere(plan, "it's a node"), code) == "1.0"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git(make_project, tools, elsewhere, links, tmp_path):
+    """A branch stands for the commit that it named when it was resolved."""
+    folder = make_project("delta", dependencies=["alpha"], lock=False)
+
+    def commit(answer):
+        (folder / "src" / "delta" / "__init__.py").write_text(f"answer = {answer}\n")
+        who = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+        for words in (["init", "-q", "-b", "main"], ["add", "."], [*who, "commit", "-qm", "x"]):
+            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+
+    commit(1)
+    for at in ("", "@main"):
+        wanted = [f"delta @ git+{folder.as_uri()}{at}"]
+        spec = VenvSpec(requirements=wanted, no_index=True, env={"UV_FIND_LINKS": str(links)})
+        plan = planned(spec)
+        commit(2 if at else 1.5)
+        assert re.fullmatch(rf"delta ?@ git\+{folder.as_uri()}@[0-9a-f]{{40}}", plan.recipe.requirements[0])
+        python = elsewhere(plan, f"node{at}")
+        assert tools.says(python, "import alpha, delta; print(delta.answer)") == ("1.5" if at else "1")
+
+
+def test_lines():
+    """What a spec gives by its URL or as a wheel is installed as it says; all else by the version."""
+    given = [
+        "alpha[x] @ https://h/a.zip",
+        "beta @ https://h/b.zip ; python_version<'3'",
+        "/w/Delta-1.0-py3-none-any.whl",
+    ]
+    staged = [*given[:2], "./wheels/0/Delta-1.0-py3-none-any.whl"]
+    text = (
+        "# by uv\n--index-url https://h\nalpha @ https://h/a.zip\n./wheels/0/Delta-1.0-py3-none-any.whl\ngamma==1.0\n\n"
+    )
+    found = parse_resolution(text, given)
+    assert found == Resolution(("gamma==1.0",), {"alpha": "", "delta": ""})
+    assert installed_lines(given, staged, found) == (staged[0], staged[2], "gamma==1.0")
+    # Another dependency's URL is kept; not with a credential.
+    git = "epsilon @ git+ssh://git@h/e@0123456789012345678901234567890123456789"
+    assert parse_resolution(git, given).pins == (git,)
+    with pytest.raises(
+        VenvBuildError, match=r"URL with a credential, which is not stored: epsilon @ https://\*\*\*@h/e"
+    ):
+        parse_resolution("epsilon @ https://me:mellon@h/e.zip", given)
+
+
+def test_prune(spec, root):
+    """A resolution stays for 30 days after it was last asked for, and as long as there is an environment of it."""
+    built, unbuilt = spec, dataclasses.replace(spec, requirements=["alpha"])
+    python = create_local_venv(built)
+    planned(unbuilt)
+    stored = {one: root / RESOLVED / read_request(one).key for one in (built, unbuilt)}
+    prune(older_than=86_400)
+    assert all(path.exists() for path in stored.values())
+    for path in stored.values():
+        os.utime(path, (time.time() - 31 * 86_400,) * 2)
+    prune(older_than=86_400, keep=[unbuilt])
+    assert all(path.exists() for path in stored.values())
+    planned(unbuilt)  # asked for again
+    prune(older_than=86_400)
+    assert stored[unbuilt].exists()
+    os.utime(stored[unbuilt], (0, 0))
+    prune(older_than=86_400)
+    assert [path.exists() for path in stored.values()] == [True, False]
+    assert Path(python).exists()
+
+
+def test_variables_of_uv():
+    """Every variable that uv's help names is known here as deciding the result, or as one that does not."""
+    named = set()
+    for command in (["pip", "compile"], ["pip", "install"], ["venv"], ["sync"], ["build"]):
+        shown = subprocess.run([find_uv_bin(), *command, "--help"], capture_output=True, text=True, check=True).stdout
+        named |= set(re.findall(r"env: (UV_\w+)", shown))
+    assert len(named) > 20
+    known = {*DECIDING, *NOT_INHERITED}
+    assert [one for one in sorted(named - known) if not is_neutral(one) and not re.fullmatch(OTHERS, one)] == []
+    assert [one for one in DECIDING if is_neutral(one) or one in NOT_INHERITED] == []
+
+
+def test_make_plan_is_pure(spec):
+    """A plan is a function of what was read and of its resolution."""
+    request = read_request(spec)
+    assert make_plan(request, Resolution(("alpha==1.0",))) == make_plan(request, Resolution(("alpha==1.0",)))
+    assert make_plan(request, Resolution(("alpha==1.0",))).recipe.requirements == ("alpha==1.0",)
+    assert request.resolve(Deadline(60)) == Resolution(("alpha==1.0", "beta==1.0"))
