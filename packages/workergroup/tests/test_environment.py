@@ -97,12 +97,12 @@ def answers(group, method):
 class TestWorkers:
     def test_rank_variables(self, cluster):
         """Every worker has torch's rank variables, and one master address and leased port for all."""
-        with RayWorkerGroup(cluster, Reporter) as group:
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=4) as group:
             found = answers(group, "environment")
-            assert [int(env["RANK"]) for env in found] == list(range(8))
-            assert [int(env["LOCAL_RANK"]) for env in found] == list(range(8))
+            assert [int(env["RANK"]) for env in found] == list(range(4))
+            assert [int(env["LOCAL_RANK"]) for env in found] == list(range(4))
             assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["NODE_RANK"]) for env in found} == {
-                ("8", "8", "0")
+                ("4", "4", "0")
             }
             assert {(env["MASTER_ADDR"], int(env["MASTER_PORT"])) for env in found} == {
                 (group.master_address, group.master_port)

@@ -19,6 +19,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
+    CallCancelledError,
     CallTimeoutError,
     RayWorkerBuilder,
     RayWorkerGroup,
@@ -60,6 +61,15 @@ class Worker:
 
     def fail_to_load(self):
         raise OSError("no checkpoint")
+
+    def note(self, value):
+        self.noted = [*getattr(self, "noted", []), value]
+
+    def what_was_noted(self):
+        return self.noted
+
+    def raise_nothing(self):
+        pass
 
     def state_of(self, item):
         return self.state()
@@ -427,6 +437,75 @@ def test_a_deadline_covers_a_restart(made, tmp_path, eventually):
     gate.touch()
     assert [state[1] for state in group.call("state", timeout=120).result()] == [0, 1, 0, 0]
     assert group.call("pid").statistics().requests == 4
+
+
+def test_an_event_loop_runs_on_during_a_restart(made, tmp_path, eventually):
+    """Calls that a coroutine makes wait for a restart without blocking its loop, and are sent in their order."""
+    gate = tmp_path / "gate"
+    group = made(restart_on_failure=True, on_restart="load_when_open", env_vars={"GATE": str(gate)})
+    die(group, 1)
+
+    async def main():
+        began = time.monotonic()
+        waiting = [group.call("double", VALUE), group.call("note", config := {"lr": 1}), group.call("what_was_noted")]
+        given_up, withdrawn, late = group.call("note", 2), group.call("note", 3), group.call("note", 4, timeout=0.3)
+        items = group.call("count", 2)
+        config["lr"] = 2
+        assert time.monotonic() - began < 1.0
+        assert repr(waiting[0]) == "Call('double', waits to be sent, 4 answer)"
+        assert "not sent" in waiting[0]._repr_html_()
+        assert not waiting[0].done()
+        assert waiting[0].statistics().requests == 4
+        assert withdrawn.cancel() == []
+        assert withdrawn.done()
+        with pytest.raises(CallCancelledError):
+            await withdrawn
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await given_up
+        with pytest.raises(CallTimeoutError, match="'note' was not sent to its 4 workers"):
+            await late
+        mapped = group.map("state_of", range(3))
+        first = asyncio.create_task(anext(mapped))
+        streamed = asyncio.create_task(anext(items.stream()))
+        gathered = asyncio.gather(*waiting)
+        with ThreadPoolExecutor() as threads:
+            assert await asyncio.get_running_loop().run_in_executor(threads, eventually, lambda: group._restarting)
+        assert not group.call("pid").done()
+        gate.touch()
+        doubled, _, noted = await asyncio.wait_for(gathered, 120)
+        assert [float(value[0]) for value in doubled] == [2.0] * 4
+        assert noted == [[{"lr": 1}]] * 4
+        assert (await streamed).value == 0
+        assert [(await first)[1], *[state[1] async for state in mapped]] == [0, 1, 0]
+        assert [outcome.value async for outcome in group.call("raise_nothing")] == [None] * 4
+        return given_up, late
+
+    given_up, late = asyncio.run(main())
+    for call, error in ((given_up, CallCancelledError), (late, CallTimeoutError)):
+        state = "cancelled" if error is CallCancelledError else "could not be sent"
+        assert repr(call) == f"Call('note', {state}, 4 answer)"
+        for ask in (call.result, call.wait, call.outcomes, lambda call=call: list(call), lambda call=call: call.refs):
+            with pytest.raises(error):
+                ask()
+    assert group.call("what_was_noted").result() == [[{"lr": 1}]] * 4
+
+
+def test_a_restart_that_fails_under_an_event_loop(made):
+    """Who waits for the call learns why it was not sent; a call of another group is not held up."""
+    group = made((), [1], restart_on_failure=True)
+    die(group, 1)
+
+    async def main():
+        call = group.call("pid", retries=1)
+        with pytest.raises(WorkerFailureError, match="cannot start a second time"):
+            await call
+        with pytest.raises(WorkerFailureError, match="cannot start a second time"):
+            call.result()
+        assert call.done()
+        assert call.cancel() == []
+
+    asyncio.run(main())
 
 
 def test_on_restart_has_time(made):

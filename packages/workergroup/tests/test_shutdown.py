@@ -251,7 +251,7 @@ def test_while_another_thread_calls(group, monkeypatch):
 
 def test_context_manager(cluster):
     """Leaving the block ends the group, also by an exception."""
-    with pytest.raises(KeyError), assert_no_leaks(), RayWorkerGroup(cluster, Cleaner) as group:
+    with pytest.raises(KeyError), assert_no_leaks(), RayWorkerGroup(cluster, Cleaner, workers_per_node=2) as group:
         raise KeyError
     assert group.workers == []
 
@@ -259,13 +259,13 @@ def test_context_manager(cluster):
 def test_forgotten_group(cluster, recwarn):
     """A group that nobody holds any more gives its slots and its port back; the next one waits for them."""
     with assert_no_leaks():
-        RayWorkerGroup(cluster, Cleaner)
+        RayWorkerGroup(cluster, Cleaner, workers_per_node=2)
         gc.collect()
-        RayWorkerGroup(cluster, Cleaner).shutdown()
+        RayWorkerGroup(cluster, Cleaner, workers_per_node=2).shutdown()
     told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
     assert told == [
         (
-            "The worker group 'Cleaner' was dropped without shutdown(). Its 8 worker(s) are ended in the background. "
+            "The worker group 'Cleaner' was dropped without shutdown(). Its 2 worker(s) are ended in the background. "
             "Use the group in a with statement, or call shutdown()."
         )
     ]

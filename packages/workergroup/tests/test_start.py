@@ -86,7 +86,7 @@ class TestSignature:
 class TestWaiting:
     def test_every_constructor_has_finished(self, cluster):
         """The group is there when the last `__init__` has returned."""
-        with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=1.5, ranks=(7,))) as group:
+        with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=1.5, ranks=(3,)), workers_per_node=4) as group:
             made = time.time()
             finished = answers(group, "when")
         assert max(finished) < made
@@ -94,29 +94,30 @@ class TestWaiting:
 
     def test_first_failure(self, cluster):
         """The first constructor that raises ends the start: who, where, why, and what the others did."""
-        axes = NamedSharding.from_shape(dp=2, tp=4)
-        builder = RayWorkerBuilder(Slow, ranks=(5,), fail="raise", seconds=0.3)
+        axes = NamedSharding.from_shape(dp=2, tp=2)
+        builder = RayWorkerBuilder(Slow, ranks=(3,), fail="raise", seconds=0.3)
         with pytest.raises(WorkerStartError) as caught, assert_no_leaks():
-            RayWorkerGroup(cluster, builder, sharding_annotations=axes)
+            RayWorkerGroup(cluster, builder, workers_per_node=4, sharding_annotations=axes)
         error = caught.value
-        assert (error.rank, error.coords) == (5, {"dp": 1, "tp": 1})
-        assert error.node_id == cluster.slots()[5].node_id
-        assert "its constructor raised FileNotFoundError: no checkpoint for 5" in str(error)
+        assert (error.rank, error.coords) == (3, {"dp": 1, "tp": 1})
+        assert error.node_id == cluster.slots()[3].node_id
+        assert "its constructor raised FileNotFoundError: no checkpoint for 3" in str(error)
         assert "in __init__" in error.remote_traceback
-        assert error.others.startswith("of the other 7 workers ")
-        with RayWorkerGroup(cluster, Slow) as group:  # the slots are free again
-            assert group.world_size == 8
+        assert error.others.startswith("of the other 3 workers ")
+        with RayWorkerGroup(cluster, Slow, workers_per_node=4) as group:  # the slots are free again
+            assert group.world_size == 4
 
     def test_constructor_that_ends_its_process(self, cluster):
         """A process that dies while it starts is named as such."""
         with pytest.raises(WorkerStartError, match=r"rank 2 .* lost while it started: killed"):
-            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(2,), fail="exit"))
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(2,), fail="exit"), workers_per_node=3)
 
     def test_deadline(self, cluster):
         """After start_timeout_s the slow ranks are named, and all are ended."""
+        builder = RayWorkerBuilder(Slow, seconds=60, ranks=(1, 3))
         began = time.monotonic()
-        with pytest.raises(WorkerStartError, match=r"2 of 8 workers had not finished .* after 10 s .*rank 3 .*rank 6"):
-            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3, 6)), start_timeout_s=10)
+        with pytest.raises(WorkerStartError, match=r"2 of 4 workers had not finished .* after 10 s .*rank 1 .*rank 3"):
+            RayWorkerGroup(cluster, builder, workers_per_node=4, start_timeout_s=10)
         assert 10 < time.monotonic() - began < 30
 
     def test_interrupt(self, cluster):
@@ -124,10 +125,10 @@ class TestWaiting:
         timer = threading.Timer(2, _thread.interrupt_main)
         timer.start()
         with pytest.raises(KeyboardInterrupt), assert_no_leaks():
-            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3,)))
+            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=60, ranks=(3,)), workers_per_node=4)
         timer.join()
-        with RayWorkerGroup(cluster, Slow) as group:
-            assert group.world_size == 8
+        with RayWorkerGroup(cluster, Slow, workers_per_node=4) as group:
+            assert group.world_size == 4
 
 
 class TestArguments:
@@ -135,10 +136,10 @@ class TestArguments:
         """Large ones are stored once for all workers, refs are resolved, small ones travel."""
         payload = b"x" * 1_000_000
         builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
-        with RayWorkerGroup(cluster, builder) as group:
+        with RayWorkerGroup(cluster, builder, workers_per_node=3) as group:
             assert group.statistics().puts == 1
             assert 1_000_000 <= group.statistics().bytes_put < 1_001_000
-            assert answers(group, "arguments")[7] == (payload, {"again": payload, "ref": "value", "small": 3})
+            assert answers(group, "arguments")[2] == (payload, {"again": payload, "ref": "value", "small": 3})
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -219,8 +220,8 @@ class TestClasses:
     def test_decorated_class(self, cluster):
         """A `@ray.remote` class works like the plain one, and its default options are honoured."""
         decorated = ray.remote(max_concurrency=1, num_cpus=7)(Slow)
-        with RayWorkerGroup(cluster, RayWorkerBuilder(decorated, payload=1)) as group:
-            assert answers(group, "arguments") == [(1, {})] * 8
+        with RayWorkerGroup(cluster, RayWorkerBuilder(decorated, payload=1), workers_per_node=2) as group:
+            assert answers(group, "arguments") == [(1, {})] * 2
 
     def test_what_workers_cannot_have(self, cluster):
         """Options that a delegated method cannot honour are refused by name."""
@@ -275,16 +276,17 @@ class TestFacts:
                 report_progress(step=1, message="asked")
                 return current_worker()
 
-        axes = NamedSharding.from_shape(dp=2, tp=4)
-        with RayWorkerGroup(cluster, Curious, name_prefix="c", sharding_annotations=axes) as group:
-            facts = answers(group, "facts")[6]
+        axes = NamedSharding.from_shape(dp=2, tp=2)
+        options = {"workers_per_node": 4, "sharding_annotations": axes}
+        with RayWorkerGroup(cluster, Curious, name_prefix="c", **options) as group:
+            facts = answers(group, "facts")[3]
             port = str(group.master_port)
             told = group.call("current", collect=()).result()
         assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "layout")} == {
-            "rank": 6,
-            "world_size": 8,
-            "name": "c-0-6",
-            "coords": {"dp": 1, "tp": 2},
+            "rank": 3,
+            "world_size": 4,
+            "name": "c-0-3",
+            "coords": {"dp": 1, "tp": 1},
             "layout": axes.to_dict(),
         }
         assert (told.rank, told.coords, told.sharding, told.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
@@ -298,13 +300,14 @@ class TestFacts:
             def current(self):
                 return current_worker()
 
-        axes = NamedSharding([[5, 1, 6, 2], [0, 7, 3, 4]], ["dp", "tp"])
-        with RayWorkerGroup(cluster, Curious, sharding_annotations=axes) as group:
+        axes = NamedSharding([[2, 1], [0, 3]], ["dp", "tp"])
+        with RayWorkerGroup(cluster, Curious, workers_per_node=4, sharding_annotations=axes) as group:
             puts = group.statistics().puts
             told = group.call("current").result()
-        assert [worker.sharding for worker in told] == [axes] * 8
-        assert told[7].coords == {"dp": 1, "tp": 1}
-        with RayWorkerGroup(cluster, Curious, sharding_annotations=NamedSharding.from_shape(dp=2, tp=4)) as group:
+        assert [worker.sharding for worker in told] == [axes] * 4
+        assert told[3].coords == {"dp": 1, "tp": 1}
+        in_order = NamedSharding.from_shape(dp=2, tp=2)
+        with RayWorkerGroup(cluster, Curious, workers_per_node=4, sharding_annotations=in_order) as group:
             assert group.statistics().puts == puts - 1
 
     def test_outside_a_worker(self):
@@ -335,14 +338,14 @@ class TestManyGroups:
 
     def test_one_group_too_many(self, cluster):
         """A slot without room refuses a second group at once, and says who is there and what to do."""
-        with RayWorkerGroup(cluster, Slow, name_prefix="policy"):
+        with RayWorkerGroup(cluster, Slow, workers_per_node=2, name_prefix="policy"):
             began = time.monotonic()
             with pytest.raises(
                 ResourceInsufficientError, match=r"'Slow' cannot run .*'policy' is there.*enable_colocation=True"
             ):
-                RayWorkerGroup(cluster, Slow)
+                RayWorkerGroup(cluster, Slow, workers_per_node=2)
             assert time.monotonic() - began < 5
-        with RayWorkerGroup(cluster, Slow):
+        with RayWorkerGroup(cluster, Slow, workers_per_node=2):
             pass
 
     def test_master_port_is_of_the_cluster(self, local_ray):
@@ -367,10 +370,10 @@ class TestManyGroups:
     def test_bare_slots(self, cluster):
         """A group runs on any sequence of slots; two groups on disjoint slots."""
         slots = cluster.slots()
-        with RayWorkerGroup(slots[:3], Slow) as some, RayWorkerGroup(slots[5:], Slow) as others:
-            assert [worker["bundle_index"] for worker in some.worker_metadata] == [0, 1, 2]
-            assert [worker["bundle_index"] for worker in others.worker_metadata] == [5, 6, 7]
-            assert [worker["global_rank"] for worker in others.worker_metadata] == [0, 1, 2]
+        with RayWorkerGroup(slots[:2], Slow) as some, RayWorkerGroup(slots[6:], Slow) as others:
+            assert [worker["bundle_index"] for worker in some.worker_metadata] == [0, 1]
+            assert [worker["bundle_index"] for worker in others.worker_metadata] == [6, 7]
+            assert [worker["global_rank"] for worker in others.worker_metadata] == [0, 1]
 
     def test_metadata(self, cluster):
         """Metadata, leaders and sizes of tied groups."""

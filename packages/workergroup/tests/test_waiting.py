@@ -2,8 +2,10 @@
 """What becomes of a call: waiting for it, in a coroutine too; its errors; giving it up."""
 
 import asyncio
+import os
 import pickle
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from fairlead_workergroup import (
     PerWorker,
     RayWorkerGroup,
     WorkerFailureError,
+    _inspect,
 )
 
 from .calling import MB, Worker
@@ -109,7 +112,7 @@ class TestWaiting:
 
     def test_a_late_argument(self, group, doomed):
         """A call that waits for another one's answer says which call, of which group, and which ranks are late."""
-        made = doomed.call("sleep", 1.5, ranks=[2], tag="made")
+        made = doomed.call("sleep", 3.0, ranks=[2], tag="made")
         expected = (
             r"not there yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
             r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'sleep' for \d"
@@ -127,6 +130,21 @@ class TestWaiting:
             # The arguments of those that have finished are freed.
             group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
+
+    def test_a_head_that_hangs(self, group, monkeypatch, eventually):
+        """A timeout is raised although Ray's head does not answer; it cannot say what the late workers are doing."""
+        monkeypatch.setattr(_inspect, "ANSWER_S", 0.5)
+        head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+        call = group.call("sleep", 3.0, ranks=[5], timeout=0.5)
+        assert eventually(lambda: len(call._pending()) == 1)
+        os.kill(head, signal.SIGSTOP)
+        try:
+            with pytest.raises(CallTimeoutError) as caught:
+                call.result()
+        finally:
+            os.kill(head, signal.SIGCONT)
+        assert [(late.rank, late.method) for late in caught.value.late] == [(5, None)]
+        assert eventually(call.done)
 
     def test_storing_an_argument_holds_up_no_other_thread(self, group):
         """While one thread stores a value, another one's call goes through."""

@@ -86,6 +86,7 @@ class Arguments:
     def prepared(self, value: Any) -> Any:
         """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
 
+        A list or dict that is inlined is copied: a call may be sent later, or again, with the values of now.
         A `Call` goes on as the references to its answers.
 
         Raises:
@@ -95,7 +96,7 @@ class Arguments:
             self.sources.append(Source(None, (value.binary(),)))
             return value
         if is_inlined(value):
-            return value
+            return value.copy() if type(value) in (list, dict) else value
         if isinstance(value, PassedOn):
             passed = value.as_argument()
             refs = passed.refs if isinstance(passed, Gathered) else [passed]

@@ -37,6 +37,7 @@ async def awaited(call: Call) -> Any:
 
 async def result_of(call: Call) -> Any:
     """Return what `Call.result` returns; the first failure ends the wait, or has the call repeated."""
+    await _sent(call, call._deadline)
     while True:
         attempt = call._attempt
         try:
@@ -45,6 +46,21 @@ async def result_of(call: Call) -> Any:
             # A restart takes seconds.
             if not await asyncio.to_thread(call._repeated, attempt):
                 raise
+
+
+async def _sent(call: Call, deadline: Deadline) -> None:
+    """Wait until a call has been sent; see `Call._until_sent`."""
+    if call._sending is not None:
+        sending = asyncio.wrap_future(call._sending)
+        sending.add_done_callback(_looked_at)
+        await asyncio.wait([sending], timeout=deadline.left())
+    call._until_sent(Deadline.after(0.0))
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from printing an error that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def _collected(call: Call) -> list[Any]:
@@ -74,9 +90,10 @@ async def arriving(call: Call, timeout: float | None) -> AsyncGenerator[Outcome]
     """Yield the items of a generator method as they arrive; see `Call.stream`."""
     with short_traceback():
         call._check_open()
+        deadline = call._until(timeout)
+        await _sent(call, deadline)
         tasks = {at: asyncio.ensure_future(_has_item(call, at)) for at in call._positions[0]}
         try:
-            deadline = call._until(timeout)
             while tasks:
                 left = deadline.left(at_most=REPORT_EVERY_S)
                 done, _ = await asyncio.wait(tasks.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -167,6 +184,7 @@ class ResultStream(Generic[T]):
 async def as_completed(call: Call) -> AsyncIterator[Outcome]:
     """The outcomes of workers as they finish: of those that answer, and of others that failed."""
     call._group._check_connected()
+    await _sent(call, call._deadline)
     tasks = {asyncio.ensure_future(_value_of(call, at)): at for at in range(len(call.futures))}
     try:
         while tasks:

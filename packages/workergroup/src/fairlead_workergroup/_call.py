@@ -55,17 +55,22 @@ class Call(Underway, PassedOn, Generic[Result]):
             state = "cancelled"
         elif not self._group._held.connected:
             state = "its Ray has been shut down"
+        elif self._unsent:
+            state = "waits to be sent"
+        elif self._failed_to_send:
+            state = "could not be sent"
         else:
             state = f"{len(self.futures) - len(self._pending())} of {len(self.futures)} workers done"
-        return f"Call({self._method.name!r}, {state}, {len(self.refs)} answer)"
+        return f"Call({self._method.name!r}, {state}, {len(self._positions[0])} answer)"
 
     def _repr_html_(self) -> str:
-        pending = set(self._pending()) if self._group._held.connected else set()
+        sent = not (self._unsent or self._failed_to_send)
+        pending = set(self._pending()) if sent and self._group._held.connected else set()
         rows = [
             (
                 rank,
                 self._coords(at),
-                "not finished" if at in pending else "done",
+                "not sent" if not sent else "not finished" if at in pending else "done",
                 "yes" if at in self._answering else "no",
             )
             for at, rank in enumerate(self._ranks)
@@ -122,8 +127,8 @@ class Call(Underway, PassedOn, Generic[Result]):
         return [*(self._outcome(at, unfinished) for at in wanted), *(one for one in of_others if one.error is not None)]
 
     def done(self) -> bool:
-        """Whether all workers called have finished, or failed."""
-        return not self._pending()
+        """Whether all workers called have finished, or failed, or could not be called."""
+        return self._failed_to_send or not (self._unsent or self._pending())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all workers called have finished, or failed; whether they have within `timeout` seconds.
@@ -132,6 +137,7 @@ class Call(Underway, PassedOn, Generic[Result]):
             timeout: as of `result`.
         """
         deadline = self._until(timeout)
+        self._until_sent(deadline)
         for _ in self._read_out(deadline):
             pass
         while pending := self._pending():
@@ -150,6 +156,7 @@ class Call(Underway, PassedOn, Generic[Result]):
             CallTimeoutError: the deadline the call was made with has passed.
         """
         self._group._check_connected()
+        self._until_sent(self._deadline)
         answering = set(self._positions[0])
         pending = dict.fromkeys(range(len(self.futures)))
         for at in self._read_out(self._deadline):
@@ -205,6 +212,8 @@ class Call(Underway, PassedOn, Generic[Result]):
         Returns:
             The ranks that are still running it; with `force`, those that were, and have been ended.
         """
+        if self._withdrawn(force=force):
+            return []
         pending = self._pending()
         if not pending:
             return []
@@ -216,7 +225,7 @@ class Call(Underway, PassedOn, Generic[Result]):
     def statistics(self) -> CallStatistics:
         """What it has cost so far."""
         puts, bytes_put = self._stored
-        return CallStatistics(len(self.futures), puts, bytes_put, *self._fetched, self._submit_s)
+        return CallStatistics(len(self._ranks), puts, bytes_put, *self._fetched, self._submit_s)
 
     def get_results(
         self, worker_group: RayWorkerGroup | None = None, return_generators_as_proxies: bool = False

@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import ObjectRef
 
-from fairlead_placement import never_connect
+from fairlead_placement.spi import never_connect
 
 from ._arguments import Arguments
 from ._call import Call
@@ -24,6 +24,7 @@ from ._deadline import Deadline
 from ._failures import WorkerFacts
 from ._held import Held
 from ._inspect import cancelled, late_workers
+from ._line import Line, on_event_loop
 from ._memory import judge
 from ._planning import Column
 from ._ray_private import actor_id_of_ref, object_sizes, task_of_future, task_of_ref
@@ -54,6 +55,7 @@ class Dispatching:
     _token: str
     _lock: threading.Lock
     _submitting: threading.RLock
+    _line: Line
     _counts: GroupStatistics
     _facts: dict[str, WorkerFacts]
     _workers_now: list[WorkerFacts]
@@ -113,6 +115,7 @@ class Dispatching:
         single: bool = False,
         discard: bool = False,
         retries: int = 0,
+        may_wait: bool = True,
     ) -> Call:
         began = time.monotonic()
         self._check_retries(retries)
@@ -124,10 +127,10 @@ class Dispatching:
         # Before this call's turn: storing a large value must not hold up the calls of other threads.
         asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
         kept = list(asked) if retries else None
-        with self._turn(found.name, called, began, deadline) as workers:
-            futures = [send(workers[rank], request) for rank, request in zip(called, kept or asked, strict=True)]
         puts, bytes_put = stored.puts, stored.bytes_put
-        self._count(calls=1, requests=len(futures), puts=puts, bytes_put=bytes_put)
+        send_it = self._send_without_blocking if may_wait and on_event_loop() else self._send
+        counted = {"calls": 1, "puts": puts, "bytes_put": bytes_put}
+        futures = send_it(found.name, called, kept or asked, began, deadline, counted)
         return Call(
             futures,
             called,
@@ -255,18 +258,54 @@ class Dispatching:
         who = self._facts.get(actor_id_of_ref(ref))
         return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
 
-    def _send_again(
-        self, method: str, ranks: Sequence[int], asked: Sequence[Request], began: float, deadline: Deadline
+    def _send(
+        self,
+        method: str,
+        ranks: Sequence[int],
+        asked: Iterable[Request],
+        began: float,
+        deadline: Deadline,
+        counted: Mapping[str, int] | None = None,
     ) -> list[Any]:
-        """Start lost workers again and repeat requests; their new futures.
+        """Restart lost workers if that is due, send a request to each rank, and return the futures.
+
+        Args:
+            method: the name of the method, for errors.
+            ranks: whom to ask.
+            asked: what to ask each of them.
+            began: when the call was made.
+            deadline: when to give up waiting for the turn.
+            counted: what it adds to the group's statistics besides the requests.
 
         Raises:
-            CallTimeoutError, WorkerFailureError, WorkerGroupError: as of `_turn`.
+            CallTimeoutError, WorkerFailureError, WorkerGroupError: as of `_turn`; nothing has been sent.
         """
         with self._turn(method, ranks, began, deadline) as workers:
             futures = [send(workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
-        self._count(requests=len(futures))
+        self._count(requests=len(futures), **(counted or {}))
         return futures
+
+    def _send_without_blocking(
+        self,
+        method: str,
+        ranks: Sequence[int],
+        asked: Iterable[Request],
+        began: float,
+        deadline: Deadline,
+        counted: Mapping[str, int],
+    ) -> list[Any] | Future[list[Any]]:
+        """Do the same on an event loop: a call that has to wait for its turn or a restart is sent by another thread."""
+        if not self._line.busy:  # otherwise earlier calls are still waiting
+            # It times out at once if another thread is sending or workers have to be restarted.
+            with contextlib.suppress(CallTimeoutError):
+                return self._send(method, ranks, asked, began, Deadline(time.monotonic()), counted)
+
+        def send_later() -> list[Any]:
+            if deadline.passed:
+                raise self._not_sent(method, ranks, began)
+            return self._send(method, ranks, asked, began, deadline, counted)
+
+        return self._line.add(send_later)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from types import TracebackType
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from fairlead_placement import connection, never_connect
+from fairlead_placement.spi import connection, never_connect
 
 from .exceptions import WorkerGroupError
 

@@ -22,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from fairlead_placement import alive_nodes
+from fairlead_placement.spi import alive_nodes
 
 from ._ray_private import how_it_ended
 from .exceptions import FailureKind, RemoteError, WorkerFailure

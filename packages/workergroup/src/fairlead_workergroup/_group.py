@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from fairlead_placement import RayVirtualCluster, Slot, claim_slots, lease_ports, release_when_dropped
+from fairlead_placement import RayVirtualCluster, Slot, lease_ports
+from fairlead_placement.spi import claim_slots, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -27,6 +28,7 @@ from ._environment import check_env_vars, start_variables
 from ._failures import WorkerFacts
 from ._held import Held
 from ._html import table_html
+from ._line import Line
 from ._map import Strategy, check_strategy
 from ._memory import guard, parse_memory
 from ._options import recursive_merge_options
@@ -174,6 +176,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         self._lock = threading.Lock()
         # Reentrant: a restart calls `on_restart` while it keeps other calls out.
         self._submitting = threading.RLock()
+        self._line = Line()
         self._counts = GroupStatistics()
         # By actor: also of those that have been replaced, for what they still answer. By rank: of those there are.
         self._facts: dict[str, WorkerFacts] = {}

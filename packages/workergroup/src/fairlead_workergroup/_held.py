@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import PlacementError, PortLease, SlotClaim, connection
+from fairlead_placement import PlacementError, PortLease
+from fairlead_placement.spi import SlotClaim, connection
 
 from ._recipe import Recipe
 from ._shutdown import WorkerProcess, kill_and_wait

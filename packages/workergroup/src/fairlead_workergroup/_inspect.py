@@ -2,12 +2,15 @@
 """Looking at workers from outside, through the agents of their nodes: one request a node."""
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
 
-from fairlead_placement import alive_nodes, run_on_nodes
+from fairlead_placement.spi import alive_nodes, never_connect, run_on_nodes
 
 from . import _processes, _records
 from ._failures import WorkerFacts
@@ -29,7 +32,7 @@ def looked_at(
     function: Callable[..., Any],
     what: Callable[[WorkerFacts], Any],
     *more: Any,
-    within_s: float = ANSWER_S,
+    within_s: float | None = None,
 ) -> list[Any]:
     """Apply a function to something of each worker, on the workers' nodes.
 
@@ -38,22 +41,27 @@ def looked_at(
         function: takes the list of what belongs to a node's workers, and returns a list as long.
         what: of each worker.
         more: further arguments of the function.
-        within_s: how long the nodes may take.
+        within_s: seconds that Ray's head and the nodes may take; None for `ANSWER_S`.
 
     Returns:
-        The results in the order of `workers`; None for the workers of a node that did not answer.
+        The results in the order of `workers`; None for the workers of a node that did not answer, and for all workers
+        if Ray's head did not.
     """
+    deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
     by_node: dict[str, list[int]] = {}
     for at, worker in enumerate(workers):
         by_node.setdefault(worker.node_id, []).append(at)
-    living = alive_nodes()
+    found: list[Any] = [None] * len(workers)
+    living = _alive_nodes(deadline)
+    if living is None:
+        logger.warning("cannot look at the workers: Ray's head (GCS) does not answer")
+        return found
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
         for node_id, members in by_node.items()
         if node_id in living
     }
-    found: list[Any] = [None] * len(workers)
-    for node_id, answers in run_on_nodes(function, asks, timeout_s=within_s).items():
+    for node_id, answers in run_on_nodes(function, asks, timeout_s=max(0.1, deadline - time.monotonic())).items():
         if isinstance(answers, Exception):
             if ray.is_initialized():  # else another thread has ended it meanwhile, and there is nobody to look at
                 logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
@@ -61,6 +69,29 @@ def looked_at(
         for at, answer in zip(by_node[node_id], answers, strict=True):
             found[at] = answer
     return found
+
+
+def _alive_nodes(deadline: float) -> frozenset[str] | None:
+    """Return the ids of the nodes that are alive, or None if Ray's head has not told by the deadline.
+
+    Ray itself waits without a limit for a head that hangs. So a thread asks, and it may outlive this call.
+    """
+    answer: Future[frozenset[str]] = Future()
+
+    def ask() -> None:
+        never_connect()
+        try:
+            answer.set_result(alive_nodes())
+        except BaseException as error:  # noqa: BLE001  raised below, unless nobody waits any more
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="fairlead-nodes", daemon=True).start()
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if answer.done():
+            raise  # Ray's own
+        return None
 
 
 def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:

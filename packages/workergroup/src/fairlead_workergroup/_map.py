@@ -53,7 +53,6 @@ class _Sent(NamedTuple):
     position: int
     item: Any
     rank: int
-    call: Call
 
 
 def mapped(
@@ -141,7 +140,7 @@ def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, order
     done = 0
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
-            while balancer.fill(items, until=order.until):
+            while balancer.fill(items, until=order.until, may_wait=False):
                 finished = balancer.finished()
                 done += len(finished)
                 bar.show(done)
@@ -154,12 +153,12 @@ async def _async_results(
     balancer: _Balancer, items: Iterator[Any], total: int | None, order: _Order
 ) -> AsyncGenerator[Any]:
     done = 0
-    tasks: dict[asyncio.Task[Any], ObjectRef] = {}
+    tasks: dict[asyncio.Task[Any], Call] = {}
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
-            while balancer.fill(items, until=order.until):
-                for ref, sent in balancer.new():
-                    tasks[asyncio.ensure_future(result_of(sent.call))] = ref
+            while balancer.fill(items, until=order.until, may_wait=True):
+                for call in balancer.new():
+                    tasks[asyncio.ensure_future(result_of(call))] = call
                 finished = balancer.given_up()
                 if tasks and not finished:
                     ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -189,8 +188,9 @@ class _Balancer:
         self._loads = dict.fromkeys(ranks, 0)
         self._turn = 0
         self._position = 0
-        self._sent: dict[ObjectRef, _Sent] = {}
-        self._new: list[tuple[ObjectRef, _Sent]] = []
+        # Keyed by the call, because a call that waits to be sent has no futures yet.
+        self._sent: dict[Call, _Sent] = {}
+        self._new: list[Call] = []
         self._given_up: list[tuple[int, Any]] = []
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
@@ -201,8 +201,11 @@ class _Balancer:
         """How many items can be under way."""
         return self._max * len(self._loads)
 
-    def fill(self, items: Iterator[Any], *, until: float) -> bool:
-        """Hand out items before `until` while the worker whose turn it is has room; whether anything is under way."""
+    def fill(self, items: Iterator[Any], *, until: float, may_wait: bool) -> bool:
+        """Hand out items before `until` while the worker whose turn it is has room; whether anything is under way.
+
+        With `may_wait` a call on an event loop is sent later instead of blocking the loop.
+        """
         while (self._again or (self._position < until and not self._failed)) and (rank := self._next()) is not None:
             if self._again:
                 position, item = self._again.popleft()
@@ -212,7 +215,7 @@ class _Balancer:
                 except StopIteration:
                     break
                 position, self._position = self._position, self._position + 1
-            self._send(position, item, rank)
+            self._send(position, item, rank, may_wait=may_wait)
         return bool(self._sent or self._given_up)
 
     def _next(self) -> int | None:
@@ -231,7 +234,7 @@ class _Balancer:
                 )
         return ranks[at] if self._loads[ranks[at]] < self._max else None
 
-    def _send(self, position: int, item: Any, rank: int) -> None:
+    def _send(self, position: int, item: Any, rank: int, *, may_wait: bool) -> None:
         try:
             call = self._group._dispatch(
                 self._how.method,
@@ -242,17 +245,18 @@ class _Balancer:
                 timeout_s=self._how.timeout_s,
                 single=True,
                 retries=self._how.retries,
+                may_wait=may_wait,
             )
         except WorkerFailureError as error:
             self._given_up += self._lost(position, item, rank, error)
             return
         self._turn += 1
         self._loads[rank] += 1
-        self._sent[call.futures[0]] = sent = _Sent(position, item, rank, call)
-        self._new.append((call.futures[0], sent))
+        self._sent[call] = _Sent(position, item, rank)
+        self._new.append(call)
 
-    def new(self) -> list[tuple[ObjectRef, _Sent]]:
-        """Return what has been sent since this was last asked."""
+    def new(self) -> list[Call]:
+        """Return the calls that have been made since this was last asked."""
         new, self._new = self._new, []
         return new
 
@@ -266,8 +270,9 @@ class _Balancer:
         self._new.clear()
         if given_up := self.given_up():
             return given_up
-        refs = list(self._sent)
-        oldest = self._sent[refs[0]].call
+        calls = {call.futures[0]: call for call in self._sent}
+        refs = list(calls)
+        oldest = calls[refs[0]]
         self._group._check_connected()
         done, _ = ray.wait(refs, num_returns=1, timeout=oldest._deadline.left(at_most=REPORT_EVERY_S))
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
@@ -276,17 +281,17 @@ class _Balancer:
             try:
                 oldest._on_slow(oldest._deadline)
             except CallTimeoutError as error:
-                return self.settled(refs[0], partial(_raise, error))
-        finished = sorted(dict.fromkeys([*done, *ready]), key=lambda ref: self._sent[ref].position)
-        return [found for ref in finished for found in self.settled(ref, self._sent[ref].call.result)]
+                return self.settled(oldest, partial(_raise, error))
+        finished = sorted({calls[ref] for ref in (*done, *ready)}, key=lambda call: self._sent[call].position)
+        return [found for call in finished for found in self.settled(call, call.result)]
 
-    def settled(self, ref: ObjectRef, result: Callable[[], Any]) -> list[tuple[int, Any]]:
+    def settled(self, call: Call, result: Callable[[], Any]) -> list[tuple[int, Any]]:
         """Return the position and the result of an item that is done; nothing if it has to be repeated.
 
         What its call raised is its result if exceptions are returned, and otherwise a `_Failure`, after which no more
         items are handed out.
         """
-        sent = self._sent.pop(ref)
+        sent = self._sent.pop(call)
         if sent.rank in self._loads:
             self._loads[sent.rank] -= 1
         try:
@@ -298,7 +303,8 @@ class _Balancer:
             if not self._how.return_exceptions:
                 self._failed = True
                 return [(sent.position, _Failure(error))]
-            retrieve_late(sent.call.futures, sent.call)  # of an item that has run out of time
+            if not call._withdrawn(force=False):
+                retrieve_late(call.futures, call)  # of an item that has run out of time
             return [(sent.position, error)]
 
     def _lost(self, position: int, item: Any, rank: int, error: WorkerFailureError) -> list[tuple[int, Any]]:
@@ -318,9 +324,10 @@ class _Balancer:
         if not self._group._held.connected:
             return
         waiting: dict[int, list[ObjectRef]] = {}
-        retrieve_late(self._sent, self)
-        for ref, sent in self._sent.items():
-            waiting.setdefault(sent.rank, []).append(ref)
+        for call, sent in self._sent.items():
+            if not call._withdrawn(force=False):
+                waiting.setdefault(sent.rank, []).append(call.futures[0])
+        retrieve_late([ref for refs in waiting.values() for ref in refs], self)
         self._sent.clear()
         while waiting:  # an item of every worker at a time: one request a node
             self._group._cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method, force=False)

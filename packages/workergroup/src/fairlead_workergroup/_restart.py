@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import PlacementError, RayVirtualCluster, alive_nodes, claim_slots
+from fairlead_placement import PlacementError, RayVirtualCluster
+from fairlead_placement.spi import alive_nodes, claim_slots
 
 from ._causes import note_causes
 from ._inspect import gone
@@ -104,8 +105,16 @@ def restart(group: RayWorkerGroup) -> list[int]:
             if group._on_restart is not None:
                 limit = group._start_timeout_s
                 nobody = [False] * len(ranks)
-                call = group._dispatch(
-                    group._on_restart, ranks, [], {}, answers=nobody, returned=[], timeout_s=limit, discard=True
+                call = group._dispatch(  # at once: the calls that wait do so for this restart
+                    group._on_restart,
+                    ranks,
+                    [],
+                    {},
+                    answers=nobody,
+                    returned=[],
+                    timeout_s=limit,
+                    discard=True,
+                    may_wait=False,
                 )
                 call.result()
         except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import alive_nodes, run_on_nodes
+from fairlead_placement.spi import alive_nodes, run_on_nodes
 
 from . import _trees
 from ._ray_private import actor_id_of, actors_being_made

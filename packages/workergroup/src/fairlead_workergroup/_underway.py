@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -54,7 +55,7 @@ class Underway(MultiWorkerFuture):
 
     def __init__(
         self,
-        futures: list[Any],
+        futures: list[Any] | Future[list[Any]],
         called: list[int],
         returned: list[int],
         *,
@@ -69,8 +70,15 @@ class Underway(MultiWorkerFuture):
         repeats: Repeats | None = None,
         sources: Sequence[Source] = (),
     ) -> None:
+        # Set while a call waits to be sent, and afterwards; see `futures`.
+        self._sending: Future[list[Any]] | None = None
         # Copies: a plan is kept for later calls, and a user may change the lists of this one.
-        super().__init__(futures, list(returned), list(called))
+        if isinstance(futures, list):
+            super().__init__(futures, list(returned), list(called))
+        else:
+            self._sending = futures
+            self.return_from_workers: list[int] | None = list(returned)
+            self.called_workers: list[int] | None = list(called)
         self._repeats = repeats
         self._group = group
         self._ranks = called
@@ -90,8 +98,64 @@ class Underway(MultiWorkerFuture):
         # The attempt whose late errors are being retrieved.
         self._looked_for_late = -1
 
+    @cached_property
+    def futures(self) -> list[Any]:  # type: ignore[override]
+        """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
+        self._until_sent(self._deadline)
+        assert self._sending is not None  # otherwise __init__ has set the list, and this function is not used
+        return self._sending.result()
+
+    @property
+    def _unsent(self) -> bool:
+        """Whether the call waits to be sent."""
+        return self._sending is not None and not self._sending.done()
+
+    @property
+    def _failed_to_send(self) -> bool:
+        """Whether the call was never sent: it was cancelled first, or its workers could not be restarted."""
+        sending = self._sending
+        return sending is not None and sending.done() and (sending.cancelled() or sending.exception() is not None)
+
+    def _until_sent(self, deadline: Deadline) -> None:
+        """Wait until the call has been sent.
+
+        Raises:
+            CallCancelledError: it was cancelled before it was sent.
+            CallTimeoutError: the deadline passed before it was sent.
+            WorkerFailureError, WorkerGroupError: it could not be sent.
+        """
+        if self._sending is None:
+            return
+        try:
+            error = self._sending.exception(deadline.left())
+        except CancelledError:
+            raise CallCancelledError(self._method.name, self._cancelled) from None
+        except TimeoutError:
+            raise self._group._not_sent(self._method.name, self._ranks, self._began) from None
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _withdrawn(self, *, force: bool) -> bool:
+        """Give up a call that has not been sent; return False, and do nothing, if it has been."""
+        sending = self._sending
+        if sending is None or not (self._unsent or self._failed_to_send):
+            return False
+        if self._unsent:
+            self._cancelled = tuple(self._ranks)
+        if not sending.cancel():  # it is being sent now
+
+            def drop(sent: Future[list[Any]]) -> None:
+                if sent.exception() is None:
+                    retrieve_late(sent.result(), self)
+                    futures = dict(zip(self._ranks, sent.result(), strict=True))
+                    self._group._cancel(futures, self._method.name, force=force)
+
+            sending.add_done_callback(drop)
+        return True
+
     def _collected(self, deadline: Deadline) -> list[Any]:
         self._check_open()
+        self._until_sent(deadline)
         wanted, others = self._positions
         if self._streams:
             self._drain(deadline)
@@ -113,6 +177,7 @@ class Underway(MultiWorkerFuture):
         On the workers that were lost, or on all that were started again.
         """
         self._check_open()
+        self._until_sent(Deadline.after(0.0))
         if self._repeats is None:
             return False
         limit = deadline or self._deadline
@@ -129,9 +194,7 @@ class Underway(MultiWorkerFuture):
             if self._group._restart_scope == "group":
                 lost = list(range(len(self.futures)))
             asked = [self._repeats.requests[at] for at in lost]
-            again = self._group._send_again(
-                self._method.name, [self._ranks[at] for at in lost], asked, self._began, limit
-            )
+            again = self._group._send(self._method.name, [self._ranks[at] for at in lost], asked, self._began, limit)
             self._repeats.left -= 1
             for at, future in zip(lost, again, strict=True):
                 self.futures[at] = future
@@ -174,8 +237,9 @@ class Underway(MultiWorkerFuture):
     def _arriving(self, timeout: float | None) -> Generator[Outcome]:
         with short_traceback():
             self._check_open()
-            streams = {self.futures[at]: at for at in self._positions[0]}
             deadline = self._until(timeout)
+            self._until_sent(deadline)
+            streams = {self.futures[at]: at for at in self._positions[0]}
             while streams:
                 # One item of every worker that has one, then the next round: Ray prefers some workers to others.
                 ready = [stream for stream, at in streams.items() if self._items.get(at)]

@@ -202,6 +202,9 @@ class Addressed:
         the name of that method is called. Every other function is pickled: by value, or by name if it is from an
         installed package or from the package that the workers import their class from.
 
+        On a running event loop a call that has to wait, for a restart or for calls of other threads, is sent later: it
+        is returned at once, and asking for its results raises what would be raised here otherwise.
+
         Args:
             method: its name; or the method itself, `Model.loss`; or any other function, which runs in each worker with
                 the user's instance as its first argument: `f(worker, *args, **kwargs)`.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fairlead_placement import never_connect
+from fairlead_placement.spi import never_connect
 
 from ._causes import note_causes
 from ._occurrences import Occurrences

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from fairlead_placement import alive_nodes, usage_on_nodes
+from fairlead_placement.spi import alive_nodes, usage_on_nodes
 
 from . import _records
 from ._failures import WorkerFacts
