@@ -2,6 +2,7 @@
 """What the tests share: two pretend slices for all of them, and a record of calls."""
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,15 @@ class Record:
         draft = self.folder / f"draft-{uuid.uuid4().hex}"
         draft.write_text(text)
         draft.rename(self.folder / f"{worker}-{before:03}-{uuid.uuid4().hex}")
+        return before
+
+    def meet(self, *what: object) -> int:
+        """As `write`, and wait until the other host of the slice has noted as many calls."""
+        before = self.write(*what)
+        other = f"{os.environ['TPU_SLICE_NAME']}.{1 - int(os.environ['EXECUTOR_CALL_INDEX'])}"
+        deadline = time.monotonic() + 60
+        while len(self.of(other)) <= before and time.monotonic() < deadline:
+            time.sleep(0.05)
         return before
 
     def of(self, worker: str) -> list[str]:

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variables of each host, layer by layer."""
 
+import sys
+
 import pytest
 
 from fairlead_placement import PortLease
-from fairlead_tpu_executor import CpuAcceleratorConfig, SliceInfo, TpuAcceleratorConfig
+from fairlead_tpu_executor import (
+    CpuAcceleratorConfig,
+    JaxUnavailableError,
+    SliceInfo,
+    TpuAcceleratorConfig,
+    initialize_jax,
+)
 from fairlead_tpu_executor._environment import host_environment, megascale_port
 from fairlead_tpu_executor._ports import Ports
 
@@ -24,6 +32,9 @@ def test_one_slice():
         "EXECUTOR_CALL_SLICE": "0",
         "EXECUTOR_NUM_HOSTS": "2",
         "EXECUTOR_COORDINATOR_ADDRESS": "10.0.0.1:1400",
+        "EXECUTOR_JOB_COORDINATOR_ADDRESS": "10.0.0.1:1400",
+        "EXECUTOR_PROCESS_COUNT": "2",
+        "EXECUTOR_PROCESS_INDEX": "1",
         "TPU_HOST_ID": "1",
         "TPU_SLICE_NAME": "a",
         "TPU_VERSION": "v4-16",
@@ -45,8 +56,17 @@ def test_two_slices():
     assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "10.0.0.3:1500"
 
 
+def test_one_cluster_over_all_slices():
+    """All hosts of all slices have the coordinator of slice 0, the number of hosts, and an index in their order."""
+    config = TpuAcceleratorConfig("v4-16", 2)
+    found = [environment(config, 2, at, worker, megascale="m:1") for at in (0, 1) for worker in (0, 1)]
+    assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == ["0", "1", "2", "3"]
+    assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"4"}
+    assert {one["EXECUTOR_JOB_COORDINATOR_ADDRESS"] for one in found} == {"10.0.0.1:1400"}
+
+
 def test_addresses_of_ipv6():
-    """An IPv6 address stands in brackets, so that the port after it can be told apart."""
+    """An IPv6 address stands in brackets, which separates it from the port."""
     held = (PortLease("fd00::1", 1400, "n0", "id"), PortLease("fd00::1", 8081, "n0", "id"))
     ports = Ports()
     ports._coordinators, ports._megascale = {"lease": held[0]}, ("lease", 8081, held[1])
@@ -72,7 +92,10 @@ def test_other_hosts():
         "EXECUTOR_CALL_INDEX",
         "EXECUTOR_CALL_SLICE",
         "EXECUTOR_COORDINATOR_ADDRESS",
+        "EXECUTOR_JOB_COORDINATOR_ADDRESS",
         "EXECUTOR_NUM_HOSTS",
+        "EXECUTOR_PROCESS_COUNT",
+        "EXECUTOR_PROCESS_INDEX",
     ]
 
 
@@ -93,3 +116,16 @@ def test_megascale_port():
     for wrong in ("x", "0", "65536", "-1"):
         with pytest.raises(ValueError, match="COORD_PORT"):
             megascale_port(config, {"COORD_PORT": wrong})
+
+
+def test_jax_outside_of_a_run(monkeypatch):
+    """`initialize_jax` says which variables are missing, and whether jax is."""
+    with pytest.raises(JaxUnavailableError, match="this process lacks EXECUTOR_JOB_COORDINATOR_ADDRESS"):
+        initialize_jax()
+    for name in ("EXECUTOR_JOB_COORDINATOR_ADDRESS", "EXECUTOR_PROCESS_COUNT", "EXECUTOR_PROCESS_INDEX"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setitem(sys.modules, "jax", None)  # as if it were not installed
+    with pytest.raises(JaxUnavailableError, match=r'execution_env=\{"pip": \["jax"\]\}'):
+        initialize_jax()
+    with pytest.raises(ValueError, match="above 0"):
+        initialize_jax(timeout_s=0)

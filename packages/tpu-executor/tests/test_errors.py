@@ -37,10 +37,11 @@ def test_pickle(error):
 def test_messages():
     """What each of them says."""
     assert str(ERRORS[1]) == (
-        "1 or 2 whole slice(s) of v4-16 were asked for, and 0 could be had after 3.1 s. The others:\n"
+        "1 or 2 whole slice(s) of v4-16 were asked for, and 0 were free after 3.1 s. The others:\n"
         "  a: 1 of 2 hosts, worker 1 is not there\n"
         "  b: somebody else uses worker 0\n"
-        "Free or add slices, allow smaller numbers (pod_count=[1, 2]), or wait longer (scale_timeout_s)."
+        "Free or add slices, allow smaller numbers (pod_count=[1, 2]), or wait longer (scale_timeout_s; "
+        "replace_timeout_s for the replacement of a lost one)."
     )
     assert "none other was seen" in str(InsufficientSlicesError("v4-8", (1,), 0, (), 0.0))
     assert str(ERRORS[2]).startswith("slice(s) a, b were lost: worker 0 of a (10.0.0.1)")

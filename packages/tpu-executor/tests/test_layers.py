@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -255,6 +256,31 @@ def test_device_class(slices):
         with remote_scaler.remote(3) as again:
             assert ray.get(again.scale.remote(1)) == [(3, 1, False)] * 2
             assert {pid for _, pid in before}.isdisjoint(pid for _, pid in ray.get(again.where.remote()))
+
+
+def test_device_class_with_concurrency(slices):
+    """The `max_concurrency` of `@ray.remote` is kept: one method waits for another; the instance is made once."""
+
+    @ray.remote(max_concurrency=2)
+    class Meeting:
+        made = 0
+
+        def __init__(self):
+            time.sleep(0.5)  # both first calls are there before it is made
+            Meeting.made += 1
+            self.arrived = threading.Event()
+
+        def wait(self):
+            return self.arrived.wait(20), Meeting.made
+
+        def arrive(self):
+            self.arrived.set()
+            return Meeting.made
+
+    with device_remote(accelerator_config=ONE)(Meeting)() as meeting:
+        waiting = meeting.wait.remote()
+        assert meeting.arrive() == [1, 1]
+        assert ray.get(waiting, timeout=30) == [(True, 1)] * 2
 
 
 def test_device_class_that_cannot_be_made(slices):

@@ -65,13 +65,17 @@ def gone(pid):
 
 
 def test_a_host_dies(slices, spare, record):
-    """It is a preemption: the siblings are cancelled, the slice is replaced by new capacity, the run succeeds."""
+    """It is a preemption: the siblings are cancelled, the slice is replaced by new capacity, the run succeeds.
+
+    The replacement comes after the scale timeout, which is for the first slices only.
+    """
     lost = spare()
 
     def work():
         return until_killed(record, lost)
 
-    with SlicePool(KIND, max_retries_failure=0, max_retries_preemption=1) as pool:
+    options = {"max_retries_failure": 0, "max_retries_preemption": 1, "scale_timeout_s": 0.5}
+    with SlicePool(KIND, **options) as pool:
         run = Run(pool.run, work)
         wait_until(lambda: len(record.counts()) == 2)
         slices.kill(lost, 1)
@@ -81,6 +85,29 @@ def test_a_host_dies(slices, spare, record):
         assert (pool.statistics().preemptions, pool.statistics().attempts) == (1, 2)
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
         assert all(gone(line.split()[0]) for worker in (0, 1) for line in record.of(f"{lost}.{worker}"))
+
+
+def test_a_process_dies_before_its_host(slices, spare, record):
+    """A host whose processes end first, and that is gone seconds later, is preempted: it uses no budget of failures."""
+    lost = spare()
+
+    def work():
+        record.write()
+        if os.environ["TPU_SLICE_NAME"] != lost:
+            return os.environ["TPU_SLICE_NAME"]
+        if os.environ["EXECUTOR_CALL_INDEX"] == "1":
+            os._exit(1)
+        time.sleep(600)
+        return None
+
+    with SlicePool(KIND, max_retries_failure=0, grace_s=0.5) as pool:
+        run = Run(pool.run, work)
+        wait_until(lambda: len(record.counts()) == 2)
+        new = spare()  # takes longer than grace_s
+        assert run.is_alive()
+        slices.kill(lost, 1)
+        assert run.answer() == [new, new]
+        assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
 
 
 def test_no_budget_for_losses(slices, spare, record):

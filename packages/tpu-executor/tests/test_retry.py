@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets and back-off, with a clock that the tests turn."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import WorkerCrashedError
 
-from fairlead_tpu_executor import JobError, JobFailed, JobInfo, JobPreempted, JobSucceeded, PreemptedTooOftenError
+from fairlead_tpu_executor import (
+    JobError,
+    JobFailed,
+    JobInfo,
+    JobPreempted,
+    JobSucceeded,
+    PreemptedTooOftenError,
+    SliceInfo,
+    SliceLostError,
+)
 from fairlead_tpu_executor._budget import Backoff, Budget
-from fairlead_tpu_executor._retry import retry
-from fairlead_tpu_executor._scaling import choose_size
+from fairlead_tpu_executor._retry import Crashes, retry
+from fairlead_tpu_executor._scaling import Patience, choose_size, patience
 
 INFO = JobInfo("train")
 
@@ -28,21 +40,23 @@ class Clock:
         self.now += seconds
 
 
-def play(outcomes, failures, preemptions, runs_s=1.0):
-    """Attempts that end as said, "." being a success; (what came of it, attempts, clock)."""
+def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after_s=math.inf):
+    """Attempts that end as said, "." being a success; (the result or error, attempts, clock)."""
     clock, seen = Clock(), []
-    error = {"f": ValueError("mine"), "e": OSError("Ray's"), "p": RuntimeError("lost")}
+    error = {"f": ValueError("mine"), "e": OSError("Ray's"), "p": SliceLostError(("other",), "lost")}
 
     def attempt(number):
         seen.append(number)
-        clock.now += runs_s
+        clock.now += waits_s + runs_s
         kind = outcomes[number - 1]
+        info = replace(INFO, attempt=number, seconds=runs_s)
         if kind == ".":
-            return JobSucceeded(INFO, [number])
-        return {"f": JobFailed, "e": JobError, "p": JobPreempted}[kind](INFO, error[kind])
+            return JobSucceeded(info, [number])
+        return {"f": JobFailed, "e": JobError, "p": JobPreempted}[kind](info, error[kind])
 
     try:
-        came = retry(attempt, Budget(failures, preemptions), Backoff(), sleep=clock.sleep, clock=clock)
+        budget = Budget(failures, preemptions, healthy_after_s)
+        came = retry(attempt, budget, Backoff(), sleep=clock.sleep, clock=clock)
     except (ValueError, OSError, PreemptedTooOftenError) as raised:
         came = raised
     return came, seen, clock
@@ -100,6 +114,81 @@ def test_backoff_starts_over():
     assert clock.slept[-1] > 8 * clock.slept[0] / 2
     *_, clock = play("fffff.", 10, 0, runs_s=1000.0)
     assert max(clock.slept) <= 0.2
+    # Waiting for slices is not running.
+    *_, clock = play("fffff.", 10, 0, runs_s=1.0, waits_s=1000.0)
+    assert clock.slept[-1] > 8 * clock.slept[0] / 2
+
+
+def test_failures_are_forgotten_after_a_healthy_period():
+    """Seconds of running since the last failure, over several attempts; waiting for slices is not running."""
+    came, seen, _ = play("fpp" * 20 + ".", 1, 100, runs_s=20.0, healthy_after_s=60.0)
+    assert came.result == [61]
+    for options in ({"healthy_after_s": 61.0}, {"healthy_after_s": 60.0, "runs_s": 1.0, "waits_s": 60.0}):
+        came, seen, _ = play("fpp" * 20 + ".", 1, 100, **{"runs_s": 20.0, **options})
+        assert (type(came), len(seen)) == (ValueError, 4)
+        again = f"counted from zero after {options['healthy_after_s']:g} s without a failure"
+        assert came.__notes__[-1].endswith(f"2 failed (max_retries_failure=1, {again}), 2 were preempted.")
+
+
+SLICES = {name: SliceInfo(name, "v4-16", "", (f"{name}0", f"{name}1"), ("1", "2"), 4) for name in "abc"}
+
+
+def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
+    """Attempts, each (slices that it runs on, seconds, error or None); (the result or error, budget, clock)."""
+    clock, budget = Clock(), Budget(failures, 100)
+
+    def attempt(number):
+        names, seconds, error = attempts[number - 1]
+        clock.now += seconds
+        info = JobInfo("train", slices=tuple(SLICES[name] for name in names), attempt=number, seconds=seconds)
+        if error is None:
+            return JobSucceeded(info, [number])
+        return (JobPreempted if isinstance(error, SliceLostError) else JobFailed)(info, error)
+
+    crashes = Crashes(grace_s, lambda slices: lost(clock.now, slices)) if grace_s else Crashes()
+    try:
+        came = retry(attempt, budget, Backoff(base_s=0.1), crashes=crashes, sleep=clock.sleep, clock=clock)
+    except Exception as error:  # noqa: BLE001 - the tests look at it
+        came = error
+    return came, budget, clock
+
+
+def test_a_failure_before_a_preemption_is_taken_back():
+    """A slice that is lost soon after its process died: the budget of failures is as it was before."""
+    crash, gone = WorkerCrashedError(), SliceLostError(("b",), "its node is dead")
+    # Seen by the next attempt while it runs, or before it starts, when the slice is replaced.
+    for second in (("ab", 30.0, gone), ("ac", 500.0, ValueError("mine"))):
+        came, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
+        assert came.result == [3]
+        assert budget.failures == (0 if second[2] is gone else 1)
+    # Lost too late, or another slice: the failure counts.
+    for second in (("ab", 90.0, gone), ("ab", 30.0, SliceLostError(("c",), ""))):
+        _, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
+        assert budget.failures == 1
+    assert unsteady([("ab", 5.0, crash), ("ab", 30.0, gone), ("ac", 1.0, None)], 1, grace_s=0)[1].failures == 1
+
+
+def test_the_last_crash_is_looked_into():
+    """With no retry left, the hosts of a process that died are looked at until the grace period is over."""
+    attempts = [("ab", 5.0, WorkerCrashedError()), ("ac", 1.0, None)]
+    came, budget, clock = unsteady(attempts, 0, lost=lambda now, slices: slices[1:] if now > 45 else ())
+    assert (came.result, budget.failures, budget.preemptions) == ([2], 0, 1)
+    assert 40 <= clock.now < 50
+    came, budget, clock = unsteady(attempts, 0)
+    assert (type(came), budget.failures) == (WorkerCrashedError, 1)
+    assert 65 <= clock.now < 67
+    # The function's own exception is no crash: nobody waits.
+    came, _, clock = unsteady([("ab", 5.0, ValueError("mine"))], 0, lost=lambda *_: pytest.fail("looked"))
+    assert (type(came), clock.now) == (ValueError, 5.0)
+
+
+def test_patience():
+    """A replacement is waited for much longer than the first slices, but a smaller allowed number is not refused."""
+    limits = {"scale_s": 600.0, "replace_s": 86400.0}
+    assert patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
+    assert patience([2], 1, 1, **limits) == patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
+    assert patience([1, 2], 1, 0, **limits) == Patience(0.0, 0.0)
+    assert patience([2], 1, 1, scale_s=600.0, replace_s=5.0) == Patience(5.0, 5.0)
 
 
 @given(st.sets(st.integers(1, 8), min_size=1), st.integers(0, 8), st.integers(0, 8), st.booleans())

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement import NodeAgent, ResourceInsufficientError, claim_slots
+from fairlead_placement import NodeAgent, ResourceInsufficientError
+from fairlead_placement.spi import claim_slots
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     InsufficientSlicesError,
@@ -120,7 +121,7 @@ def test_a_failure_is_repeated(slices, record):
 
     def once():
         place = ray.get_runtime_context().get_node_id(), os.environ["EXECUTOR_COORDINATOR_ADDRESS"]
-        if record.write(*place) == 0 and os.environ["EXECUTOR_CALL_INDEX"] == "1":
+        if record.meet(*place) == 0 and os.environ["EXECUTOR_CALL_INDEX"] == "1":
             raise ValueError("once")
         return place
 
@@ -145,7 +146,7 @@ def test_always_failing(slices, record, retries):
             self.code = code
 
     def fails():
-        record.write()
+        record.meet()
         raise Mine(7, "the slice was preempted, no accelerator, node died")
 
     with pytest.raises(Mine) as caught:
@@ -160,12 +161,14 @@ def test_a_process_that_dies(slices, record):
     """A crash on a host that lives is the function's: siblings are cancelled, and the budget of failures ends it."""
 
     def crashes():
-        record.write()
+        record.meet()
         if os.environ["EXECUTOR_CALL_INDEX"] == "0":
             os._exit(1)
         time.sleep(600)
 
-    config = TpuAcceleratorConfig("v4-16", grace_s=0.5, max_retries_failure=1, max_retries_preemption=0)
+    config = TpuAcceleratorConfig(
+        "v4-16", grace_s=0.5, crash_grace_s=1, max_retries_failure=1, max_retries_preemption=0
+    )
     with pytest.raises(ray.exceptions.WorkerCrashedError) as caught:
         RayExecutor.execute_resumable(crashes, config)
     assert "attempted 2 time(s)" in caught.value.__notes__[-1]

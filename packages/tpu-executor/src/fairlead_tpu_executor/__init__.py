@@ -21,16 +21,25 @@ from ._config import (
 )
 from ._decorators import autoscale_execute, autoscale_execute_resumable, execute, execute_resumable
 from ._device import DeviceClass, DeviceFunction, device_remote
-from ._environment import ENV_CALL_INDEX, ENV_CALL_SLICE
+from ._environment import (
+    ENV_CALL_INDEX,
+    ENV_CALL_SLICE,
+    ENV_JOB_COORDINATOR_ADDRESS,
+    ENV_PROCESS_COUNT,
+    ENV_PROCESS_INDEX,
+)
 from ._executor import RayExecutor, resolve_maybe_refs
 from ._instances import DeviceInstances
+from ._jax import initialize_jax
 from ._manager import SlicePoolManager, TpuRemoteManager
 from ._pool import PoolStatistics, SlicePool
 from ._slices import SliceInfo, SliceLack
 from ._status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
 from ._verdicts import handle_ray_error
 from .exceptions import (
+    HeadUnreachableError,
     InsufficientSlicesError,
+    JaxUnavailableError,
     PoolBusyError,
     PreemptedTooOftenError,
     SliceLostError,
@@ -47,8 +56,13 @@ __all__ = [
     "DeviceInstances",
     "ENV_CALL_INDEX",
     "ENV_CALL_SLICE",
+    "ENV_JOB_COORDINATOR_ADDRESS",
+    "ENV_PROCESS_COUNT",
+    "ENV_PROCESS_INDEX",
     "GpuAcceleratorConfig",
+    "HeadUnreachableError",
     "InsufficientSlicesError",
+    "JaxUnavailableError",
     "JobError",
     "JobFailed",
     "JobInfo",
@@ -74,5 +88,6 @@ __all__ = [
     "execute",
     "execute_resumable",
     "handle_ray_error",
+    "initialize_jax",
     "resolve_maybe_refs",
 ]

@@ -7,7 +7,8 @@ import sys
 import ray
 from rich.console import Console
 
-from fairlead_placement import PlacementError, init_ray, read_holders, read_nodes
+from fairlead_placement import PlacementError, init_ray
+from fairlead_placement.spi import read_holders, read_nodes
 
 from ._overview import as_table, slice_statuses
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often a run may be repeated, and how long to wait before. Pure."""
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -17,22 +18,42 @@ class Budget:
     Attributes:
         max_failures: how many failures of the function are repeated: n means n + 1 runs.
         max_preemptions: the same for slices that were lost.
-        failures: how many there were.
+        healthy_after_s: seconds of running without a failure after which the count of failures starts from zero.
+        failures: how many there were since it last did.
         preemptions: how many there were.
+        healthy_s: seconds of running since the last failure.
     """
 
     max_failures: int
     max_preemptions: int
+    healthy_after_s: float = math.inf
     failures: int = 0
     preemptions: int = 0
+    healthy_s: float = 0.0
+
+    @property
+    def last_failure(self) -> bool:
+        """Whether one more failure is one too many."""
+        return self.failures >= self.max_failures
+
+    def ran(self, seconds: float) -> None:
+        """Count the seconds that an attempt ran on its hosts; forget the failures after a healthy period."""
+        self.healthy_s += seconds
+        if self.healthy_s >= self.healthy_after_s:
+            self.failures = 0
 
     def spend(self, kind: Kind) -> bool:
         """Count one; whether there may be another run."""
         if kind == "failure":
+            self.healthy_s = 0.0
             self.failures += 1
             return self.failures <= self.max_failures
         self.preemptions += 1
         return self.preemptions <= self.max_preemptions
+
+    def refund(self) -> None:
+        """Take back a failure that was the first sign of a preemption."""
+        self.failures = max(0, self.failures - 1)
 
 
 class Backoff:

@@ -27,6 +27,15 @@ MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks it for as long as its process lives.
 LOCK_FILE = "/tmp/libtpu_lockfile"
 _Config = TypeVar("_Config", bound="_Run")
+_SECONDS = (
+    "scale_timeout_s",
+    "replace_timeout_s",
+    "queue_timeout_s",
+    "grace_s",
+    "crash_grace_s",
+    "healthy_after_s",
+    "head_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +49,17 @@ class _Run:
     flatten: bool = True
     max_retries_preemption: int = 1_000_000
     max_retries_failure: int = 10
+    replace_timeout_s: float = 86_400.0
+    crash_grace_s: float = 60.0
+    healthy_after_s: float | None = 3600.0
+    head_timeout_s: float = 30.0
 
     def _check(self) -> None:
         _at_least("max_retries_preemption", self.max_retries_preemption, 0)
         _at_least("max_retries_failure", self.max_retries_failure, 0)
-        for name in ("scale_timeout_s", "grace_s", "queue_timeout_s"):
+        for name in _SECONDS:
             value = getattr(self, name)
-            if value is None and name == "queue_timeout_s":
+            if value is None and name in ("queue_timeout_s", "healthy_after_s"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} is a number of seconds, got {value!r}")
@@ -96,18 +109,25 @@ class TpuAcceleratorConfig(_Run):
 
     Args:
         tpu_version: type of a slice, such as "v4-16".
-        pod_count: how many slices; several allowed numbers as a list: the largest that can be had.
+        pod_count: how many slices; a list of allowed numbers means the largest that is free.
         topology: such as "2x2x2"; any if None.
         chips_per_vm: chips of each host; None for what is usual for the type.
         execution_env: a Ray runtime_env; its `env_vars` are set before anything of the user's is imported.
         cpu_count: CPUs that are reserved on each host.
         resources: further resources that are reserved on each host, such as `{"memory": 2e9}` (bytes).
-        scale_timeout_s: seconds to wait for slices.
+        scale_timeout_s: seconds to wait for the first slices, and for the largest allowed number of them.
+        replace_timeout_s: seconds to wait for the replacement of a lost slice, while the healthy slices stay reserved.
+        crash_grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. When a
+            process dies and no retry is left, `run` waits so long for that loss before it raises.
+        healthy_after_s: seconds of running without a failure after which `max_retries_failure` is available in full
+            again; None for never.
+        head_timeout_s: seconds for which Ray's head may not answer before `HeadUnreachableError` ends a run or a call.
+            Without its head Ray ends the process after 60 s (`RAY_gcs_rpc_server_reconnect_timeout_s`).
         queue_timeout_s: seconds that a run waits for the one before it in its pool; as long as it takes if None, not at
             all if 0.
         grace_s: seconds after a first error in which a preemption may show that explains it.
         flatten: one list of results instead of one per slice.
-        max_retries_preemption: how often a run goes on after slices were lost.
+        max_retries_preemption: how often a run is repeated after slices were lost.
         max_retries_failure: how often it is repeated after the function failed.
         megascale_port: port of the coordinator of several slices; None for `COORD_PORT`, or 8081.
         lock_files: files that are removed on each host before a run, if nothing that lives holds them.

@@ -9,7 +9,7 @@ from ray.actor import ActorClass
 
 from ._config import AcceleratorConfigType
 from ._device_decorator import DeviceDecorator
-from ._instances import DeviceInstances, values_of
+from ._instances import DeviceInstances
 from ._pool import SlicePool, arranged
 from ._work import Work, work_of
 
@@ -50,9 +50,10 @@ class DeviceFunction(_OnDevices):
 
         Raises:
             InsufficientSlicesError: as of `remote`.
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
             Exception: what the function raised, or Ray's error of a host that was lost; the first in that order.
         """
-        return values_of(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
+        return self.pool.get(self.pool.submit(self.target, *args, **kwargs))
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn.
@@ -87,7 +88,7 @@ class DeviceClass(_OnDevices):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], give_back: Callable[[], object] | None
     ) -> "DeviceInstances":
         actors, claim = self.pool.start(self.target, args, kwargs)
-        return DeviceInstances(self.work.function, actors, claim, self.pool.config.flatten, give_back)
+        return DeviceInstances(self.work.function, actors, claim, self.pool, give_back)
 
 
 def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> DeviceDecorator:

@@ -9,6 +9,9 @@ from ._slices import SliceInfo
 __all__ = [
     "ENV_CALL_INDEX",
     "ENV_CALL_SLICE",
+    "ENV_JOB_COORDINATOR_ADDRESS",
+    "ENV_PROCESS_COUNT",
+    "ENV_PROCESS_INDEX",
     "LOADER",
     "Variables",
     "host_environment",
@@ -18,6 +21,10 @@ __all__ = [
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
+# Of all hosts of all slices, where the others count within a slice.
+ENV_JOB_COORDINATOR_ADDRESS: str = "EXECUTOR_JOB_COORDINATOR_ADDRESS"
+ENV_PROCESS_COUNT: str = "EXECUTOR_PROCESS_COUNT"
+ENV_PROCESS_INDEX: str = "EXECUTOR_PROCESS_INDEX"
 # With one slice none of these may be there, also not from the node: libtpu would wait for other slices.
 _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 # Read by the loader or the interpreter before a line of ours runs: these need a new process.
@@ -52,6 +59,9 @@ def host_environment(
         ENV_CALL_SLICE: str(at),
         "EXECUTOR_NUM_HOSTS": str(one.num_hosts),
         "EXECUTOR_COORDINATOR_ADDRESS": coordinators[at],
+        ENV_JOB_COORDINATOR_ADDRESS: coordinators[0],
+        ENV_PROCESS_COUNT: str(sum(each.num_hosts for each in slices)),
+        ENV_PROCESS_INDEX: str(sum(each.num_hosts for each in slices[:at]) + worker),
     }
     if isinstance(config, TpuAcceleratorConfig):
         ours |= {

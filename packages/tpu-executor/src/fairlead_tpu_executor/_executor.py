@@ -25,7 +25,7 @@ class RayExecutor:
 
     @staticmethod
     def execute(remote_fn: Function, accelerator_config: AcceleratorConfigType, **kwargs: Any) -> JobStatus:
-        """Once, on one slice; what became of it as a value. More than one slice is a ValueError."""
+        """Run a function once on one slice, and return the outcome as a value. More slices are a ValueError."""
         check_one_slice(accelerator_config)
         with _pool(remote_fn, accelerator_config, {}, kwargs) as pool:
             return pool.attempt(remote_fn, **kwargs)
@@ -34,7 +34,7 @@ class RayExecutor:
     def autoscale_execute(
         remote_fn: Function, accelerator_config: AcceleratorConfigType, flatten: bool | None = None, **kwargs: Any
     ) -> JobStatus:
-        """Once, on as many slices as can be had; what became of it as a value."""
+        """Run a function once, on as many slices as are free, and return the outcome as a value."""
         with _pool(remote_fn, accelerator_config, {"flatten": flatten}, kwargs) as pool:
             return pool.attempt(remote_fn, **kwargs)
 
@@ -46,7 +46,7 @@ class RayExecutor:
         max_retries_failure: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Until it succeeds on one slice, as the budgets allow; its results in the order of the hosts."""
+        """Run a function on one slice until it succeeds; return its results in the hosts' order."""
         check_one_slice(accelerator_config)
         options = {"max_retries_preemption": max_retries_preemption, "max_retries_failure": max_retries_failure}
         with _pool(remote_fn, accelerator_config, options, kwargs) as pool:
@@ -61,7 +61,7 @@ class RayExecutor:
         flatten: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Until it succeeds on as many slices as can be had, as the budgets allow; its results in order."""
+        """Run a function on as many slices as are free until it succeeds; return its results in the hosts' order."""
         budgets = {"max_retries_preemption": max_retries_preemption, "max_retries_failure": max_retries_failure}
         with _pool(remote_fn, accelerator_config, {**budgets, "flatten": flatten}, kwargs) as pool:
             return pool.run(remote_fn, **kwargs)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slices of a pool and all that was taken on them, held together and given back together."""
 
+import logging
 import os
 import threading
 import time
@@ -12,16 +13,18 @@ from fairlead_placement import Slot
 
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import Variables, host_environment, megascale_port
+from ._head import Head
 from ._lease import Lease, give_back
 from ._nodes import lost_leases
 from ._places import Place, places_of
 from ._ports import Ports
 from ._scaling import patience, scale
 from ._work import Work
-from .exceptions import TpuExecutorError
+from .exceptions import HeadUnreachableError, TpuExecutorError
 
 __all__ = ["QUARANTINE_S", "Holding"]
 
+logger = logging.getLogger(__name__)
 # A chip that is stuck may come back: its VM is repaired, or whoever held it ends.
 QUARANTINE_S = 300.0
 
@@ -35,6 +38,7 @@ class Holding:
         self.leases: list[Lease] = []
         self.reservations = 0
         self.closed = 0
+        self.head = Head(config.head_timeout_s)
         self._ports = Ports()
         self._bad: dict[str, float] = {}
         # Reentrant: the finalizer may run in the middle of anything.
@@ -50,21 +54,29 @@ class Holding:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
             PortUnavailableError: a port that was asked for is taken; nothing is held then.
             TpuExecutorError: it has been closed since, or meanwhile; nothing is held then.
+            HeadUnreachableError: Ray's head did not answer in time; what is held may still be held.
         """
         closed = self.closed if closed is None else closed
         with self._lock:
             quarantined = self.quarantined()
-            lost = lost_leases(self.leases, quarantined)
+            lost = self.head.ask(lost_leases, self.leases, quarantined)
             before = list(self.leases)
             if lost:
                 self._keep([lease for lease in self.leases if lease not in lost])
-                give_back(lost)
+                self.head.ask(give_back, lost)
             try:
                 scale(
                     self.config,
                     self.sizes,
                     self.leases,
-                    timeout_s=patience(self.sizes, len(self.leases), len(lost), self.config.scale_timeout_s),
+                    self.head,
+                    limits=patience(
+                        self.sizes,
+                        len(self.leases),
+                        len(lost),
+                        scale_s=self.config.scale_timeout_s,
+                        replace_s=self.config.replace_timeout_s,
+                    ),
                     quarantined=self.quarantined,
                     keep=self._keep,
                     go_on=lambda: self.check_open(closed),
@@ -72,12 +84,20 @@ class Holding:
                 port = None
                 if isinstance(self.config, TpuAcceleratorConfig) and len(self.leases) > 1:
                     port = megascale_port(self.config, os.environ)
-                self._ports.update(self.leases, port)
+                self._update_ports(port)
             except BaseException:
                 self.give_back()
                 raise
             self.reservations += sum(lease not in before for lease in self.leases)
             return list(self.leases)
+
+    def _update_ports(self, megascale: int | None) -> None:
+        ports = self._ports
+        try:
+            self.head.ask(ports.update, self.leases, megascale, undo=lambda _: ports.release())
+        except HeadUnreachableError:
+            self._ports = Ports()  # the request that is under way has the old ones
+            raise
 
     def check_open(self, closed: int) -> None:
         """Raise if it has been closed more often."""
@@ -119,7 +139,7 @@ class Holding:
 
     def _slots(self) -> tuple[Slot, ...]:
         rows = [(at, worker, lease) for at, lease in enumerate(self.leases) for worker in range(lease.slice.num_hosts)]
-        labels = {row["NodeID"]: row.get("Labels") or {} for row in ray.nodes()}
+        labels = {row["NodeID"]: row.get("Labels") or {} for row in self.head.ask(ray.nodes)}
         rank = {
             node: number
             for number, node in enumerate(dict.fromkeys(lease.slice.node_ids[worker] for _, worker, lease in rows))
@@ -146,16 +166,26 @@ class Holding:
         return tuple(slots)
 
     def give_back(self) -> bool:
-        """Slices and ports; whether Ray had the resources back in time. Can be repeated."""
+        """Return slices and ports; whether Ray had the resources back in time. Can be repeated.
+
+        When Ray's head does not answer, a warning names what is still held, and the next call tries again.
+        """
         with self._lock:
             leases, self.leases = self.leases, []
+            ports, self._ports = self._ports, Ports()
             if not ray.is_initialized():
                 return True  # Ray ended, and with it everything that was held
             try:
-                self._ports.release()
-            finally:
-                returned = give_back(leases)
-            return returned
+                return self.head.ask(_give_back_all, leases, ports)
+            except HeadUnreachableError as error:
+                self.leases, self._ports = leases, ports
+                names = ", ".join(lease.slice.slice_name for lease in leases) or "no slices"
+                logger.warning(
+                    "A closed pool still holds %s and their ports. Close it again when Ray's head answers. %s",
+                    names,
+                    error,
+                )
+                return False
 
     def leak(self) -> str:
         """Return what to say when the pool is dropped while it holds slices, or "" if it holds none."""
@@ -165,3 +195,11 @@ class Holding:
             f"A slice pool was dropped without close() while it held {len(self.leases)} slice(s). They are returned in "
             "the background. Use the pool in a with statement, or call close()."
         )
+
+
+def _give_back_all(leases: Sequence[Lease], ports: Ports) -> bool:
+    try:
+        ports.release()
+    finally:
+        returned = give_back(leases)
+    return returned

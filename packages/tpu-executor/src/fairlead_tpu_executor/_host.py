@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,13 +53,16 @@ class HostActor:
         self._facts, self._payload = facts, payload
         self._instance: Any = None
         self._made = False
+        # With max_concurrency the first calls may come at the same time.
+        self._making = threading.Lock()
 
     def invoke(self, method: str, payload: list[Any]) -> Any:
         """Call a method of it. It is made on the first call, so that what its constructor raises keeps its type."""
-        if not self._made:
-            _enter(self._facts)
-            cls, args, kwargs = _resolved(self._payload)
-            self._instance, self._made = cls(*args, **kwargs), True
+        with self._making:
+            if not self._made:
+                _enter(self._facts)
+                cls, args, kwargs = _resolved(self._payload)
+                self._instance, self._made = cls(*args, **kwargs), True
         _, args, kwargs = _resolved(payload)
         return getattr(self._instance, method)(*args, **kwargs)
 

@@ -8,17 +8,11 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import SlotClaim
+from fairlead_placement.spi import SlotClaim
 
-from ._pool import arranged
+from ._pool import SlicePool, arranged
 
-__all__ = ["DeviceInstances", "values_of"]
-
-
-def values_of(refs: list[list[Any]], flatten: bool) -> list[Any]:
-    """Wait for the references of each slice and return their values, in one list or in one for each slice."""
-    values = iter(ray.get([ref for of_slice in refs for ref in of_slice]))
-    return arranged([[next(values) for _ in of_slice] for of_slice in refs], flatten)
+__all__ = ["DeviceInstances"]
 
 
 class DeviceInstances:
@@ -33,16 +27,16 @@ class DeviceInstances:
         cls: Callable[..., Any],
         actors: list[list[Any]],
         claim: SlotClaim,
-        flatten: bool,
+        pool: SlicePool,
         give_back: Callable[[], object] | None = None,
     ) -> None:
-        self._cls, self._actors, self._claim, self._flatten = cls, actors, claim, flatten
+        self._cls, self._actors, self._claim, self._pool = cls, actors, claim, pool
         self._give_back = give_back
 
     def __getattr__(self, method: str) -> _Method:
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
             raise AttributeError(f"{getattr(self._cls, '__name__', self._cls)} has no public method {method!r}")
-        return _Method(self._actors, method, self._flatten)
+        return _Method(self._actors, method, self._pool)
 
     def close(self) -> None:
         """End the instances. Can be repeated.
@@ -67,20 +61,21 @@ class DeviceInstances:
 class _Method:
     """A method of all instances."""
 
-    def __init__(self, actors: list[list[Any]], method: str, flatten: bool) -> None:
-        self._actors, self._method, self._flatten = actors, method, flatten
+    def __init__(self, actors: list[list[Any]], method: str, pool: SlicePool) -> None:
+        self._actors, self._method, self._pool = actors, method, pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it on every instance, and return what it returns, in the order of the hosts.
 
         Raises:
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
             Exception: what the method raised, or Ray's error of a host that was lost; the first in that order.
         """
-        return values_of(self._called(args, kwargs), self._flatten)
+        return self._pool.get(self._called(args, kwargs))
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it on every instance; references to what it returns, in the order of the hosts."""
-        return arranged(self._called(args, kwargs), self._flatten)
+        return arranged(self._called(args, kwargs), self._pool.config.flatten)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
         payload = ray.put((None, args, kwargs))

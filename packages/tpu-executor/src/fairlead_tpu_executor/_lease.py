@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole slices taken from Ray, and given back."""
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +9,17 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from fairlead_placement import Node, autoscaler_is_there, place_pinned, remove_placement_groups
+from fairlead_placement import Node
+from fairlead_placement.spi import autoscaler_is_there, place_pinned, remove_placement_groups
 
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
+from ._head import Head
 from ._slices import TYPE, WORKER_ID, SliceInfo
+from .exceptions import HeadUnreachableError
 
 __all__ = ["Demand", "Lease", "fits", "give_back", "take"]
 
+logger = logging.getLogger(__name__)
 _RETURNED_S = 15.0
 
 
@@ -74,12 +79,20 @@ class Demand:
     Nothing is to be placed in them. As soon as one is placed its hosts are there, and it is withdrawn.
     """
 
-    def __init__(self, config: AcceleratorConfigType) -> None:
+    def __init__(self, config: AcceleratorConfigType, head: Head) -> None:
         self._config = config
+        self._head = head
         self._groups: list[PlacementGroup] = []
 
     def show(self, count: int) -> None:
-        """Ask for so many slices more; again if what was asked for has come."""
+        """Ask for `count` more slices; again if those that were asked for have come.
+
+        Raises:
+            HeadUnreachableError: the head did not answer in time.
+        """
+        self._head.ask(self._show, count)
+
+    def _show(self, count: int) -> None:
         if not autoscaler_is_there():
             return
         ready = [group.ready() for group in self._groups]
@@ -101,13 +114,20 @@ class Demand:
         return placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
 
     def withdraw(self) -> None:
-        """Ask for nothing more. Can be repeated."""
+        """Ask for nothing more. Can be repeated.
+
+        Raises:
+            HeadUnreachableError: the head did not answer in time.
+        """
         groups, self._groups = self._groups, []
         if groups and ray.is_initialized():
-            remove_placement_groups(groups, timeout_s=_RETURNED_S)
+            self._head.ask(lambda: remove_placement_groups(groups, timeout_s=_RETURNED_S))
 
     def __enter__(self) -> "Demand":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.withdraw()
+        try:
+            self.withdraw()
+        except HeadUnreachableError as error:  # the reason for which the wait ends is the one to raise
+            logger.warning("Placement groups that ask an autoscaler for %s may be left: %s", self._config.kind, error)

@@ -64,7 +64,7 @@ class TpuRemoteManager:
         self.pool: SlicePool = SlicePool(config.with_environment_variables(base_env))
 
     def ensure(self) -> "TpuRemoteManager":
-        """Have healthy slices. Raises as `SlicePool.reserve`."""
+        """Reserve healthy slices, and replace lost ones. Raises as `SlicePool.reserve`."""
         self.pool.reserve()
         return self
 
@@ -118,7 +118,7 @@ class SlicePoolManager:
         self.pool: SlicePool = SlicePool(tpu_type, **{**options, "flatten": False})
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
-        """Have so many slices; of a list the largest number that can be had. Raises as `SlicePool.reserve`."""
+        """Reserve `num_slices` slices; of a list the largest number that is free. Raises as `SlicePool.reserve`."""
         self.pool.scale(num_slices)
 
     def prepare_all_slices(self) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import alive_nodes, draining_nodes
+from fairlead_placement.spi import alive_nodes, draining_nodes
 
 from ._lease import Lease
 

@@ -31,7 +31,7 @@ class Place:
         at: number of the slice.
         worker: its TPU worker id.
         group: the placement group of the slice, whose bundle `worker` it is.
-        facts: what the process is told of it, plain data.
+        facts: what the process needs to know of the host, as plain data.
         options: what the task asks Ray for.
     """
 

@@ -2,21 +2,26 @@
 """The one engine: slices that are held, and runs on them."""
 
 import contextlib
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fairlead_placement import Slot, SlotClaim, claim_slots, release_when_dropped
+import ray
+
+from fairlead_placement import Slot
+from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
 
 from ._attempt import HostCall, cancel, watch
 from ._budget import Backoff, Budget
 from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from ._holding import Holding
-from ._nodes import gone_nodes
-from ._places import start, submit
-from ._retry import retry
+from ._nodes import gone_nodes, silent_nodes
+from ._places import Place, start, submit
+from ._retry import Crashes, retry
 from ._slices import SliceInfo
 from ._status import JobInfo, JobStatus, JobSucceeded
 from ._verdicts import judge
@@ -32,7 +37,8 @@ class PoolStatistics:
 
     Attributes:
         attempts: how often something was started on all hosts.
-        failures: how many of these the function or the system failed.
+        failures: how many of these the function or the system failed, those included that turned out to be the first
+            sign of a preemption.
         preemptions: how many of these ended by the loss of a slice.
         reservations: how many slices were taken, replacements included.
     """
@@ -99,6 +105,7 @@ class SlicePool:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
             PortUnavailableError: a port that was asked for is taken; nothing is held then.
             PoolBusyError: something runs here, and the time to queue is over.
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
         """
         with self._my_turn("reserve"):
             self._holding.ready()
@@ -151,6 +158,7 @@ class SlicePool:
             ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
             PreemptedTooOftenError: slices were lost once more than allowed.
             PoolBusyError: something else runs here, and the time to queue is over.
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`; no budget was used for that.
             BaseException: what the function raised the last time.
         """
         return self._run(function, args, kwargs)
@@ -160,7 +168,9 @@ class SlicePool:
         return self._run(function, args, kwargs, first_hosts=True)
 
     def attempt(self, function: Function, /, *args: Any, **kwargs: Any) -> JobStatus:
-        """As `run`, once; what became of it as a value.
+        """Run a function once, as `run` does, and return the outcome as a value.
+
+        A process that died is a failure of the function unless its host is lost within `grace_s`.
 
         Raises:
             Exception: as of `run`, but for what becomes of the function.
@@ -184,7 +194,30 @@ class SlicePool:
         self.reserve()
         places = self._holding.places(work)
         self._holding.check_open(closed)
-        return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in places]
+
+        def submit_all() -> list[list[Any]]:
+            return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in places]
+
+        return self._holding.head.ask(submit_all, undo=_cancel_late)
+
+    def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Wait for references that `submit` returned, and return their values in the order of `run`.
+
+        `ray.get` does the same, but does not end when Ray's head does not answer.
+
+        Args:
+            refs: a list of references per slice.
+
+        Returns:
+            One value per host; with `flatten=False` one list per slice.
+
+        Raises:
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
+            Exception: what the function raised, or Ray's error of a host that was lost; the first in that order.
+        """
+        flat = [ref for of_slice in refs for ref in of_slice]
+        values = iter(self._holding.head.ask(ray.get, flat))
+        return arranged([[next(values) for _ in of_slice] for of_slice in refs], self.config.flatten)
 
     def start(self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
         """Have an actor for a class on every host, a list per slice, and the claim that says so.
@@ -198,8 +231,13 @@ class SlicePool:
         payload = work.put(args, kwargs)
         self.reserve()
         claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
+        places = self._holding.places(work)
+
+        def start_all() -> list[list[Any]]:
+            return [[start(place, payload) for place in of_slice] for of_slice in places]
+
         try:
-            return [[start(place, payload) for place in of_slice] for of_slice in self._holding.places(work)], claim
+            return self._holding.head.ask(start_all, undo=_kill_late), claim
         except BaseException:
             claim.release()
             raise
@@ -215,7 +253,14 @@ class SlicePool:
         return work
 
     def close(self) -> bool:
-        """Give everything back; whether Ray had it in time. Can be repeated; the next use reserves again."""
+        """Give everything back. Can be repeated; the next use reserves again.
+
+        When Ray's head does not answer within `head_timeout_s`, a warning names the slices that are still held: close
+        the pool again when the head answers. Ray returns them, too, when the driver ends.
+
+        Returns:
+            Whether Ray had everything back in time.
+        """
         self._holding.closed += 1
         return self._holding.give_back()
 
@@ -228,9 +273,20 @@ class SlicePool:
     def _run(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
     ) -> list[Any]:
-        budget = Budget(self.config.max_retries_failure, self.config.max_retries_preemption)
+        config = self.config
+        healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
+        budget = Budget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
         with self._my_turn(_name(function)) as work_on:
-            return list(retry(work_on(function, args, kwargs, first_hosts), budget, Backoff()).result)
+            crashes = Crashes(config.crash_grace_s, functools.partial(self._lost, self._holding.closed))
+            attempts = work_on(function, args, kwargs, first_hosts)
+            return list(retry(attempts, budget, Backoff(), crashes=crashes).result)
+
+    def _lost(self, closed: int, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
+        """Return those slices that have lost a host."""
+        self._holding.check_open(closed)
+        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
+        gone = self._holding.head.ask(lambda: gone_nodes(nodes) | silent_nodes(nodes))
+        return [one for one in slices if gone.intersection(one.node_ids)]
 
     @contextlib.contextmanager
     def _my_turn(self, name: str) -> Iterator[Callable[..., Callable[[int], JobStatus]]]:
@@ -260,6 +316,7 @@ class SlicePool:
             raise TpuExecutorError(f"the pool was closed while {work.name} ran. Run it in a pool that stays open.")
         self._holding.ready(closed)
         accelerators = isinstance(self.config, TpuAcceleratorConfig)
+        head = self._holding.head
         info = JobInfo(work.name, "running", self.config.kind, self.slices, number)
         claim = claim_slots(self._holding.slots(), f"run of {work.name}")
         began = time.monotonic()
@@ -269,23 +326,23 @@ class SlicePool:
             places = [place for place in everywhere if place.worker == 0 or not first_hosts]
             self._holding.check_open(closed)  # else there would be fewer places, or none
             self._count(attempts=1)
-            for place in places:
-                calls.append(HostCall(place, submit(place, payload)))
+            head.ask(_submit_all, calls, places, payload, undo=lambda _: _cancel_late([[one.ref for one in calls]]))
             errors = watch(
                 calls,
-                lambda call: submit(call.place, payload, dedicated=True),
+                lambda call: head.ask(functools.partial(submit, call.place, payload, dedicated=True), undo=_cancel_one),
+                head,
                 grace_s=self.config.grace_s,
                 accelerators=accelerators,
             )
         finally:
             try:
-                cancel(calls)
+                cancel(calls, head)
             finally:
                 claim.release()
         info = replace(info, seconds=time.monotonic() - began)
         if not errors:
             return JobSucceeded(replace(info, state="succeeded"), self._arranged(calls))
-        gone = gone_nodes({place.node_id for place in places})
+        gone = head.ask(gone_nodes, {place.node_id for place in places})
         verdict = judge(errors, gone, accelerators=accelerators)
         self._holding.quarantine(verdict.quarantine)
         lost = verdict.kind == "infrastructure"
@@ -303,6 +360,27 @@ class SlicePool:
 
 
 _STATES: dict[str, Any] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
+
+
+def _submit_all(calls: list[HostCall], places: Sequence[Place], payload: Any) -> None:
+    for place in places:
+        calls.append(HostCall(place, submit(place, payload)))
+
+
+def _cancel_one(ref: Any) -> None:
+    ray.cancel(ref, force=True)
+
+
+def _cancel_late(refs: Sequence[Sequence[Any]]) -> None:
+    """End what was submitted after everybody had stopped waiting for it."""
+    for ref in (ref for of_slice in refs for ref in of_slice):
+        _cancel_one(ref)
+
+
+def _kill_late(actors: Sequence[Sequence[Any]]) -> None:
+    """End the actors that were started after everybody had stopped waiting for them."""
+    for actor in (actor for of_slice in actors for actor in of_slice):
+        ray.kill(actor)
 
 
 def arranged(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:

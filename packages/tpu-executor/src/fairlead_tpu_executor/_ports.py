@@ -2,6 +2,7 @@
 """The ports that a pool holds: one on worker 0 of each slice, and that of the coordinator of several slices."""
 
 import contextlib
+import threading
 from collections.abc import Sequence
 
 from fairlead_placement import (
@@ -28,6 +29,8 @@ class Ports:
     def __init__(self) -> None:
         self._coordinators: dict[Lease, PortLease] = {}
         self._megascale: tuple[Lease, int, PortLease] | None = None
+        # Two threads when Ray's head answers a request that a pool no longer waits for.
+        self._lock = threading.Lock()
 
     def update(self, leases: Sequence[Lease], megascale_port: int | None) -> None:
         """Hold what these slices need, and nothing else.
@@ -39,6 +42,10 @@ class Ports:
         Raises:
             PortUnavailableError: a port is taken; for the coordinator's with a note of who has it.
         """
+        with self._lock:
+            self._update(leases, megascale_port)
+
+    def _update(self, leases: Sequence[Lease], megascale_port: int | None) -> None:
         old = [self._coordinators.pop(lease) for lease in list(self._coordinators) if lease not in leases]
         if self._megascale is not None and (
             megascale_port is None or self._megascale[:2] != (leases[0], megascale_port)
@@ -55,7 +62,7 @@ class Ports:
             self._megascale = (leases[0], megascale_port, _lease_one(_first(leases[0]), megascale_port))
 
     def coordinator(self, lease: Lease) -> str:
-        """`host:port` for the hosts of a slice; an IPv6 address stands in brackets."""
+        """Return the `host:port` that the hosts of a slice use. An IPv6 address stands in brackets."""
         return self._coordinators[lease].host_port
 
     @property
@@ -88,7 +95,7 @@ def _lease_one(slot: Slot, port: int) -> PortLease:
         try:
             holder = NodeAgent(slot.node_id).run(_host.describe_port, port)
         except PlacementError as unknown:
-            holder = f"nobody could say who ({unknown})"
+            holder = f"an unknown process ({unknown})"
         error.add_note(
             f"Port {port} is that of the coordinator of several slices; {holder} has it on {slot.node_ip}. End that, "
             "or choose another (megascale_port, COORD_PORT)."

@@ -3,7 +3,7 @@
 
 import ray
 
-__all__ = ["process_is_fresh", "topology_is_valid"]
+__all__ = ["head_answers", "process_is_fresh", "topology_is_valid"]
 
 
 def topology_is_valid(generation: str, topology: str) -> bool:
@@ -19,6 +19,22 @@ def topology_is_valid(generation: str, topology: str) -> bool:
     except (ImportError, AttributeError):
         return True
     return valid
+
+
+def head_answers(timeout_s: float) -> bool:
+    """Return whether Ray's head answers a small request within `timeout_s` seconds.
+
+    The public requests have no deadline. Without this one the head is taken to answer, and a request waits for as long
+    as Ray does.
+    """
+    client = getattr(ray._private.worker.global_worker, "gcs_client", None)
+    try:
+        client.check_alive([], timeout=timeout_s)  # type: ignore[union-attr]
+    except (AttributeError, TypeError):
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def process_is_fresh() -> bool:

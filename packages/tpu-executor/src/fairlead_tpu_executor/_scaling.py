@@ -5,23 +5,24 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fairlead_placement import Waiting, read_nodes
+from fairlead_placement.spi import Waiting, read_nodes
 
 from ._config import AcceleratorConfigType
+from ._head import Head
 from ._lease import Demand, Lease, fits, give_back, take
 from ._slices import SliceInfo, SliceLack
 from .exceptions import InsufficientSlicesError
 
-__all__ = ["Choice", "Survey", "choose_size", "patience", "scale", "survey"]
+__all__ = ["Choice", "Patience", "Survey", "choose_size", "patience", "scale", "survey"]
 
 _POLL_S = (0.05, 1.0)
-# How long after the timeout somebody else may be faster with what is there.
+# Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is to be had.
+    """The slices that are free, and why the others are not.
 
     Attributes:
         free: whole slices that can be taken now.
@@ -73,7 +74,7 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
     Args:
         sizes: what is allowed, ascending.
         held: how many are held.
-        free: how many more can be had now.
+        free: how many more are free now.
         waited_out: whether the scale timeout has ended.
 
     >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
@@ -85,30 +86,50 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
     return Choice(None)
 
 
-def patience(sizes: Sequence[int], held: int, lost: int, timeout_s: float) -> float:
-    """How long to wait for the largest number of slices. Pure.
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for slices.
 
-    A pool that has waited before, and does with fewer, does not wait again as long as these are well: it only takes
-    more if they are there.
+    Attributes:
+        largest_s: seconds to wait for the largest allowed number. Then a smaller one will do.
+        any_s: seconds to wait for any allowed number. Then there are too few.
+    """
+
+    largest_s: float
+    any_s: float
+
+
+def patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float) -> Patience:
+    """Return how long to wait for slices. Pure.
+
+    A pool that has waited before, and continued with fewer, does not wait again while these are healthy: it only takes
+    more if they are free. A pool that has lost slices waits longer, because its job has made progress.
 
     Args:
-        sizes: what is allowed.
+        sizes: the allowed numbers.
         held: how many healthy slices are held.
         lost: how many have just been lost.
-        timeout_s: the scale timeout.
+        scale_s: seconds to wait for the first slices.
+        replace_s: seconds to wait for a replacement.
 
-    >>> patience([1, 2], held=1, lost=0, timeout_s=600), patience([1, 2], held=1, lost=1, timeout_s=600)
-    (0.0, 600)
+    >>> patience([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
+    Patience(largest_s=0.0, any_s=0.0)
+    >>> patience([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
+    Patience(largest_s=600, any_s=86400)
     """
-    return 0.0 if held in sizes and not lost else timeout_s
+    if lost:
+        return Patience(min(scale_s, replace_s), replace_s)
+    waiting = 0.0 if held in sizes else scale_s
+    return Patience(waiting, waiting)
 
 
 def scale(
     config: AcceleratorConfigType,
     sizes: Sequence[int],
     held: Sequence[Lease],
+    head: Head,
     *,
-    timeout_s: float,
+    limits: Patience,
     quarantined: Callable[[], Collection[str]],
     keep: Callable[[Sequence[Lease]], None],
     go_on: Callable[[], None],
@@ -121,39 +142,49 @@ def scale(
         config: what is wanted.
         sizes: the allowed numbers, ascending.
         held: healthy slices.
-        timeout_s: how long to wait for the largest number; then a smaller one will do.
+        head: tells what is free.
+        limits: how long to wait.
         quarantined: ids of nodes not to use now.
-        keep: told at once what is held, before anything else can go wrong.
-        go_on: asked before each look; raises when nobody wants the slices any more.
+        keep: called with what is held, before anything else can go wrong.
+        go_on: called before each look; raises when nobody wants the slices any more.
 
     Raises:
-        InsufficientSlicesError: not even the smallest number could be had. What was held is still held.
+        InsufficientSlicesError: not even the smallest number was free. What was held is still held.
+        HeadUnreachableError: the head did not answer in time. What was held is still held.
     """
     began = time.monotonic()
     pause = _POLL_S[0]
     leases = list(held)
-    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, Demand(config) as demand:
+    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, Demand(config, head) as demand:
         while True:
             go_on()
-            now = survey(config, [lease.slice for lease in leases], quarantined())
+            now = head.ask(survey, config, [lease.slice for lease in leases], quarantined())
             waited = time.monotonic() - began
-            size = choose_size(sizes, len(leases), len(now.free), waited_out=waited >= timeout_s).size
+            size = choose_size(sizes, len(leases), len(now.free), waited_out=waited >= limits.largest_s).size
             if size is not None:
                 demand.withdraw()
                 # Somebody may be faster; then look again.
-                taken = take(config, now.free[: max(0, size - len(leases))])
+                wanted = now.free[: max(0, size - len(leases))]
+                taken = head.ask(take, config, wanted, undo=_give_back_late) if wanted else []
                 if taken is not None:
                     leases, extra = [*leases[:size], *taken], leases[size:]
                     keep([*leases, *extra])
-                    give_back(extra)
+                    if extra:
+                        head.ask(give_back, extra)
                     keep(leases)
                     return leases
-            if waited >= timeout_s + (0 if size is None else _RACES_S):
+            if waited >= limits.any_s + (0 if size is None else _RACES_S):
                 raise InsufficientSlicesError(
                     config.kind, tuple(sizes), len(leases) + len(now.free), now.lacking, waited
                 )
             demand.show(sizes[-1] - len(leases) - len(now.free))
             there = f"{len(leases)} held, {len(now.free)} free"
-            waiting.show("; ".join([there, *map(str, now.lacking[:2])]), timeout_s)
-            time.sleep(max(0.01, min(pause, began + timeout_s - time.monotonic())))
+            waiting.show("; ".join([there, *map(str, now.lacking[:2])]), limits.any_s)
+            nearest = limits.largest_s if waited < limits.largest_s else limits.any_s
+            time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
+
+
+def _give_back_late(taken: Sequence[Lease] | None) -> None:
+    """Return slices that were taken after everybody had stopped waiting for them."""
+    give_back(taken or ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slices are whole, told from the labels and resources of nodes. Pure."""
+"""Which slices are whole, read from the labels and resources of nodes. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence

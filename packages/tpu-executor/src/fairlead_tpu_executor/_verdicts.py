@@ -40,6 +40,7 @@ __all__ = [
     "handle_ray_error",
     "judge",
     "judge_one",
+    "process_died",
 ]
 
 Kind = Literal["user", "infrastructure", "system"]
@@ -171,6 +172,11 @@ def as_raised(error: BaseException) -> BaseException:
         return error
     cause.__cause__ = error
     return cause
+
+
+def process_died(error: BaseException) -> bool:
+    """Whether a process ended without an exception of the function's: the first sign of some preemptions, too."""
+    return isinstance(error, (ActorDiedError, WorkerCrashedError)) and not isinstance(error, RayTaskError)
 
 
 def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:

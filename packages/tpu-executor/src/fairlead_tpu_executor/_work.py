@@ -20,7 +20,7 @@ __all__ = ["Class", "Function", "Work", "own_options", "work_of"]
 # What a user's @ray.remote may not say here, because the pool says it.
 _OURS = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # Taken from a user's @ray.remote as they are.
-_KEPT = ("memory", "name", "enable_task_events", "_labels")
+_KEPT = ("memory", "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
 
 
 class Remote(Protocol):

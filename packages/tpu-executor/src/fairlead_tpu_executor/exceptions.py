@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from ._slices import SliceLack
 
 __all__ = [
+    "HeadUnreachableError",
     "InsufficientSlicesError",
+    "JaxUnavailableError",
     "PoolBusyError",
     "PreemptedTooOftenError",
     "SliceLostError",
@@ -50,17 +52,55 @@ class InsufficientSlicesError(TpuExecutorError):
         sizes = " or ".join(map(str, self.wanted))
         lacks = "".join(f"\n  {lack}" for lack in self.missing) or "\n  none other was seen"
         return (
-            f"{sizes} whole slice(s) of {self.kind} were asked for, and {self.found} could be had after "
+            f"{sizes} whole slice(s) of {self.kind} were asked for, and {self.found} were free after "
             f"{self.waited_s:.1f} s. The others:{lacks}\nFree or add slices, allow smaller numbers "
-            "(pod_count=[1, 2]), or wait longer (scale_timeout_s)."
+            "(pod_count=[1, 2]), or wait longer (scale_timeout_s; replace_timeout_s for the replacement of a lost one)."
         )
+
+
+class HeadUnreachableError(TpuExecutorError):
+    """Ray's head (its GCS) has not answered for `head_timeout_s`.
+
+    No host is taken to be lost because of that, and no budget is used. What the pool holds may still be held.
+
+    Attributes:
+        silent_s: for how long the head has not answered, in seconds.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        super().__init__(silent_s)
+        self.silent_s = silent_s
+
+    def __str__(self) -> str:
+        return (
+            f"Ray's head (GCS) has not answered for {self.silent_s:.1f} s, so it is unknown which hosts are alive. "
+            "Slices may still be reserved and functions may still run on them. Look at the head node and its "
+            "gcs_server.out. Ray ends this process when it is without its head for "
+            "RAY_gcs_rpc_server_reconnect_timeout_s (60 s). If the head comes back by then, close the pool and run "
+            "again; to bridge longer outages raise head_timeout_s and that setting."
+        )
+
+
+class JaxUnavailableError(TpuExecutorError):
+    """`initialize_jax` was called outside of a run, or jax is not installed where it was called.
+
+    Attributes:
+        reason: which of the two, and what to do.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class SliceLostError(TpuExecutorError):
     """Hosts of a slice were lost, or could not start their accelerators, while something ran on it.
 
-    You get this as the `error` of a `JobPreempted`; a resumable run goes on without telling, as long as its budget
-    lasts.
+    You get this as the `error` of a `JobPreempted`. A resumable run does not raise it: it is repeated as long as its
+    budget lasts.
 
     Attributes:
         slices: names of the slices that were lost.
@@ -82,7 +122,7 @@ class PreemptedTooOftenError(TpuExecutorError):
     Attributes:
         name: of the function.
         preemptions: how often slices were lost.
-        limit: how many times it was allowed to go on after that.
+        limit: how often it was allowed to be repeated after a loss.
         last: what happened the last time.
     """
 

@@ -52,6 +52,12 @@ class PretendSlices:
         address: str = self._cluster.address
         return address
 
+    @property
+    def head_pid(self) -> int:
+        """The process id of Ray's head (`gcs_server`), for tests that stop it or end it."""
+        pid: int = self._cluster.head_node.all_processes["gcs_server"][0].process.pid
+        return pid
+
     def add_host(
         self,
         name: str,

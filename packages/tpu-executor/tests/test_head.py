@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's head (GCS) that does not answer: a typed error in time, no host taken to be lost, and nothing left behind."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_placement.testing import assert_no_leaks
+from fairlead_tpu_executor import HeadUnreachableError, SlicePool, TpuAcceleratorConfig, _head, device_remote
+from fairlead_tpu_executor._head import Head
+from fairlead_tpu_executor.testing import PretendSlices
+
+from .waiting import wait_until
+
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def stopped():
+    """Stops the head of a cluster with one slice, for as long as a `with` statement lasts."""
+    with PretendSlices() as slices:
+        slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
+        yield Stopped(slices.head_pid)
+
+
+class Stopped:
+    def __init__(self, pid):
+        self.pid = pid
+
+    def __enter__(self):
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def __exit__(self, *_):
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def until(path):
+    """Run on a host until a file is there."""
+    (path.parent / f"started-{os.getpid()}").touch()
+    while not path.exists():
+        time.sleep(0.05)
+    return "done"
+
+
+def started(path):
+    return list(path.parent.glob("started-*"))
+
+
+def pids(path):
+    return [int(file.name.partition("-")[2]) for file in started(path)]
+
+
+def in_background(function, *args):
+    """Call a function on a thread; returns a list that gets what it returns or raises, and when."""
+    outcome = []
+
+    def call():
+        try:
+            value = function(*args)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            value = error
+        outcome.append((value, time.monotonic()))
+
+    threading.Thread(target=call, daemon=True).start()
+    return outcome
+
+
+def test_a_short_outage_is_survived(stopped, tmp_path):
+    """A run goes on, and no loss is counted; results that come during an outage are returned."""
+    with SlicePool("v4-8", head_timeout_s=20, max_retries_failure=0, max_retries_preemption=0) as pool:
+        outcome = in_background(pool.run, until, tmp_path / "end")
+        wait_until(lambda: len(started(tmp_path / "end")) == 1)
+        with stopped:
+            time.sleep(3)
+        time.sleep(1)
+        assert not outcome
+        with stopped:
+            (tmp_path / "end").touch()
+            wait_until(lambda: outcome, 10)
+        assert outcome[0][0] == ["done"]
+        assert (pool.statistics().attempts, pool.statistics().preemptions) == (1, 0)
+
+
+def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog):
+    """A typed error, no loss; `close()` ends, says what is still held, and returns it when the head answers again."""
+    with assert_no_leaks(timeout_s=30):
+        pool = SlicePool("v4-8", head_timeout_s=TIMEOUT_S).reserve()
+        outcome = in_background(pool.run, until, tmp_path / "never")
+        wait_until(lambda: len(started(tmp_path / "never")) == 1)
+        with caplog.at_level(logging.WARNING), stopped:
+            began = time.monotonic()
+            wait_until(lambda: outcome, 30)
+            error, ended = outcome[0]
+            assert isinstance(error, HeadUnreachableError), error
+            assert TIMEOUT_S <= error.silent_s <= ended - began < TIMEOUT_S + 12
+            assert (pool.statistics().preemptions, pool.statistics().failures) == (0, 0)
+            began = time.monotonic()
+            assert not pool.close()
+            assert time.monotonic() - began < 10
+            assert "still holds slice-1 and their ports" in caplog.text
+            # What Ray can do without its head is done: the function was ended on its hosts.
+            wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids(tmp_path / "never")), 20)
+        assert pool.close()
+        assert pool.slices == ()
+
+
+def test_a_long_outage_ends_a_call(stopped, tmp_path):
+    """A call of `device_remote` ends with the typed error, and so does one that has to reserve slices first."""
+    config = TpuAcceleratorConfig("v4-8", head_timeout_s=TIMEOUT_S)
+    with assert_no_leaks(timeout_s=30), device_remote(accelerator_config=config)(until) as function:
+        outcome = in_background(function, tmp_path / "end")
+        wait_until(lambda: len(started(tmp_path / "end")) == 1)
+        with stopped:
+            wait_until(lambda: outcome, 30)
+            assert isinstance(outcome[0][0], HeadUnreachableError), outcome
+            with pytest.raises(HeadUnreachableError):
+                SlicePool(config).run(os.getpid)
+        (tmp_path / "end").touch()
+
+
+def test_probes():
+    """The deadline counts from the first probe without an answer; an answer, or a long gap, starts it again."""
+    now, answers = [0.0], [True]
+    head = Head(5.0, probe=lambda _: answers[0], clock=lambda: now[0])
+    for now[0] in (1.0, 2.0):
+        head.check()
+    answers[0] = False
+    for now[0] in (3.0, 5.0, 7.0):
+        head.check()
+    answers[0], now[0] = True, 8.0
+    head.check()
+    answers[0] = False
+    for now[0] in (9.0, 13.0):
+        head.check()
+    now[0] = 14.0
+    with pytest.raises(HeadUnreachableError, match=r"has not answered for 5\.0 s"):
+        head.check()
+    now[0] = 100.0
+    head.check()
+
+
+def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
+    """Ray aborts a process whose request a head without its old state answers: none is made during an outage."""
+    monkeypatch.setattr(_head, "_PROBE_S", 0.05)
+    with pytest.raises(HeadUnreachableError):
+        Head(0.1, probe=lambda _: False).ask(pytest.fail, "asked")
+    later = iter([False, False, True])
+    assert Head(20, probe=lambda _: next(later)).ask(lambda: "asked") == "asked"
+
+
+def test_what_comes_late_is_taken_back(stopped, monkeypatch):
+    """When the deadline is over before a request to the head is, what it did is undone as soon as it is."""
+    monkeypatch.setattr(_head, "_PROBE_S", 0.05)
+    come, undone = threading.Event(), []
+    head = Head(0.1, probe=lambda _: answers)
+    answers = True
+
+    def ask():
+        nonlocal answers
+        answers = False  # the outage begins while the request is under way
+        assert come.wait(20)
+        return "taken"
+
+    with pytest.raises(HeadUnreachableError):
+        head.ask(ask, undo=undone.append)
+    assert undone == []
+    come.set()
+    wait_until(lambda: undone == ["taken"], 10)
+    assert ray.is_initialized()
+
+
+def test_errors_of_the_function_are_not_the_head_s(stopped):
+    """What a function raised is raised as it is, also when the head is silent just then."""
+
+    def fails():
+        raise ray.exceptions.RayTaskError("f", "", ray.exceptions.GetTimeoutError("mine"))
+
+    with pytest.raises(ray.exceptions.RayTaskError):
+        Head(0.1, probe=lambda _: False).start(fails).result()
+
+    def times_out():
+        raise ray.exceptions.GetTimeoutError("Ray's own deadline for the removal of a placement group")
+
+    with pytest.raises(HeadUnreachableError) as caught:
+        Head(0.1, probe=lambda _: False).start(times_out).result()
+    assert isinstance(caught.value.__cause__, ray.exceptions.GetTimeoutError)
