@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from _measure import Row, interleaved, table
 
 from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._planner import Ask, Node, never_fits, plan
-from fairlead_placement._topology import node_place, physical_order
+from fairlead_placement._plan.model import Ask, Node
+from fairlead_placement._plan.planner import never_fits, plan
+from fairlead_placement._plan.topology import node_place, physical_order
 
 NODES, GPUS, DOMAIN = 10_000, 8, 16
 BUNDLE = {"CPU": 1.0, "GPU": 1.0}

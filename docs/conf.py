@@ -75,7 +75,9 @@ linkcheck_retries = 2
 linkcheck_workers = 4
 
 HANDLES = {"Call", "DeviceClass", "DeviceFunction", "DeviceInstances", "GroupView", "Hang", "SlotClaim", "Watch"}
-PRIVATE = re.compile(r"(fairlead_\w+)\.(?:_\w+\.)?(\w+)")
+PRIVATE = re.compile(r"(fairlead_\w+)\.(?:_\w+\.(?:\w+\.)?)?(\w+)")
+# Public modules beside the package itself, whose names have an entry as theirs.
+MODULES = {"fairlead_placement": ("fairlead_placement", "fairlead_placement.spi")}
 
 
 def public_name(
@@ -87,9 +89,10 @@ def public_name(
     target = node["reftarget"]
     if (parts := PRIVATE.fullmatch(target)) is not None:
         package, name = parts.groups()
-        if name in importlib.import_module(package).__all__:
-            domain = env.get_domain("py")
-            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"{package}.{name}", node, contnode)
+        for module in MODULES.get(package, (package,)):
+            if name in importlib.import_module(module).__all__:
+                domain, entry = env.get_domain("py"), f"{module}.{name}"
+                return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", entry, node, contnode)
         return contnode if "._" in target else None
     # A piece of code in a docstring that is no name of ours.
     return contnode if node["reftype"] == "obj" and not node.get("refexplicit") else None

@@ -13,7 +13,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fairlead_placement import RayVirtualCluster, alive_nodes
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement.spi import alive_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError

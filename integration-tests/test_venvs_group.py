@@ -124,11 +124,10 @@ def test_an_environment_that_cannot_be(local_ray, specs):
     offline = {"find_links": specs["1.0"].find_links, "no_index": True}
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         missing = VenvSpec(requirements=["no-such-package"], **offline)
-        with pytest.raises(WorkerStartError, match=r"(?s)cannot run the workers:.*no-such-package") as caught:
+        with pytest.raises(WorkerStartError, match=r"(?s)cannot run the workers:.*no-such-package"):
             RayWorkerGroup(cluster, "far_away.Worker", python=missing)
-        assert "on node" in str(caught.value)
         without_ray = VenvSpec(requirements=["only_here"], **offline)
-        with pytest.raises(WorkerStartError, match="has ray none"):
+        with pytest.raises(WorkerStartError, match=r"on node .* has ray none"):
             RayWorkerGroup(cluster, "far_away.Worker", python=without_ray)
         with pytest.raises(TypeError, match="python must be a VenvSpec"):
             RayWorkerGroup(cluster, "far_away.Worker", python=3)

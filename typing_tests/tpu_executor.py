@@ -10,10 +10,14 @@ from typing import Any, Literal, assert_type
 
 import ray
 
-from fairlead_placement import Node, Slot, SlotClaim
+from fairlead_placement import Node, Slot
+from fairlead_placement.spi import SlotClaim
 from fairlead_tpu_executor import (
     ENV_CALL_INDEX,
     ENV_CALL_SLICE,
+    ENV_JOB_COORDINATOR_ADDRESS,
+    ENV_PROCESS_COUNT,
+    ENV_PROCESS_INDEX,
     MEGASCALE_DEFAULT_PORT,
     AcceleratorConfigType,
     CpuAcceleratorConfig,
@@ -21,7 +25,9 @@ from fairlead_tpu_executor import (
     DeviceFunction,
     DeviceInstances,
     GpuAcceleratorConfig,
+    HeadUnreachableError,
     InsufficientSlicesError,
+    JaxUnavailableError,
     JobError,
     JobFailed,
     JobInfo,
@@ -46,12 +52,16 @@ from fairlead_tpu_executor import (
     execute,
     execute_resumable,
     handle_ray_error,
+    initialize_jax,
     resolve_maybe_refs,
     testing,
 )
 
 assert_type(ENV_CALL_INDEX, str)
 assert_type(ENV_CALL_SLICE, str)
+assert_type(ENV_JOB_COORDINATOR_ADDRESS, str)
+assert_type(ENV_PROCESS_COUNT, str)
+assert_type(ENV_PROCESS_INDEX, str)
 assert_type(MEGASCALE_DEFAULT_PORT, int)
 
 
@@ -80,8 +90,12 @@ def configure(nodes: Sequence[Node], one: SliceInfo) -> None:
         assert_type(config.env_vars, Mapping[str, str])
         assert_type(config.runtime_env, dict[str, Any])
         assert_type(config.scale_timeout_s, float)
+        assert_type(config.replace_timeout_s, float)
         assert_type(config.queue_timeout_s, float | None)
         assert_type(config.grace_s, float)
+        assert_type(config.crash_grace_s, float)
+        assert_type(config.healthy_after_s, float | None)
+        assert_type(config.head_timeout_s, float)
         assert_type(config.flatten, bool)
         assert_type(config.max_retries_preemption, int)
         assert_type(config.max_retries_failure, int)
@@ -123,6 +137,7 @@ def pool(config: AcceleratorConfigType) -> None:
     assert_type(pool.run_on_first_hosts(train, "path"), list[Any])
     assert_type(pool.attempt(train, "path"), JobStatus)
     assert_type(pool.submit(train, "path"), list[list[Any]])
+    assert_type(pool.get(pool.submit(train, "path")), list[Any])
     assert_type(pool.start(Trainer, (), {}), tuple[list[list[Any]], SlotClaim])
     assert_type(pool.checked(train).name, str)
     assert_type(pool.close(), bool)
@@ -194,6 +209,10 @@ def devices(config: AcceleratorConfigType) -> None:
     assert_type(trainers.close(), bool)
 
 
+def jax() -> None:
+    assert_type(initialize_jax(timeout_s=60, local_device_ids=[0]), None)
+
+
 def managers() -> None:
     with TpuRemoteManager("v4-16", [1, 2], base_env={"A": "1"}, runtime_env={}, coord_port=8081) as remote:
         assert_type(remote, TpuRemoteManager)
@@ -223,6 +242,7 @@ def pretend() -> None:
     with testing.PretendSlices() as slices:
         assert_type(slices, testing.PretendSlices)
         assert_type(slices.address, str)
+        assert_type(slices.head_pid, int)
         assert_type(slices.add_slice("name", workers=[1, 0], kind="v4-16"), str)
         assert_type(slices.add_host("name", 2, topology="2x2x2", chips=4, env={"A": "1"}), str)
         assert_type(slices.node_id("name", 0), str)
@@ -246,6 +266,10 @@ def errors(pool: SlicePool) -> None:
         assert_type(error.preemptions, int)
         assert_type(error.limit, int)
         assert_type(error.last, str)
+    except HeadUnreachableError as error:
+        assert_type(error.silent_s, float)
+    except JaxUnavailableError as error:
+        assert_type(error.reason, str)
     except PoolBusyError as error:
         assert_type(error.running, str)
         assert_type(error.waited_s, float)

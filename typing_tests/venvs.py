@@ -95,7 +95,7 @@ def tidy(spec: VenvSpec) -> None:
     for venv in venvs:
         assert_type(venv.path, Path)
         assert_type(venv.ray, str | None)
-        for text in (venv.python, venv.about, venv.version, venv.fingerprint):
+        for text in (venv.python, venv.about, venv.version, venv.fingerprint, venv.request):
             assert_type(text, str)
         assert_type(venv.built_at, float)
         assert_type(venv.used_at, float)
