@@ -282,11 +282,13 @@ class SlicePool:
             return list(retry(attempts, budget, Backoff(), crashes=crashes).result)
 
     def _lost(self, closed: int, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
-        """Return those slices that have lost a host."""
+        """Return those slices that have lost a host. The next attempt does not use them."""
         self._holding.check_open(closed)
         nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
-        gone = self._holding.head.ask(lambda: gone_nodes(nodes) | silent_nodes(nodes))
-        return [one for one in slices if gone.intersection(one.node_ids)]
+        gone, silent = self._holding.head.ask(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
+        # Ray takes a host that is silent to be alive for some time yet.
+        self._holding.quarantine(silent - gone)
+        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
 
     @contextlib.contextmanager
     def _my_turn(self, name: str) -> Iterator[Callable[..., Callable[[int], JobStatus]]]:
