@@ -7,20 +7,12 @@ Tests of packages run on every Python that they declare, all else on the lowest.
 import json
 import sys
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # These make network namespaces.
 AS_ROOT = {"multihost", "soak"}
-
-
-class Notified(list[tuple[str, list[str]]]):
-    """In place of the session `ci`: keeps what it asks for."""
-
-    def notify(self, name: str, posargs: Iterable[str] = ()) -> None:
-        self.append((name, list(posargs)))
 
 
 def declared() -> list[str]:
@@ -45,8 +37,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import noxfile
 
-    asked = Notified()
-    noxfile.ci(asked)
-    lowest = [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
-    asked += [one for one in lowest if one not in asked]
+    asked = [session for lane in noxfile.LANES for session in lane.items()]
+    asked += [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
     sys.stdout.write(f"include={json.dumps(matrix(asked, declared()))}\n")
