@@ -41,6 +41,7 @@ from fairlead_placement.spi import (
     Waiting,
     alive_nodes,
     autoscaler_is_there,
+    block_shutdown,
     claim_slots,
     connection,
     draining_nodes,
@@ -248,6 +249,8 @@ def wait() -> None:
         assert_type(waiting.show("a node", limit_s=60), None)
     assert_type(release_when_dropped(slot, lambda: "held", lambda: None), None)
     assert_type(never_connect(), None)
+    with block_shutdown():
+        pass
     with testing.assert_no_leaks(timeout_s=5):
         pass
 

@@ -153,3 +153,34 @@ def test_late_errors_are_not_printed(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "[1, 1, 1, 1, 1, True]\n"
+
+
+def test_ray_is_shut_down_while_errors_are_late():
+    """`ray.shutdown()` waits for the thread that looks at late errors; without that Ray ends the process."""
+    source = """
+        import threading
+        import time
+
+        import ray
+
+        from fairlead_workergroup import _errors
+
+        class Late(_errors._Late):
+            def has_ended(self):
+                looking.set()
+                while self._refs:
+                    self._refs.pop()
+                    time.sleep(0.001)
+                return True
+
+        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
+        looking, owner = threading.Event(), threading.Event()
+        late = Late([ray.put(number) for number in range(1000)], owner)
+        _errors._looking.add(late)
+        looking.wait(30)
+        ray.shutdown()
+        print(len(late._refs), "references are left")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "0 references are left"), done.stderr

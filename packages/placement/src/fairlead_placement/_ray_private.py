@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call on Ray that is not public, each with its reason and what happens without it."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 __all__ = [
     "LiveActor",
     "autoscaler_is_there",
+    "block_shutdown",
     "clean_runtime_env",
     "draining_nodes",
     "driver_of",
@@ -177,6 +179,19 @@ def never_connect() -> None:
         connect_unless_told._fairlead = True  # type: ignore[attr-defined]
         auto_init_hook.auto_init_ray = connect_unless_told
     _never_connecting.told = True
+
+
+@contextlib.contextmanager
+def block_shutdown() -> Iterator[None]:
+    """Make `ray.shutdown()` on other threads wait while this thread uses Ray, or drops references to Ray's objects.
+
+    Ray ends the process, with exit code 1 and without a traceback, when one thread shuts Ray down and another one frees
+    an object reference or an actor handle at that moment. `ray.init` and `ray.shutdown` take a lock, and this takes the
+    same one. Without the lock nothing is blocked, and that can happen.
+    """
+    lock = getattr(ray._private.worker, "_connect_or_shutdown_lock", None)
+    with contextlib.nullcontext() if lock is None else lock:
+        yield
 
 
 def driver_of(job_id: str) -> str:

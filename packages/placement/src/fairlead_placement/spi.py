@@ -8,7 +8,7 @@ group of workers, run functions through node agents, and release what a dropped 
 from ._init import connection
 from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.inventory import alive_nodes, read_holders, read_nodes
-from ._ray_private import autoscaler_is_there, draining_nodes, never_connect
+from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import place_pinned
@@ -20,6 +20,7 @@ __all__ = [
     "Waiting",
     "alive_nodes",
     "autoscaler_is_there",
+    "block_shutdown",
     "claim_slots",
     "connection",
     "draining_nodes",

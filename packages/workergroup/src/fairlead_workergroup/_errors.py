@@ -11,7 +11,7 @@ from types import TracebackType
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from fairlead_placement.spi import connection, never_connect
+from fairlead_placement.spi import block_shutdown, connection, never_connect
 
 from .exceptions import WorkerGroupError
 
@@ -108,7 +108,9 @@ class _Looking:
     def _look(self) -> None:
         never_connect()
         while not self._end.wait(LOOK_EVERY_S):
-            self._late_once()
+            # Also while the references go.
+            with block_shutdown():
+                self._late_once()
             with self._lock:
                 if not self._late:
                     self._thread = None

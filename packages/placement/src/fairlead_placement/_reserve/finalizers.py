@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._ray_private import never_connect
+from .._ray_private import block_shutdown, never_connect
 
 __all__ = ["release_when_dropped", "wait_for_dropped"]
 
@@ -90,11 +90,12 @@ def _run() -> None:
         if isinstance(one, threading.Event):
             one.set()
             continue
-        with _working:
+        # Also when its references to Ray's objects go.
+        with _working, block_shutdown():
             if not _exiting.is_set():
                 _return(one)
-        # The thread waits for the next one here, and must not keep this one's resources alive meanwhile.
-        del one
+            # The thread waits for the next one here, and must not keep this one's resources alive meanwhile.
+            del one
 
 
 def _return(one: _Dropped) -> None:
