@@ -23,15 +23,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError, _records
+from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._failures import WorkerFacts
-from fairlead_workergroup._host import start_tick
-from fairlead_workergroup._inspect import looked_at
-from fairlead_workergroup._planning import Mesh, _pieces, _planned, plan_call
-from fairlead_workergroup._record import Record
-from fairlead_workergroup._submit import requests
-from fairlead_workergroup._worker_class import Method
+from fairlead_workergroup._calls.plan import Mesh, _pieces, _planned, plan_call
+from fairlead_workergroup._calls.requests import requests
+from fairlead_workergroup._observe.failures import WorkerFacts
+from fairlead_workergroup._observe.query import looked_at
+from fairlead_workergroup._remote import records as _records
+from fairlead_workergroup._remote.host import start_tick
+from fairlead_workergroup._remote.progress import Record
+from fairlead_workergroup._start.worker_class import Method
 
 WORKERS = 8
 
@@ -257,7 +258,7 @@ RECORDS = 64
 # In a process that has no threads yet, to be forked: each child writes a record, as a worker does that is in a method.
 WRITERS = f"""
 import os, signal, sys
-from fairlead_workergroup._record import Record
+from fairlead_workergroup._remote.progress import Record
 pids = []
 for _ in range({RECORDS}):
     if (pid := os.fork()) == 0:

@@ -6,7 +6,7 @@ import functools
 import pytest
 import ray
 
-from fairlead_workergroup._describe import describe
+from fairlead_workergroup._remote.describe import describe
 
 
 def timed(function):

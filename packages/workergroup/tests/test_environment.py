@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
-from fairlead_workergroup._environment import RANK_VARIABLES, check_env_vars, worker_environment
+from fairlead_workergroup._start.environment import RANK_VARIABLES, check_env_vars, worker_environment
 
 NOTHING: dict[str, str] = {}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from fairlead_workergroup import CallTimeoutError, WorkerGroupError
-from fairlead_workergroup._errors import short_traceback
+from fairlead_workergroup._calls.errors import short_traceback
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -163,7 +163,7 @@ def test_ray_is_shut_down_while_errors_are_late():
 
         import ray
 
-        from fairlead_workergroup import _errors
+        from fairlead_workergroup._calls import errors as _errors
 
         class Late(_errors._Late):
             def has_ended(self):

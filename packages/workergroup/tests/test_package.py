@@ -24,7 +24,8 @@ from fairlead_workergroup import (
     WorkerStartError,
 )
 
-MODULES = sorted(module.name for module in pkgutil.iter_modules(fairlead_workergroup.__path__))
+NAMES = [module.name for module in pkgutil.walk_packages(fairlead_workergroup.__path__, "fairlead_workergroup.")]
+MODULES = sorted(name.removeprefix("fairlead_workergroup.") for name in NAMES)
 
 
 def test_version():

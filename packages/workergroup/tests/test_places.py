@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from fairlead_placement import Slot
-from fairlead_workergroup._places import lay_out
+from fairlead_workergroup._start.layout import lay_out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import PerWorker, Shard
-from fairlead_workergroup._planning import Mesh, plan_call
+from fairlead_workergroup._calls.plan import Mesh, plan_call
 
 AXES = ("pp", "dp", "tp")
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_workergroup import _record
-from fairlead_workergroup._host import start_tick
-from fairlead_workergroup._record import (
+from fairlead_workergroup._remote import progress as _record
+from fairlead_workergroup._remote.host import start_tick
+from fairlead_workergroup._remote.progress import (
     CANCELLED_AT,
     CANCELLED_KEPT,
     STATE,
@@ -28,7 +28,7 @@ from fairlead_workergroup._record import (
     read_record,
     write_cancelled,
 )
-from fairlead_workergroup._records import cancel_tasks, look, read_records
+from fairlead_workergroup._remote.records import cancel_tasks, look, read_records
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_canceller_that_stands_still(record, monkeypatch):
 def workers():
     """Three processes with a record each, that do nothing."""
     program = textwrap.dedent("""
-        from fairlead_workergroup._record import Record
+        from fairlead_workergroup._remote.progress import Record
         record = Record(["__init__", "work"])
         print("ready", flush=True)
         input()
@@ -188,7 +188,7 @@ def writer():
     """A process that writes its record without a pause: one number as task, calls, step and message."""
     program = textwrap.dedent("""
         import ray
-        from fairlead_workergroup._record import Record
+        from fairlead_workergroup._remote.progress import Record
         record = Record(["__init__", "work"])
         task = b""
         record._task = lambda: task

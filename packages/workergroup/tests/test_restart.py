@@ -27,10 +27,10 @@ from fairlead_workergroup import (
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
-    _restart,
-    _watching,
     current_worker,
 )
+from fairlead_workergroup._lifecycle import restart as _restart
+from fairlead_workergroup._observe import observer as _watching
 from fairlead_workergroup._ray_private import how_it_ended
 from fairlead_workergroup.testing import kill
 

@@ -15,7 +15,9 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _dispatching, _group, _shutdown
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _group
+from fairlead_workergroup._calls import sender as _dispatching
+from fairlead_workergroup._lifecycle import shutdown as _shutdown
 from fairlead_workergroup._ray_private import actors_being_made
 
 

@@ -13,8 +13,9 @@ from ray.cluster_utils import Cluster
 
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, _inspect, report_progress
-from fairlead_workergroup._record import CANCELLED_AT, STATE, STATES_AT, open_record
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, report_progress
+from fairlead_workergroup._observe import query as _inspect
+from fairlead_workergroup._remote.progress import CANCELLED_AT, STATE, STATES_AT, open_record
 from fairlead_workergroup.testing import fill_memory, hang, kill
 
 
@@ -206,7 +207,7 @@ def test_nodes_are_asked_at_once_who_is_gone(cluster, monkeypatch, tmp_path):
         return []
 
     group = RayWorkerGroup(cluster, Worker, workers_per_node=1)
-    monkeypatch.setattr("fairlead_workergroup._trees.end_trees", meet)
+    monkeypatch.setattr("fairlead_workergroup._lifecycle.shutdown.end_trees", meet)
     assert group.shutdown()
 
 

@@ -14,8 +14,9 @@ import ray
 from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, _stacks, report_progress
-from fairlead_workergroup._odd_rank import frames_of_method, with_odd_ranks
+from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, report_progress
+from fairlead_workergroup._observe.stuck import frames_of_method, with_odd_ranks
+from fairlead_workergroup._remote import stacks as _stacks
 from fairlead_workergroup.testing import hang
 
 SIGNAL = signal.SIGRTMIN + 5
@@ -139,7 +140,7 @@ def test_odd_rank(group, fifo):
 
 def one(rank, method="step", function="all_reduce", line=3):
     stacks = f'Current thread 0x1 (most recent call first):\n  File "/lib/dist.py", line {line} in {function}\n'
-    stacks = stacks + '  File "/x/fairlead_workergroup/_host.py", line 9 in delegate\n' if function else ""
+    stacks = stacks + '  File "/x/fairlead_workergroup/_remote/host.py", line 9 in delegate\n' if function else ""
     where = f"/lib/dist.py:{line} in {function}" if function else ""
     return StuckWorker(rank, {}, "node", rank, method, 9.0, 9.0, stacks=stacks, where=where)
 
@@ -206,7 +207,7 @@ def test_no_handler(start):
     assert dumped(process) == ("", "no handler writes the stacks of this process")
     unregistered = start("""
         import faulthandler
-        from fairlead_workergroup._stacks import write_stacks_on_signal
+        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
         faulthandler.unregister(write_stacks_on_signal())
         print('ready', flush=True)
         input()
@@ -220,7 +221,7 @@ def test_a_process_that_takes_no_signal(start, monkeypatch):
     process = start("""
         import signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 5])  # threads that imports start hold it back too
-        from fairlead_workergroup._stacks import write_stacks_on_signal
+        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
         write_stacks_on_signal()
         print('ready', flush=True)
         input()

@@ -13,14 +13,9 @@ import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import (
-    RayWorkerBuilder,
-    RayWorkerGroup,
-    WorkerFailureError,
-    WorkerStartError,
-    _guard,
-    _trees,
-)
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
+from fairlead_workergroup._remote import guard as _guard
+from fairlead_workergroup._remote import process as _trees
 from fairlead_workergroup.testing import kill
 
 MB = 1_000_000

@@ -23,8 +23,8 @@ from fairlead_workergroup import (
     PerWorker,
     RayWorkerGroup,
     WorkerFailureError,
-    _inspect,
 )
+from fairlead_workergroup._observe import query as _inspect
 
 from .calling import MB, Worker
 
@@ -167,7 +167,7 @@ class TestWaiting:
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
         """A call without a deadline says now and then whom it waits for."""
-        monkeypatch.setattr("fairlead_workergroup._underway.REPORT_EVERY_S", 0.3)
+        monkeypatch.setattr("fairlead_workergroup._calls.execution.REPORT_EVERY_S", 0.3)
         assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
         assert "1 of 8 workers have not finished 'sleep'" in caplog.text
         assert "rank 2 (dp=0, tp=3)" in caplog.text

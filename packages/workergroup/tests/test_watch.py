@@ -17,8 +17,9 @@ import weakref
 import pytest
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, _watch, report_progress
-from fairlead_workergroup._occurrences import Occurrences
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
+from fairlead_workergroup._observe import watch as _watch
+from fairlead_workergroup._observe.occurrences import Occurrences
 from fairlead_workergroup.testing import hang, kill
 
 

@@ -15,20 +15,20 @@
 >>> ray.shutdown()
 """
 
-from ._awaiting import ResultStream
 from ._builder import RayWorkerBuilder
-from ._call import Call
-from ._current import CurrentWorker, current_worker, report_progress
-from ._explain import CallExplanation
+from ._calls.call import Call
+from ._calls.explain import CallExplanation
+from ._calls.outcome import CallStatistics, Outcome
+from ._calls.results import MultiWorkerFuture
+from ._calls.statistics import GroupStatistics
+from ._calls.view import GroupView
+from ._calls.wait import ResultStream
+from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._marks import PerWorker, Shard
-from ._options import recursive_merge_options
-from ._outcome import CallStatistics, Outcome
-from ._results import MultiWorkerFuture
-from ._statistics import GroupStatistics
-from ._status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
-from ._view import GroupView
-from ._watch import Watch
+from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
+from ._observe.watch import Watch
+from ._start.options import recursive_merge_options
 from .exceptions import (
     CallCancelledError,
     CallTimeoutError,

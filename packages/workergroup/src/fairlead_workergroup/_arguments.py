@@ -12,9 +12,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
+from ._calls.sources import Source
 from ._marks import PassedOn, refusing_marks
 from ._ray_private import object_sizes
-from ._sources import Source
 
 __all__ = ["Arguments", "Gathered", "NotPicklableError", "is_inlined"]
 

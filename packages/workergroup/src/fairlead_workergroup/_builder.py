@@ -11,9 +11,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ._arguments import Arguments
-from ._environment import worker_environment
-from ._options import check_concurrency, recursive_merge_options
-from ._worker_class import describe_class, full_name
+from ._start.environment import worker_environment
+from ._start.options import check_concurrency, recursive_merge_options
+from ._start.worker_class import describe_class, full_name
 from .exceptions import WorkerStartError
 
 __all__ = ["ClassLike", "RayWorkerBuilder"]

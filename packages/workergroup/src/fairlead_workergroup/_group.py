@@ -20,33 +20,33 @@ from fairlead_venvs import VenvSpec
 
 from ._arguments import Arguments
 from ._builder import ClassLike, RayWorkerBuilder
-from ._classic import ClassicCalls
+from ._calls.classic import ClassicCalls
+from ._calls.line import Line
+from ._calls.map import Strategy, check_strategy
+from ._calls.plan import Mesh
+from ._calls.sender import Dispatching
+from ._calls.sources import register
+from ._calls.statistics import GroupStatistics
+from ._calls.view import Addressed
 from ._compression import Compression, check_compression
 from ._deadline import check_timeout
-from ._dispatching import Dispatching
-from ._environment import check_env_vars, start_variables
-from ._failures import WorkerFacts
-from ._held import Held
-from ._html import table_html
-from ._line import Line
-from ._map import Strategy, check_strategy
-from ._memory import guard, parse_memory
-from ._options import recursive_merge_options
-from ._places import lay_out
-from ._planning import Mesh
-from ._python import chosen_python, ready_python
+from ._display import table_html
+from ._lifecycle.resources import Held
+from ._lifecycle.restart import check_max_restarts, check_scope, restart
+from ._lifecycle.shutdown import WorkerProcess, clean_up
+from ._observe.failures import WorkerFacts
+from ._observe.memory import guard, parse_memory
+from ._observe.observer import Watched
+from ._observe.watch import Watch
 from ._ray_private import actor_id_of, dead_actors
-from ._recipe import recipe_of
-from ._restart import check_max_restarts, check_scope, restart
-from ._shutdown import WorkerProcess, clean_up
-from ._sources import register
-from ._start import WorkerPlan, create, plan_workers, wait_started
-from ._statistics import GroupStatistics
-from ._trees import mark_of
-from ._view import Addressed
-from ._watch import Watch
-from ._watching import Watched
-from ._worker_class import describe_class
+from ._remote.process import mark_of
+from ._start.environment import check_env_vars, start_variables
+from ._start.launch import WorkerPlan, create, plan_workers, wait_started
+from ._start.layout import lay_out
+from ._start.options import recursive_merge_options
+from ._start.python import chosen_python, ready_python
+from ._start.recipe import recipe_of
+from ._start.worker_class import describe_class
 from .exceptions import WorkerFailure
 
 __all__ = ["RayWorkerGroup"]

@@ -26,17 +26,15 @@ import ray
 
 from fairlead_placement.testing import assert_no_leaks
 
-from . import _faults
-from ._failures import WorkerFacts, as_failure
-from ._inspect import ANSWER_S, cancelled, looked_at
+from ._observe.failures import WorkerFacts, as_failure
+from ._observe.query import ANSWER_S, cancelled, looked_at
+from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
 
 if TYPE_CHECKING:
     from ._group import RayWorkerGroup
 
 __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
-
-ray.cloudpickle.register_pickle_by_value(_faults)
 
 Way = Literal["sleep", "native", "native-gil", "stop"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -51,7 +49,7 @@ def kill(group: "RayWorkerGroup", rank: int) -> None:
         IndexError, TypeError: there is no such rank.
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node does not do it.
     """
-    if not _on_node(_worker(group, rank), _faults.kill, WITHIN_S):
+    if not _on_node(_worker(group, rank), faults.kill, WITHIN_S):
         raise WorkerGroupError(f"{_worker(group, rank)} is still there {WITHIN_S:g} s after SIGKILL")
 
 
@@ -79,9 +77,9 @@ class Hang:
         if worker is None or not ray.is_initialized():
             return
         if self._ref is None:
-            looked_at([worker], _faults.continue_, _process)
+            looked_at([worker], faults.continue_, _process)
         else:
-            looked_at([worker], _faults.end_hang, _process, self._token)
+            looked_at([worker], faults.end_hang, _process, self._token)
             ray.wait([self._ref], timeout=ANSWER_S)
 
     def __enter__(self) -> "Hang":
@@ -122,13 +120,13 @@ def hang(
         raise ValueError(f"how must be one of {', '.join(map(repr, WAYS))}, got {how!r}")
     worker = _worker(group, rank)
     if how == "stop":
-        if not _on_node(worker, _faults.stop, WITHIN_S):
+        if not _on_node(worker, faults.stop, WITHIN_S):
             raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
         return Hang(worker, how)
     token = uuid.uuid4().hex[:8]
-    ref = group.workers[rank]._fairlead_run.remote("hang", _faults.hang, how, token)
+    ref = group.workers[rank]._fairlead_run.remote("hang", faults.hang, how, token)
     deadline = time.monotonic() + timeout_s
-    while not _on_node(worker, _faults.hangs, token):
+    while not _on_node(worker, faults.hangs, token):
         if ray.wait([ref], timeout=0.02)[0]:
             _answer(worker, ref, timeout_s=0)
         # What runs already cannot be taken back, and is there at the next look.
@@ -155,7 +153,7 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
     worker = _worker(group, rank)
-    _answer(worker, group.workers[rank]._fairlead_run.remote("slow", _faults.slow, seconds), timeout_s=timeout_s)
+    _answer(worker, group.workers[rank]._fairlead_run.remote("slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
 def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
@@ -179,7 +177,7 @@ def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
         raise ValueError(f"size_bytes must be a whole number of at least 0, got {size_bytes!r}")
     worker = _worker(group, rank)
-    ref = group.workers[rank]._fairlead_run.remote("fill_memory", _faults.fill_memory, size_bytes)
+    ref = group.workers[rank]._fairlead_run.remote("fill_memory", faults.fill_memory, size_bytes)
     try:
         _answer(worker, ref, timeout_s=timeout_s)
     except WorkerFailureError:

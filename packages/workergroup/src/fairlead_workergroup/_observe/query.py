@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at workers from outside, through the agents of their nodes: one request a node."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from fairlead_placement.spi import alive_nodes, never_connect, run_on_nodes
+
+from .._ray_private import task_of_future
+from .._remote.processes import ended
+from .._remote.records import cancel_tasks, read_records
+from ..exceptions import LateWorker
+from .failures import WorkerFacts
+
+__all__ = ["cancelled", "gone", "late_workers", "looked_at"]
+
+logger = logging.getLogger(__name__)
+
+# Agents answer in milliseconds; an answer that takes longer is not worth a caller's time.
+ANSWER_S = 10.0
+
+
+def looked_at(
+    workers: Sequence[WorkerFacts],
+    function: Callable[..., Any],
+    what: Callable[[WorkerFacts], Any],
+    *more: Any,
+    within_s: float | None = None,
+) -> list[Any]:
+    """Apply a function to something of each worker, on the workers' nodes.
+
+    Args:
+        workers: whom.
+        function: takes the list of what belongs to a node's workers, and returns a list as long.
+        what: of each worker.
+        more: further arguments of the function.
+        within_s: seconds that Ray's head and the nodes may take; None for `ANSWER_S`.
+
+    Returns:
+        The results in the order of `workers`; None for the workers of a node that did not answer, and for all workers
+        if Ray's head did not.
+    """
+    deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
+    by_node: dict[str, list[int]] = {}
+    for at, worker in enumerate(workers):
+        by_node.setdefault(worker.node_id, []).append(at)
+    found: list[Any] = [None] * len(workers)
+    living = _alive_nodes(deadline)
+    if living is None:
+        logger.warning("cannot look at the workers: Ray's head (GCS) does not answer")
+        return found
+    asks = {
+        node_id: ([what(workers[at]) for at in members], *more)
+        for node_id, members in by_node.items()
+        if node_id in living
+    }
+    for node_id, answers in run_on_nodes(function, asks, timeout_s=max(0.1, deadline - time.monotonic())).items():
+        if isinstance(answers, Exception):
+            if ray.is_initialized():  # else another thread has ended it meanwhile, and there is nobody to look at
+                logger.warning("cannot look at the workers on node %s: %s", node_id[:8], answers)
+            continue
+        for at, answer in zip(by_node[node_id], answers, strict=True):
+            found[at] = answer
+    return found
+
+
+def _alive_nodes(deadline: float) -> frozenset[str] | None:
+    """Return the ids of the nodes that are alive, or None if Ray's head has not told by the deadline.
+
+    Ray itself waits without a limit for a head that hangs. So a thread asks, and it may outlive this call.
+    """
+    answer: Future[frozenset[str]] = Future()
+
+    def ask() -> None:
+        never_connect()
+        try:
+            answer.set_result(alive_nodes())
+        except BaseException as error:  # noqa: BLE001  raised below, unless nobody waits any more
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="fairlead-nodes", daemon=True).start()
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if answer.done():
+            raise  # Ray's own
+        return None
+
+
+def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
+    """Who these are, and what each is doing now."""
+    records: list[Mapping[str, Any] | None] = looked_at(workers, read_records, lambda worker: worker.process)
+    return tuple(
+        LateWorker(
+            worker.rank,
+            dict(worker.coords),
+            worker.node_id,
+            worker.pid,
+            method=None if record is None else record["method"],
+            running_s=0.0 if record is None else record["running_s"],
+        )
+        for worker, record in zip(workers, records, strict=True)
+    )
+
+
+def gone(workers: Sequence[WorkerFacts]) -> list[bool]:
+    """Whose process has ended, which Ray may not know yet; not whose node does not answer within a second."""
+    answers = looked_at(workers, ended, lambda worker: worker.process, within_s=1.0)
+    return [bool(one) for one in answers]
+
+
+def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
+    """Give up a worker's part of a call each, by its future; the ranks that had started it and run on.
+
+    Ray drops the value of what is cancelled, and cancels coroutines. A method that is queued behind another one it
+    would still run: that is kept from starting by the worker's own record.
+    """
+    tasks = {}
+    for worker, future in calls:
+        ray.cancel(future)
+        tasks[worker.rank] = (worker.process, task_of_future(future))
+    workers = [worker for worker, _ in calls]
+    running = looked_at(workers, cancel_tasks, lambda worker: tasks[worker.rank])
+    return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

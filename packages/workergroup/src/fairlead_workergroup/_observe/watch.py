@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a group again and again, on a thread of its own, until it is closed or the group ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fairlead_placement.spi import never_connect
+
+from ..exceptions import WorkerFailure, WorkerGroupError
+from .causes import note_causes
+from .occurrences import Occurrences
+from .status import StuckWorker, WorkerEvent, WorkerStatus
+
+if TYPE_CHECKING:
+    from .._group import RayWorkerGroup
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("fairlead_workergroup")
+
+LEVELS = {
+    "worker-started": logging.INFO,
+    "worker-restarted": logging.WARNING,
+    "call-slow": logging.WARNING,
+    "worker-stuck": logging.WARNING,
+    "worker-dead": logging.ERROR,
+}
+# A look asks the nodes twice at most, when a worker is stuck.
+CLOSE_S = 25.0
+# An exit does not wait that long: what the look finds no longer matters.
+EXIT_S = 2.0
+# Ray says at once what a worker that it knows to be dead died of.
+CAUSE_S = 2.0
+
+
+class Watch:
+    """A group that is being watched; made by `RayWorkerGroup.watch`. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        *,
+        interval_s: float,
+        stuck_after_s: float,
+        slow_after_s: float,
+        on_event: Callable[[WorkerEvent], object] | None,
+    ) -> None:
+        end = threading.Event()
+        # A group that nobody holds any more is given back, watched or not.
+        self._group = weakref.ref(group, lambda _: end.set())
+        self._name = group.name_prefix
+        self._held = group._held
+        self._interval_s = interval_s
+        self._stuck_after_s = stuck_after_s
+        self._on_event = on_event
+        self._occurrences = Occurrences(slow_after_s)
+        self._untold: deque[tuple[str, WorkerStatus]] = deque()
+        self._counter: Any = None
+        self._end = end
+        self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
+        # Before Ray's own: a look would find it gone, and say so.
+        atexit.register(self._close_at_exit)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Watch({self._name!r}, {'closed' if self._end.is_set() else f'every {self._interval_s:g} s'})"
+
+    def close(self) -> None:
+        """Look no more; no event is told after this, except when `on_event` itself closes. Can be repeated."""
+        self._close(CLOSE_S)
+
+    def _close_at_exit(self) -> None:
+        self._close(EXIT_S)
+
+    def _close(self, timeout_s: float) -> None:
+        self._end.set()
+        atexit.unregister(self._close_at_exit)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=timeout_s)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _go_on(self) -> None:
+        never_connect()
+        try:
+            self._look_again_and_again()
+        finally:
+            self._end.set()
+            atexit.unregister(self._close_at_exit)
+
+    def _look_again_and_again(self) -> None:
+        while not self._end.is_set():
+            group = self._group()
+            if group is None or self._is_over():
+                return
+            try:
+                self._look(group)
+            except WorkerGroupError:
+                return  # it has been shut down
+            except Exception:
+                # Whatever it is, the next look may succeed; a watch that has died unseen is worse than a noisy one.
+                if not self._is_over():
+                    logger.warning("cannot look at the workers of %s", self._name, exc_info=True)
+            del group
+            self._end.wait(self._interval_s)
+
+    def _is_over(self) -> bool:
+        """Whether it has been closed, or the Ray that the group lived in has ended."""
+        if self._end.is_set():
+            return True
+        try:
+            return not self._held.connected
+        except Exception:  # noqa: BLE001  Ray is just ending
+            return True
+
+    def _look(self, group: RayWorkerGroup) -> None:
+        statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
+        # Kept until it is told: what fails here is made up for by the next look.
+        self._untold.extend(self._occurrences.new(statuses))
+        dead = [now for kind, now in self._untold if kind == "worker-dead"]
+        who = list(group._workers_now)
+        note_causes(group, [who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
+        stuck: dict[int, StuckWorker] = {}
+        if any(kind == "worker-stuck" for kind, _ in self._untold):
+            stuck = {one.rank: one for one in group.detect_stuck_workers(self._stuck_after_s)}
+        while self._untold:
+            kind, now = self._untold.popleft()
+            cause = group._lost.get(now.rank) if kind == "worker-dead" else None
+            found = stuck.get(now.rank) if kind == "worker-stuck" else None
+            if kind == "worker-stuck" and found is None:
+                self._occurrences.not_stuck(now.rank)
+            else:
+                self._tell(_event(kind, now, cause, found))
+
+    def _tell(self, event: WorkerEvent) -> None:
+        if self._end.is_set():
+            return
+        stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
+        logger.log(LEVELS[event.kind], "%s: %s%s", self._name, event.message, stacks, extra={"worker_event": event})
+        if self._counter is None:
+            from ray.util.metrics import Counter
+
+            # Without ray[default] on this node nobody collects it, and nothing else happens.
+            self._counter = Counter(
+                "fairlead_worker_events",
+                description="What has happened to workers of a group, as its watch saw it.",
+                tag_keys=("group", "event"),
+            )
+        self._counter.inc(1, tags={"group": self._name, "event": event.kind})
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("on_event failed at: %s", event.message)
+
+
+def _event(kind: Any, now: WorkerStatus, cause: WorkerFailure | None, stuck: StuckWorker | None) -> WorkerEvent:
+    where = f"rank {now.rank} on node {now.node_id[:8]}, pid {now.pid}"
+    more = ""
+    if kind == "worker-restarted":
+        more = f", incarnation {now.incarnation}"
+    elif kind == "call-slow":
+        more = f", in {now.method!r} for {now.running_s:.0f} s, no progress for {now.since_progress_s:.0f} s"
+    message = f"{kind}: {cause or stuck or where}{more}"
+    return WorkerEvent(
+        kind, now.rank, now.coords, now.node_id, now.pid, now.incarnation, now.method, message, time.time(), stuck
+    )
