@@ -171,7 +171,7 @@ def interop(session: nox.Session) -> None:
     extras = package("placement", "[metrics]"), package("workergroup", "[torch]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
-    session.run("pytest", "packages/sharding/tests/test_interop.py", *session.posargs)
+    session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
     tests = [f"placement/tests/test_{name}.py" for name in ("ports", "usage")]
     tests += [f"workergroup/tests/test_{name}.py" for name in ("describe", "watch")]

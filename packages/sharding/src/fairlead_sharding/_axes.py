@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axis names and coordinates: checking them, and finding the dimension that a name stands for."""
+"""Axis names and coordinates: validation, and the dimension that a name stands for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def as_names(names: object) -> tuple[str, ...]:
-    """``names`` as a tuple of distinct, non-empty axis names."""
+    """Return ``names`` as a tuple of distinct, non-empty axis names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ValueError(f"Axis names must be a sequence of strings, got {names!r}.")
     checked = tuple(names)
@@ -21,7 +21,7 @@ def as_names(names: object) -> tuple[str, ...]:
 
 
 def as_axes(axes: str | Iterable[str]) -> tuple[str, ...]:
-    """One name, or several, as a tuple. (Iterating over a lone name would yield its letters.)
+    """Return one or several axis names as a tuple. (Iterating over a single name would yield its letters.)
 
     >>> as_axes("dp"), as_axes(["dp", "tp"])
     (('dp',), ('dp', 'tp'))
@@ -31,23 +31,23 @@ def as_axes(axes: str | Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def find(names: Sequence[str], axis: object) -> int:
-    """The dimension that ``axis`` names."""
+def find_axis(names: Sequence[str], axis: object) -> int:
+    """Return the dimension that ``axis`` names."""
     if isinstance(axis, str) and axis in names:
         return names.index(axis)
     raise ValueError(f"Invalid axis name: {axis!r}. Valid names are: {list(names)}")
 
 
-def find_all(names: Sequence[str], axes: Iterable[object]) -> tuple[int, ...]:
-    """The dimensions that ``axes`` name, in the order given; naming one twice is an error."""
-    dims = tuple(find(names, axis) for axis in axes)
+def find_axes(names: Sequence[str], axes: Iterable[object]) -> tuple[int, ...]:
+    """Return the dimensions that ``axes`` name, in the order given; each may be named once."""
+    dims = tuple(find_axis(names, axis) for axis in axes)
     if len(set(dims)) != len(dims):
         raise ValueError(f"An axis is named twice: {[names[dim] for dim in dims]}.")
     return dims
 
 
 def as_int(value: object, what: str, least: int | None = None) -> int:
-    """``value`` as an int, if it is an integer of any library; booleans and floats are not."""
+    """Return ``value`` as an int if it is an integer of any library; booleans and floats are refused."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -60,7 +60,7 @@ def as_int(value: object, what: str, least: int | None = None) -> int:
 
 
 def as_coords(names: Sequence[str], coords: Mapping[str, object]) -> dict[int, int]:
-    """``{axis: coordinate}`` as ``{dimension: coordinate}``, every axis checked before any coordinate."""
-    dims = find_all(names, coords)
+    """Return ``{axis: coordinate}`` as ``{dimension: coordinate}``; every axis is checked before any coordinate."""
+    dims = find_axes(names, coords)
     values = [as_int(value, f"The coordinate along axis {axis!r}") for axis, value in coords.items()]
     return dict(zip(dims, values, strict=True))

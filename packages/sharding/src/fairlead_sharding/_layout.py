@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From whatever the caller calls a layout to a validated array of distinct ranks."""
+"""The array of ranks: made from the caller's input, flattened, split and indexed.
+
+Flattening, splitting and indexing return the new layout and its names. They never look at a rank, so distinct ranks
+stay distinct.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ._axes import as_int, as_names, find_axes, find_axis
+
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Named = tuple[IntArray, tuple[str, ...]]
 
 _LARGEST = int(np.iinfo(np.int64).max)
-_MOST = 1 << 26  # ranks of a layout that is given as a shape: a few bytes do not make a process run out of memory
+# The most ranks of a layout that is given as a shape: a short input must not exhaust the memory of the process.
+_MOST = 1 << 26
 _NOT_INTEGERS = "Layout must contain only integer rank IDs"
 
 
 def as_layout(layout: object) -> IntArray:
-    """``layout`` as a read-only, C-contiguous int64 array of distinct, non-negative ranks.
+    """Return ``layout`` as a read-only, C-contiguous int64 array of distinct, non-negative ranks.
 
-    The array is always a copy. What int64 cannot represent exactly is refused with a `ValueError`.
+    The array is always a copy. A value that int64 cannot represent exactly raises `ValueError`.
 
     >>> as_layout([[0.0, 1.0], [2.0, 3.0]])
     array([[0, 1],
@@ -34,34 +44,38 @@ def as_layout(layout: object) -> IntArray:
     if (smallest := ranks.min()) < 0:
         raise ValueError(f"Layout must not contain negative rank IDs, got {smallest}.")
     _check_distinct(ranks)
-    ranks.flags.writeable = False
-    return ranks
+    return read_only(ranks)
 
 
-def counting(shape: tuple[int, ...], start: int) -> IntArray:
-    """The layout of ``shape`` whose ranks count up from ``start``, the last axis fastest."""
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def make_layout(shape: tuple[int, ...], start: int) -> IntArray:
+    """Return the layout of ``shape`` whose ranks count up from ``start``, the last axis fastest."""
     last = start + math.prod(shape) - 1
     if last > _LARGEST:
-        raise ValueError(_beyond(last))
+        raise _overflow(last)
     if (ranks := math.prod(shape)) > _MOST:
         raise ValueError(f"A sharding has at most {_MOST} ranks, but shape {shape} has {ranks}.")
     return np.arange(start, last + 1, dtype=np.int64).reshape(shape)
 
 
 def is_counting(ranks: IntArray) -> bool:
-    """Whether ``ranks``, in row-major order, count up by one."""
+    """Return whether ``ranks``, in row-major order, count up by one."""
     flat = ranks.ravel()
-    # The first test alone settles most other layouts. Ranks are not negative: no difference overflows.
+    # The first comparison rules out most other layouts. Ranks are not negative, so no difference overflows.
     return bool(flat[-1] - flat[0] == flat.size - 1 and (flat[1:] - flat[:-1] == 1).all())
 
 
 def _as_array(layout: object) -> npt.NDArray[Any]:
     try:
-        if hasattr(layout, "__array__"):  # numpy arrays, and whatever converts itself to one
+        if hasattr(layout, "__array__"):  # numpy arrays, and objects that convert themselves to one
             return np.asarray(layout)
-        np.array(layout)  # raises on ragged input, which an array of objects would swallow
-        # Left to itself numpy turns [True, 2] into integers and [2**53 + 1, 0.5] into floats; as objects,
-        # every rank keeps the type it came with.
+        np.array(layout)  # raises on ragged input, which an array of objects would accept
+        # By default numpy turns [True, 2] into integers and [2**53 + 1, 0.5] into floats. In an array of objects
+        # every rank keeps its own type.
         return np.array(layout, dtype=object)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"Could not create NumPy array from layout: {error}") from error
@@ -72,7 +86,7 @@ def _as_int64(array: npt.NDArray[Any]) -> IntArray:
     if kind == "O":
         return np.array([_as_rank(value) for value in array.flat], dtype=np.int64).reshape(array.shape)
     if kind == "f":
-        # The widest float there is: it holds every int64, so that the comparisons are exact.
+        # The widest float holds every int64, so the comparisons are exact.
         wide = array.astype(np.longdouble)
         whole = np.isfinite(wide) & (np.trunc(wide) == wide)
         if not whole.all():
@@ -83,7 +97,7 @@ def _as_int64(array: npt.NDArray[Any]) -> IntArray:
     else:
         raise ValueError(f"{_NOT_INTEGERS}, got an array of {array.dtype}.")
     if too_large.size:
-        raise ValueError(_beyond(too_large[0]))
+        raise _overflow(too_large[0])
     return np.array(array, dtype=np.int64, order="C")
 
 
@@ -93,12 +107,12 @@ def _as_rank(value: object) -> int:
         raise ValueError(f"{_NOT_INTEGERS}, got {value!r}.")
     rank = int(value)  # type: ignore[call-overload]
     if abs(rank) > _LARGEST:
-        raise ValueError(_beyond(value))
+        raise _overflow(value)
     return int(rank)
 
 
-def _beyond(rank: object) -> str:
-    return f"Rank {rank} is beyond int64, whose largest value is {_LARGEST}."
+def _overflow(rank: object) -> ValueError:
+    return ValueError(f"Rank {rank} is beyond int64, whose largest value is {_LARGEST}.")
 
 
 def _check_distinct(ranks: IntArray) -> None:
@@ -109,3 +123,60 @@ def _check_distinct(ranks: IntArray) -> None:
     if again.size:
         shown = ", ".join(map(str, again[:8])) + (", ..." if again.size > 8 else "")
         raise ValueError(f"Duplicate ranks found in layout: {shown}. Each rank must appear exactly once.")
+
+
+def flatten(layout: IntArray, names: Sequence[str], into: str, axes: Sequence[str]) -> Named:
+    """Merge ``axes``, row-major in the order given, into one axis at the position of the outermost of them."""
+    merged = find_axes(names, axes)
+    before = range(min(merged))
+    after = [dim for dim in range(min(merged), layout.ndim) if dim not in merged]
+    new_names = as_names([*(names[dim] for dim in before), into, *(names[dim] for dim in after)])
+    shape = [*(layout.shape[dim] for dim in before), -1, *(layout.shape[dim] for dim in after)]
+    return layout.transpose(*before, *merged, *after).reshape(shape), new_names
+
+
+def split(layout: IntArray, names: Sequence[str], axis: str, sizes: Mapping[str, int]) -> Named:
+    """Replace ``axis`` by several axes, row-major; one size may be -1 and is then computed from the others."""
+    dim = find_axis(names, axis)
+    found = layout.shape[dim]
+    if not sizes:
+        raise ValueError(f"Splitting axis {axis!r} needs at least one new axis and its size.")
+    what = "The size of axis {!r} (or -1 for what remains)"
+    given = [size if size == -1 else as_int(size, what.format(name), 1) for name, size in sizes.items()]
+    if given.count(-1) > 1:
+        raise ValueError(f"Only one size may be -1 when splitting axis {axis!r}, got {dict(sizes)}.")
+    remaining = found // math.prod(size for size in given if size != -1)
+    new_sizes = [remaining if size == -1 else size for size in given]
+    if math.prod(new_sizes) != found:
+        raise ValueError(f"Axis {axis!r} of size {found} cannot be split into {dict(sizes)}.")
+    new_names = as_names([*names[:dim], *sizes, *names[dim + 1 :]])
+    return layout.reshape(*layout.shape[:dim], *new_sizes, *layout.shape[dim + 1 :]), new_names
+
+
+def select(layout: IntArray, names: Sequence[str], coords: Mapping[str, int | slice]) -> Named:
+    """Index by axis name as numpy's basic indexing does: an integer drops its axis, a slice keeps it."""
+    index: list[int | slice] = [slice(None)] * layout.ndim
+    for dim, (axis, wanted) in zip(find_axes(names, coords), coords.items(), strict=True):
+        size = layout.shape[dim]
+        if isinstance(wanted, slice):
+            _check_slice(wanted, axis, size)
+        else:
+            wanted = as_int(wanted, f"The coordinate along axis {axis!r}")
+            if not -size <= wanted < size:
+                raise coordinate_error(axis, wanted, size)
+        index[dim] = wanted
+    kept = tuple(name for name, wanted in zip(names, index, strict=True) if isinstance(wanted, slice))
+    return layout[tuple(index)], kept
+
+
+def coordinate_error(axis: str, coordinate: int, size: int) -> IndexError:
+    return IndexError(f"Coordinate {coordinate} is outside axis {axis!r} of size {size}.")
+
+
+def _check_slice(wanted: slice, axis: str, size: int) -> None:
+    try:
+        selected = range(*wanted.indices(size))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{wanted} cannot be applied to axis {axis!r}: {error}.") from error
+    if not selected:
+        raise ValueError(f"{wanted} selects nothing of axis {axis!r} of size {size}; a sharding needs a rank.")

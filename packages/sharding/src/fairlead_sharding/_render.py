@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and tables for people to read: plain text and HTML, shortened when large."""
+"""Layouts and tables as plain text and HTML, shortened when they are large."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -15,16 +15,22 @@ _MAX_GRIDS = 8
 _MAX_LINES = 16
 
 
-def shown(size: int, limit: int) -> list[int | None]:
-    """The indices of ``size`` things to show, at most ``limit``; None stands for those left out between."""
+def render_table(header: list[str], row: Callable[[int], list[str]], size: int, limit: int) -> str:
+    """Return a table of at most ``limit`` of ``size`` rows."""
+    rows = (["..."] * len(header) if i is None else row(i) for i in _choose(size, limit))
+    return _align([header, *rows])
+
+
+def _choose(size: int, limit: int) -> list[int | None]:
+    """Return at most ``limit`` of ``size`` indices to show; None stands for the ones left out of the middle."""
     if size <= limit:
         return list(range(size))
     tail = limit // 2
     return [*range(limit - tail), None, *range(size - tail, size)]
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """``rows`` in right-aligned columns."""
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Return ``rows`` as text in right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.rjust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -33,7 +39,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def render_text(layout: IntArray, names: Sequence[str]) -> str:
     parts = [_headline(layout, names)]
     for title, cells in _grids(layout, names):
-        parts.append(f"{title}\n{table(cells)}" if title else table(cells))
+        parts.append(f"{title}\n{_align(cells)}" if title else _align(cells))
     return "\n\n".join(parts)
 
 
@@ -53,10 +59,10 @@ def _headline(layout: IntArray, names: Sequence[str]) -> str:
 
 
 def _grids(layout: IntArray, names: Sequence[str]) -> Iterator[tuple[str, list[list[str]]]]:
-    """One grid of the last two axes for every coordinate along the leading ones, with its title."""
+    """Yield the title and cells of one grid of the last two axes for each coordinate along the leading axes."""
     *leading, row_axis, column_axis = ["", *names] if layout.ndim == 1 else names
     shape = layout.shape[: len(leading)]
-    for number in shown(math.prod(shape), _MAX_GRIDS):
+    for number in _choose(math.prod(shape), _MAX_GRIDS):
         if number is None:
             yield "...", [["..."]]
             continue
@@ -66,9 +72,9 @@ def _grids(layout: IntArray, names: Sequence[str]) -> Iterator[tuple[str, list[l
 
 
 def _cells(grid: IntArray, row_axis: str, column_axis: str) -> list[list[str]]:
-    columns = shown(grid.shape[1], _MAX_LINES)
+    columns = _choose(grid.shape[1], _MAX_LINES)
     cells = [["", *("..." if c is None else f"{column_axis}={c}" for c in columns)]]
-    for r in shown(grid.shape[0], _MAX_LINES):
+    for r in _choose(grid.shape[0], _MAX_LINES):
         label = "..." if r is None else f"{row_axis}={r}" if row_axis else ""
         cells.append([label, *("..." if r is None or c is None else str(grid[r, c]) for c in columns)])
     return cells

@@ -14,7 +14,6 @@ import pytest
 import fairlead_sharding
 
 SOURCE = Path(fairlead_sharding.__file__).parent
-TESTS = Path(__file__).parent
 MODULES = sorted(SOURCE.glob("*.py"))
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 
@@ -62,11 +61,11 @@ def test_licence(module):
 
 
 def test_size():
-    """Small enough to be copied: under 1,000 lines, no file over 300."""
+    """Small enough to be copied: under 1,000 lines, with no file of 500 or more."""
     lengths = [len(module.read_text(encoding="utf-8").splitlines()) for module in MODULES]
 
     assert sum(lengths) < 1000
-    assert max(lengths) < 300
+    assert max(lengths) < 500
 
 
 def test_works_without_ray_torch_and_jax(run_python):

@@ -11,7 +11,7 @@ import fairlead_sharding
 from fairlead_sharding import NamedSharding
 
 SOURCES = sorted(Path(fairlead_sharding.__file__).parent.glob("*.py"))
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_examples_in_docstrings():

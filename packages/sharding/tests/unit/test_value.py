@@ -95,8 +95,8 @@ def test_small_when_pickled():
         ({"shape": [2], "names": ["x"], "start": 0, "ranks": [1, 0]}, "has start and ranks: give one of them"),
         ({"shape": [10**12], "names": ["x"], "start": 0}, r"at most 67108864 ranks, but shape \(1000000000000,\)"),
         ({"shape": [10**4] * 3, "names": ["x", "y", "z"], "start": 0}, "at most 67108864 ranks, .* has 1000000000000"),
-        ({"shape": 2, "names": ["x"], "start": 0}, "no dict of a sharding .*not iterable"),
-        ([2, 0], "no dict of a sharding .*indices must be integers"),
+        ({"shape": 2, "names": ["x"], "start": 0}, "not the dict of a sharding .*not iterable"),
+        ([2, 0], "not the dict of a sharding .*indices must be integers"),
     ],
 )
 def test_bad_dict(data, message):
