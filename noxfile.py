@@ -176,7 +176,7 @@ def interop(session: nox.Session) -> None:
     tests = [f"placement/tests/test_{name}.py" for name in ("ports", "usage")]
     tests += [f"workergroup/tests/test_{name}.py" for name in ("describe", "watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
-    session.run("pytest", "packages/batching/tests/test_ray.py", *session.posargs, env=RAY_ENV)
+    session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
 
 

@@ -22,7 +22,7 @@ Both ranks run two microbatches of the same shapes. What they give comes back in
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, SlicedDataDict
 from ._order import Order
-from ._packing import Packer, PackingMetrics, get_packer
+from ._packing.packer import Packer, PackingMetrics, get_packer
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from ._checks import made_whole
-from ._packing import Algorithm, Packer
+from ._packing.packer import Algorithm, Packer
 
 Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
 

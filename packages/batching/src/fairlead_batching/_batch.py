@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
-from . import _leaf, _microbatches, _padding, _sharding
+from . import _leaf, _microbatches, _padding, _plan
 from ._args import DynamicBatchingArgs, SequencePackingArgs, read
 from ._checks import whole
 from ._order import Order
@@ -126,24 +126,24 @@ class BatchedDataDict(Samples[Content]):
             batch_size = whole("batch_size", batch_size, at_least=1)
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
-        group = _sharding.group_size(self.size, shards, batch_size, allow_uneven_shards)
+        group = _plan.group_size(self.size, shards, batch_size, allow_uneven_shards)
         if dynamic_batching_args is not None:
             dynamic = read(DynamicBatchingArgs, dynamic_batching_args)
             lengths, width = _microbatches.sequence_lengths(self, dynamic.input_key, dynamic.input_lengths_key)
-            plan = _sharding.dynamic(lengths, width, group, shards, dynamic)
+            plan = _plan.dynamic(lengths, width, group, shards, dynamic)
         elif sequence_packing_args is not None:
             packing = read(SequencePackingArgs, sequence_packing_args)
             lengths, _ = _microbatches.sequence_lengths(self, packing.input_key, packing.input_lengths_key)
-            plan = _sharding.packed(lengths, group, shards, packing)
+            plan = _plan.packed(lengths, group, shards, packing)
         else:
-            return self._dealt(_sharding.plain(self.size, group, shards))
+            return self._dealt(_plan.plain(self.size, group, shards))
         dealt = self._dealt(plan)
         if dynamic_batching_args is not None:
             for shard in dealt:
                 shard.input_key = dynamic.input_key
         return dealt, Order(plan.order.tolist())
 
-    def _dealt(self, plan: _sharding.ShardPlan) -> list[SlicedDataDict[Content]]:
+    def _dealt(self, plan: _plan.ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._made(lambda leaf: _leaf.take(leaf, plan.order))
         shards = []
         start = 0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from . import _interop, _joining, _leaf, _transport
 from ._checks import whole, whole_numbers
-from ._sharding import Cuts, Lengths
+from ._plan import Cuts, Lengths
 
 if TYPE_CHECKING:
     # A default, so that nobody has to annotate a batch; known to type checkers long before Python 3.13.

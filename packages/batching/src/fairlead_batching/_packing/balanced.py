@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ._first_fit import Bins, descending, first_fit_decreasing
+from .first_fit import Bins, descending, first_fit_decreasing
 
 # Differencing a problem with many bins can merge long lists for every item: beyond this product it is left out.
 _MOST_WORK = 1 << 21

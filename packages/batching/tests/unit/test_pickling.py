@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickling of arrays and lists: out of band, without copies. For tensors see test_torch.py, for Ray test_ray.py."""
+"""Pickling of arrays and lists: out of band, without copies. For tensors see test_torch.py, for Ray tests/ray."""
 
 import pickle
 

@@ -12,15 +12,17 @@ import numpy as np
 import fairlead_batching
 from fairlead_batching import BatchedDataDict
 
-SOURCES = sorted(Path(fairlead_batching.__file__).parent.glob("*.py"))
-README = Path(__file__).parent.parent / "README.md"
+FOLDER = Path(fairlead_batching.__file__).parent
+SOURCES = sorted(FOLDER.rglob("*.py"))
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_examples_in_docstrings():
     """The examples show what the code does."""
     attempted = 0
     for source in SOURCES:
-        name = fairlead_batching.__name__ + ("" if source.stem == "__init__" else f".{source.stem}")
+        parts = source.relative_to(FOLDER).with_suffix("").parts
+        name = ".".join([fairlead_batching.__name__, *(part for part in parts if part != "__init__")])
         scope = {"BatchedDataDict": BatchedDataDict, "np": np}
         results = doctest.testmod(importlib.import_module(name), extraglobs=scope)
         assert results.failed == 0, source.name

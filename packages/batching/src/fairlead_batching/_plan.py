@@ -9,7 +9,7 @@ import numpy as np
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._checks import IntArray
-from ._packing import get_packer
+from ._packing.packer import get_packer
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's piece
 Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens of the bin

@@ -10,7 +10,7 @@ import pytest
 
 import fairlead_batching
 
-MODULES = sorted(Path(fairlead_batching.__file__).parent.glob("*.py"))
+MODULES = sorted(Path(fairlead_batching.__file__).parent.rglob("*.py"))
 USE = """
     import pickle, sys
     import numpy as np
@@ -42,7 +42,7 @@ def test_nothing_heavy_is_imported(run_python):
     assert run_python(USE).strip() == "[]"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: f"{module.parent.name}/{module.name}")
 def test_imports(module):
     """Imports are relative, or of the standard library, numpy, or typing_extensions; files are short and licensed."""
     text = module.read_text(encoding="utf-8")

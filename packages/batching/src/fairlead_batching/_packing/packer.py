@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from . import _first_fit
-from ._balanced import balanced, split_to
-from ._checks import made_whole, whole_numbers
-from ._first_fit import Bins
+from .._checks import made_whole, whole_numbers
+from . import first_fit
+from .balanced import balanced, split_to
+from .first_fit import Bins
 
 Algorithm = Literal[
     "balanced",
@@ -114,9 +114,9 @@ class Packer:
         if self.algorithm == "balanced":
             return balanced(given, self.bin_capacity, lambda count: self._allowed(count, len(given)))
         if self.algorithm == "first_fit_shuffle":
-            bins = _first_fit.first_fit_shuffle(given, self.bin_capacity, self.seed)
+            bins = first_fit.first_fit_shuffle(given, self.bin_capacity, self.seed)
         else:
-            bins = getattr(_first_fit, self.algorithm)(given, self.bin_capacity)
+            bins = getattr(first_fit, self.algorithm)(given, self.bin_capacity)
         count = self._allowed(len(bins), len(given))
         return bins if len(bins) == count else split_to(bins, given, count)
 
