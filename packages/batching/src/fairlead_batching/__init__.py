@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tensors: shard, pad, pack, microbatch, restore - with as many microbatches on every rank.
+"""Batches of tensors: shard, pad, pack, microbatch, restore - with the same number of microbatches on every rank.
 
 >>> import numpy as np
 >>> batch = BatchedDataDict(tokens=np.arange(24).reshape(4, 6), length=np.array([6, 2, 3, 5]))
@@ -12,7 +12,7 @@
 >>> [[tuple(part["tokens"].shape) for part in shard.make_microbatch_iterator_with_dynamic_shapes()] for shard in shards]
 [[(1, 4), (1, 6)], [(1, 4), (1, 6)]]
 
-Both ranks run two microbatches of the same shapes. What they give comes back in the order of the batch:
+Both ranks run two microbatches of the same shapes. Their results are restored to the order of the batch:
 
 >>> results = [{"double": 2 * shard["length"]} for shard in shards]
 >>> order.restore(results)["double"].tolist()
@@ -20,8 +20,7 @@ Both ranks run two microbatches of the same shapes. What they give comes back in
 """
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
-from ._batch import BatchedDataDict, SlicedDataDict
-from ._order import Order
+from ._batch import BatchedDataDict, Order, SlicedDataDict
 from ._packing.packer import Packer, PackingMetrics, get_packer
 
 __version__ = "0.1.0"

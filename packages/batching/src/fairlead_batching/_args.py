@@ -1,32 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How microbatches are to be made."""
+"""Arguments: how microbatches are made, and the checks that several modules share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from ._checks import made_whole
-from ._packing.packer import Algorithm, Packer
-
 Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
 
+Algorithm = Literal[
+    "balanced",
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+]
 MicrobatchOrder = Literal["packer", "largest_first"]
-MICROBATCH_ORDERS: tuple[MicrobatchOrder, ...] = get_args(MicrobatchOrder)
+
+
+def as_int(name: str, value: Any, *, at_least: int) -> int:
+    """Return ``value`` as an int; TypeError if it is not a whole number, ValueError if it is less than ``at_least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {number}.")
+    return number
+
+
+def convert_fields(frozen: Any, *names: str) -> None:
+    """Convert fields of a frozen dataclass to ints of at least 1: arithmetic on numbers of few bits would overflow."""
+    for name in names:
+        object.__setattr__(frozen, name, as_int(name, getattr(frozen, name), at_least=1))
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"Unknown {name} {value!r}; there are: {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicBatchingArgs:
     """Microbatches of padded sequences, cut by tokens instead of by samples.
 
-    - max_tokens_per_microbatch: the padded length of a microbatch times its samples is never more;
-    - sequence_length_round: padded lengths are multiples of it, except that none exceeds the tensor's own width;
+    - max_tokens_per_microbatch: the limit of the padded length of a microbatch times its samples;
+    - sequence_length_round: padded lengths are multiples of it, but never exceed the width of the tensor;
     - input_key: the leaf with the sequences, (samples, width, ...);
     - input_lengths_key: the leaf with their lengths, (samples,), whole numbers.
 
     Raises:
-        TypeError, ValueError: a number that is not whole, or below 1.
+        TypeError: a number is not whole.
+        ValueError: a number is less than 1.
 
     >>> DynamicBatchingArgs(
     ...     max_tokens_per_microbatch=8, sequence_length_round=0, input_key="tokens", input_lengths_key="length"
@@ -41,22 +68,24 @@ class DynamicBatchingArgs:
     input_lengths_key: str
 
     def __post_init__(self) -> None:
-        made_whole(self, "max_tokens_per_microbatch", "sequence_length_round")
+        convert_fields(self, "max_tokens_per_microbatch", "sequence_length_round")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePackingArgs:
-    """Microbatches of sequences laid end to end: each microbatch is one bin.
+    """Microbatches of concatenated sequences: each microbatch is one bin.
 
-    - max_tokens_per_microbatch: the tokens that a bin holds;
+    - max_tokens_per_microbatch: the number of tokens that a bin holds;
     - input_key, input_lengths_key: as in `DynamicBatchingArgs`;
-    - algorithm: one of `get_packer`'s;
-    - sequence_length_pad_multiple: each sequence takes up a multiple of so many tokens;
-    - microbatch_order: ``packer``, as the algorithm gives them, or ``largest_first``: bins are dealt from the
-      fullest on, so that all shards run their largest at the same time, and memory runs out at once or not at all.
+    - algorithm: one of the algorithms of `get_packer`;
+    - sequence_length_pad_multiple: each sequence takes up a multiple of this number of tokens;
+    - microbatch_order: ``packer``, the order of the algorithm, or ``largest_first``: bins are dealt to the shards
+      from the fullest to the emptiest. Then all shards run their largest bin at the same time, so a bin that is too
+      large for the memory fails in the first microbatch.
 
     Raises:
-        TypeError, ValueError: a number that is not whole, or below 1; an unknown algorithm or order.
+        TypeError: a number is not whole.
+        ValueError: a number is less than 1, or the algorithm or the order is unknown.
 
     >>> packing = SequencePackingArgs(
     ...     max_tokens_per_microbatch=8,
@@ -77,15 +106,13 @@ class SequencePackingArgs:
     microbatch_order: MicrobatchOrder = "packer"
 
     def __post_init__(self) -> None:
-        made_whole(self, "max_tokens_per_microbatch", "sequence_length_pad_multiple")
-        Packer(self.algorithm, self.max_tokens_per_microbatch)
-        if self.microbatch_order not in MICROBATCH_ORDERS:
-            choices = ", ".join(MICROBATCH_ORDERS)
-            raise ValueError(f"Unknown microbatch_order {self.microbatch_order!r}; there are: {choices}.")
+        convert_fields(self, "max_tokens_per_microbatch", "sequence_length_pad_multiple")
+        check_choice("packing algorithm", self.algorithm, get_args(Algorithm))
+        check_choice("microbatch_order", self.microbatch_order, get_args(MicrobatchOrder))
 
 
-def read(kind: type[Args], given: Args | Mapping[str, Any]) -> Args:
-    """The arguments as their class; a mapping with the same names, such as one read from a file, is taken too."""
+def read_args(kind: type[Args], given: Args | Mapping[str, Any]) -> Args:
+    """Return the arguments as an instance of ``kind``, also if they are a mapping with the names of its fields."""
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dictionary of batched values: shards for all ranks at once, and their microbatches."""
+"""A dictionary of batched values: slices, shards for all ranks, microbatches, and the way back to the order."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from . import _leaf, _microbatches, _padding, _plan
-from ._args import DynamicBatchingArgs, SequencePackingArgs, read
-from ._checks import whole
-from ._order import Order
+from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._samples import Content, Samples
 
 
 class BatchedDataDict(Samples[Content]):
     """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample.
 
-    It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` says,
-    to people and type checkers, what the keys are.
+    It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` tells
+    people and type checkers what the keys are.
 
     >>> batch = BatchedDataDict(tokens=np.array([[1, 2, 3], [4, 0, 0]]), length=np.array([3, 1]), name=["a", "b"])
     >>> batch.size
@@ -26,17 +24,17 @@ class BatchedDataDict(Samples[Content]):
     >>> batch.slice(1, 2)
     SlicedDataDict(size=1, tokens: numpy int64[1, 3], length: numpy int64[1], name: list[1])
 
-    What planning leaves on a shard, and None on any other batch:
+    Planning sets these attributes on a shard; they are None on any other batch:
 
-    - micro_batch_indices: per group, the microbatches as ``[start, end]`` within that group's piece;
+    - micro_batch_indices: per group, the microbatches as ``[start, end]`` within that group's part of the shard;
     - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
     - elem_counts_per_gb: per group, its samples; after packing only;
     - shard_sizes: the samples of all shards, if these differ;
     - input_key: the leaf with the sequences; after dynamic batching only.
 
-    ``data`` is the plain dictionary of the leaves. ``padding`` tells for each sample whether it is a dummy row (None:
+    ``data`` is the plain dictionary of the leaves. ``padding`` says for each sample whether it is a dummy row (None:
     never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
-    Gradients do not travel.
+    Gradients are not transferred.
     """
 
     def _repr_html_(self) -> str:
@@ -47,6 +45,74 @@ class BatchedDataDict(Samples[Content]):
         rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
         body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
         return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
+
+    def _make_part(self, transform: Callable[[Any], Any]) -> SlicedDataDict[Content]:
+        part: SlicedDataDict[Content] = SlicedDataDict._from_parts(*self._transform(transform))
+        return part
+
+    def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
+        """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
+        size = self.size
+        if not 0 <= start <= end <= size:
+            raise ValueError(f"There is no slice from {start} to {end} of {size} samples.")
+        return self._make_part(lambda leaf: leaf[start:end])
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
+        """Return piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece.
+
+        >>> BatchedDataDict(x=[1, 2, 3, 4]).chunk(1, chunks=2)["x"]
+        [3, 4]
+        """
+        size = self.size
+        rank, chunks = as_int("rank", rank, at_least=0), as_int("chunks", chunks, at_least=1)
+        if size % chunks:
+            raise ValueError(f"{size} samples are no multiple of chunks={chunks}: use pad_to_multiple({chunks}).")
+        if rank >= chunks:
+            raise ValueError(f"There is no chunk {rank} of {chunks}.")
+        return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
+
+    def select_indices(self, indices: Iterable[int]) -> SlicedDataDict[Content]:
+        """Return copies of the samples at ``indices``, in that order; ValueError if there is no such sample."""
+        where = _leaf.to_integers("indices", indices)
+        size = self.size
+        if where.size and (where.min() < 0 or where.max() >= size):
+            wrong = where[(where < 0) | (where >= size)].tolist()
+            raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
+        return self._make_part(lambda leaf: _leaf.take(leaf, where))
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[Content]:
+        """Return group ``batch_idx`` of a shard, or the samples from ``batch_idx * batch_size`` on, as views.
+
+        After dynamic batching or packing the plan determines the size of the group, ``batch_size`` is ignored, and the
+        group keeps its part of the plan. Without a plan the last batch may be smaller.
+
+        Raises:
+            ValueError: there is no such group or batch, or ``batch_size`` is missing.
+        """
+        size = self.size
+        batch_idx = as_int("batch_idx", batch_idx, at_least=0)
+        cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if cuts is None or lengths is None:
+            if batch_size is None:
+                raise ValueError("batch_size is needed: no plan determines the size of groups.")
+            batch_size = as_int("batch_size", batch_size, at_least=1)
+            start = batch_idx * batch_size
+            if start >= size:
+                raise ValueError(f"There is no batch {batch_idx} of {batch_size} among {size} samples.")
+            return self.slice(start, min(start + batch_size, size))
+        if batch_idx >= len(cuts):
+            raise ValueError(f"There is no group {batch_idx}: the plan has {len(cuts)}.")
+        counts = [group[-1][1] for group in cuts]
+        start = sum(counts[:batch_idx])
+        group = self.slice(start, start + counts[batch_idx])
+        group.micro_batch_indices = [cuts[batch_idx]]
+        group.micro_batch_lengths = [lengths[batch_idx]]
+        group.input_key = self.input_key
+        if len(cuts) == 1:
+            group.shard_sizes = self.shard_sizes
+        if self.elem_counts_per_gb is not None:
+            group.elem_counts_per_gb = [counts[batch_idx]]
+        return group
 
     @overload
     def shard_by_batch_size(
@@ -91,27 +157,29 @@ class BatchedDataDict(Samples[Content]):
         dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
         sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
     ) -> list[SlicedDataDict[Content]] | tuple[list[SlicedDataDict[Content]], Order]:
-        """One batch for each of ``shards`` ranks. Leaves are copied, each in one gather.
+        """Return one batch for each of ``shards`` ranks. Leaves are copied, each in one gather.
 
-        Samples are split in groups of ``batch_size``, and each group over all shards: shard s is piece s of every
-        group, one after the other. A group is what all ranks together take one optimizer step on.
+        Samples are split into groups of ``batch_size``, and each group over all shards: shard s is piece s of every
+        group, one after the other. A group holds the samples of one optimizer step of all ranks together.
 
         - By default each group is cut into equal pieces.
-        - With ``dynamic_batching_args`` the samples of a group are sorted by length (stable) and dealt in turn, and
-          microbatches are cut by tokens, alike on all shards: the longest of all shards at a position decides.
+        - With ``dynamic_batching_args`` the samples of a group are sorted by length (stable) and dealt to the shards in
+          turn. Microbatches are cut by tokens, at the same positions in all shards, according to the longest sample of
+          all shards at each position.
         - With ``sequence_packing_args`` the samples of a group are packed into a multiple of ``shards`` bins, which
-          are dealt in turn.
+          are dealt to the shards in turn.
 
-        After the latter two every shard has the same number of microbatches in every group.
+        After dynamic batching and packing every shard has the same number of microbatches in every group.
 
         Args:
-            shards: how many ranks there are.
-            batch_size: samples of a group; by default there is one group.
-            allow_uneven_shards: lets leading shards take one sample more, if there is one group.
-            dynamic_batching_args, sequence_packing_args: at most one of them; mappings with the same names will do.
+            shards: the number of ranks.
+            batch_size: the number of samples in a group; by default there is one group.
+            allow_uneven_shards: gives leading shards one more sample, if there is one group.
+            dynamic_batching_args: how to cut microbatches by tokens; or a mapping with the same names.
+            sequence_packing_args: how to pack microbatches; or a mapping with the same names. Not both.
 
         Returns:
-            The shards; with dynamic batching or packing the shards and the `Order` that leads back.
+            The shards; after dynamic batching and packing also the `Order` that restores the order of the batch.
 
         Raises:
             ValueError: an empty batch; sizes that are no multiple of each other; leaves or lengths that do not agree;
@@ -121,65 +189,47 @@ class BatchedDataDict(Samples[Content]):
         >>> [shard["x"] for shard in batch.shard_by_batch_size(shards=2, batch_size=2)]
         [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
         """
-        shards = whole("shards", shards, at_least=1)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, at_least=1)
-        if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
-        group = _plan.group_size(self.size, shards, batch_size, allow_uneven_shards)
-        if dynamic_batching_args is not None:
-            dynamic = read(DynamicBatchingArgs, dynamic_batching_args)
-            lengths, width = _microbatches.sequence_lengths(self, dynamic.input_key, dynamic.input_lengths_key)
-            plan = _plan.dynamic(lengths, width, group, shards, dynamic)
-        elif sequence_packing_args is not None:
-            packing = read(SequencePackingArgs, sequence_packing_args)
-            lengths, _ = _microbatches.sequence_lengths(self, packing.input_key, packing.input_lengths_key)
-            plan = _plan.packed(lengths, group, shards, packing)
-        else:
-            return self._dealt(_plan.plain(self.size, group, shards))
-        dealt = self._dealt(plan)
-        if dynamic_batching_args is not None:
-            for shard in dealt:
-                shard.input_key = dynamic.input_key
-        return dealt, Order(plan.order.tolist())
+        arguments = dynamic_batching_args, sequence_packing_args
+        plan = _plan.plan_shards(self.data, shards, batch_size, allow_uneven_shards, *arguments)
+        parts = self._apply(plan)
+        return parts if plan.cuts is None else (parts, Order(plan.order.tolist()))
 
-    def _dealt(self, plan: _plan.ShardPlan) -> list[SlicedDataDict[Content]]:
-        gathered = self._made(lambda leaf: _leaf.take(leaf, plan.order))
+    def _apply(self, plan: _plan.ShardPlan) -> list[SlicedDataDict[Content]]:
+        gathered = self._make_part(lambda leaf: _leaf.take(leaf, plan.order))
         shards = []
         start = 0
         for number, size in enumerate(plan.sizes):
             shard = gathered.slice(start, start + size)
             start += size
-            if plan.cuts is not None and plan.lengths is not None:
-                shard.micro_batch_indices, shard.micro_batch_lengths = plan.cuts[number], plan.lengths[number]
-            if plan.counts is not None:
-                shard.elem_counts_per_gb = plan.counts[number]
-            if len(set(plan.sizes)) > 1:
-                shard.shard_sizes = list(plan.sizes)
+            shard.micro_batch_indices = None if plan.cuts is None else plan.cuts[number]
+            shard.micro_batch_lengths = None if plan.lengths is None else plan.lengths[number]
+            shard.elem_counts_per_gb = None if plan.counts is None else plan.counts[number]
+            shard.shard_sizes = list(plan.sizes) if len(set(plan.sizes)) > 1 else None
+            shard.input_key = plan.input_key
             shards.append(shard)
         return shards
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:
-        """Microbatches of ``microbatch_size`` samples, as views.
+        """Return microbatches of ``microbatch_size`` samples, as views.
 
-        Of uneven shards the last microbatch may be smaller, as long as every shard has as many microbatches.
+        In uneven shards the last microbatch may be smaller, as long as every shard has as many microbatches.
 
         Raises:
-            ValueError: at once, if the samples cannot be divided so, or ranks would, or after packing could, have
-                different numbers of microbatches, and so wait for each other for ever.
+            ValueError: at once, if the samples cannot be divided like this; or if ranks would, or after packing could,
+                have different numbers of microbatches, and so wait for each other for ever.
 
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).make_microbatch_iterator(2)]
         [[1, 2], [3, 4]]
         """
-        starts = _microbatches.equal(self, microbatch_size)
-        return (self.slice(start, min(start + starts.step, self.size)) for start in starts)
+        limits = self.elem_counts_per_gb, self.shard_sizes
+        return self._cut(_microbatches.find_equal_spans(self.size, microbatch_size, *limits))
 
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1, *, sequence_keys: Iterable[str] | None = None
     ) -> Iterator[SlicedDataDict[Content]]:
         """Return the microbatches of dynamic batching, as views, with sequences truncated to the padded length.
 
-        A shard gives those of all groups, one group after the other; a `get_batch` of it those of that group.
+        A shard returns those of all groups, one group after the other; a `get_batch` of it those of that group.
 
         Args:
             sequence_dim: the dim of the leaves that is the sequence, and is truncated.
@@ -200,22 +250,23 @@ class BatchedDataDict(Samples[Content]):
         >>> next(shard.make_microbatch_iterator_with_dynamic_shapes())
         SlicedDataDict(size=2, tokens: numpy float64[2, 3], image: numpy float64[2, 768], length: numpy int64[2])
         """
-        whole("sequence_dim", sequence_dim, at_least=1)
-        spans = _microbatches.spans(self, _microbatches.DYNAMIC)
-        return _microbatches.cut(self, spans, sequence_dim, _microbatches.sequences(self, sequence_dim, sequence_keys))
+        as_int("sequence_dim", sequence_dim, at_least=1)
+        spans = self._find_spans("dynamic_batching_args")
+        keys = _microbatches.find_sequence_keys(self.data, self.input_key, sequence_dim, sequence_keys)
+        return self._cut(spans, sequence_dim, keys)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` gives: the same on all shards.
+        """Return the number of microbatches of `make_microbatch_iterator_with_dynamic_shapes`, equal on all shards.
 
         Raises:
-            ValueError: as it does.
+            ValueError: the batch was not planned by dynamic batching, or has been changed since.
         """
-        return len(_microbatches.spans(self, _microbatches.DYNAMIC))
+        return len(self._find_spans("dynamic_batching_args"))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
-        """The microbatches of packing, as views: the samples of one bin each, still padded and not yet laid end to end.
+        """Return the microbatches of packing, as views: the samples of one bin each, padded and not concatenated.
 
-        Of a shard those of all groups, one group after the other; of a `get_batch` of it those of that group.
+        A shard returns those of all groups, one group after the other; a `get_batch` of it those of that group.
 
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
@@ -236,61 +287,102 @@ class BatchedDataDict(Samples[Content]):
         >>> shard.get_microbatch_iterator_for_packable_sequences_len(), order
         ((2, 8), [0, 1, 3, 2])
         """
-        return _microbatches.cut(self, _microbatches.spans(self, _microbatches.PACKED))
+        return self._cut(self._find_spans("sequence_packing_args"))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """How many microbatches there are, the same on all shards, and the tokens of this shard's fullest bin.
+        """Return the number of microbatches, which is equal on all shards, and the tokens of this shard's fullest bin.
 
         Raises:
-            ValueError: as `make_microbatch_iterator_for_packable_sequences` does.
+            ValueError: the batch was not planned by packing, or has been changed since.
         """
-        spans = _microbatches.spans(self, _microbatches.PACKED)
+        spans = self._find_spans("sequence_packing_args")
         return len(spans), max(tokens for _, _, tokens in spans)
 
+    def _find_spans(self, planned_by: _microbatches.PlannedBy) -> list[_microbatches.Span]:
+        planned = self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb
+        return _microbatches.find_spans(self.data, *planned, planned_by)
+
+    def _cut(
+        self, spans: Iterable[_microbatches.Span], dim: int = 1, keys: Iterable[str] = ()
+    ) -> Iterator[SlicedDataDict[Content]]:
+        """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
+        for start, end, length in spans:
+            microbatch = self.slice(start, end)
+            for key in keys:
+                microbatch.data[key] = _leaf.truncate(microbatch.data[key], dim, length)
+            yield microbatch
+
     def pad_to_multiple(self, n: int, mask_key: str = "sample_mask") -> BatchedDataDict[Content]:
-        """A new batch with dummy rows up to a multiple of ``n`` samples.
+        """Return a new batch with dummy rows up to a multiple of ``n`` samples.
 
         Dummy rows are copies of the last sample, so valid input, and have 0 in the leaf ``mask_key``. If there is no
-        such leaf, one of float32 ones is made. Multiply the loss with it and nothing is trained on them; their
+        such leaf, one of float32 ones is made. Multiply the loss by it, and nothing is trained on dummy rows. Their
         lengths count like any other when microbatches are planned. `drop_padding` removes them.
 
         Raises:
-            ValueError: an empty batch, or ``n`` below 1.
+            ValueError: the batch is empty, or ``n`` is less than 1.
 
         >>> padded = BatchedDataDict(x=np.array([1, 2, 3])).pad_to_multiple(2)
         >>> padded["x"].tolist(), padded["sample_mask"].tolist(), padded.drop_padding()["x"].tolist()
         ([1, 2, 3, 3], [1.0, 1.0, 1.0, 0.0], [1, 2, 3])
         """
-        data, dummy = _padding.padded(self, n, mask_key)
-        new: BatchedDataDict[Content] = BatchedDataDict(data)
-        new.padding = dummy
-        return new
+        return BatchedDataDict._from_parts(*_padding.pad(self.data, self.padding, n, mask_key))
 
     def drop_padding(
         self, *, like: Samples[Any] | None = None, mask_key: str | None = None
     ) -> BatchedDataDict[Content]:
-        """A new batch without the dummy rows of `pad_to_multiple`, wherever sharding and reordering have put them.
+        """Return a new batch without the dummy rows of `pad_to_multiple`, wherever sharding and reordering put them.
 
-        The batch itself knows its dummy rows, as do all shards, slices and joins made of it. A batch that was made
-        anew, say of a worker's results, does not: then say where to look.
+        A padded batch knows its dummy rows, as do all shards, slices and joins made from it. A new batch, such as one
+        of a worker's results, does not: use ``like`` or ``mask_key``.
 
         Args:
             like: the padded batch that has the same rows in the same order.
             mask_key: a leaf of this batch; rows in which it is 0 are dropped, whether they are dummies or not.
 
         Raises:
-            ValueError: it is not known which rows are dummies, or of another number of rows.
+            ValueError: it is unknown which rows are dummies, or known for another number of rows.
         """
-        real = _padding.real_rows(self, like, mask_key)
+        record = (self if like is None else like).padding
+        real = _padding.find_real_rows(self.data, record, mask_key)
         new: BatchedDataDict[Content] = BatchedDataDict(self.select_indices(real).data)
         return new
 
 
 class SlicedDataDict(BatchedDataDict[Content]):
-    """A part of a batch: a shard, a slice, a microbatch. It may share memory with what it was cut from.
+    """A part of a batch: a shard, a slice, a microbatch. It may share memory with the batch it was cut from.
 
     Its attributes are those of a `BatchedDataDict`.
 
     >>> BatchedDataDict(x=[1, 2, 3]).slice(1, 3)
     SlicedDataDict(size=2, x: list[2])
     """
+
+
+class Order(list[int]):
+    """The permutation that `BatchedDataDict.shard_by_batch_size` applied.
+
+    Position i of the shards, one after the other, holds the caller's sample ``order[i]``. It is a plain list of ints,
+    so ``BatchedDataDict.from_batches(results).reorder_data(order)`` restores the caller's order, as does `restore`.
+    """
+
+    def restore(
+        self, results: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, Any] | None = None
+    ) -> BatchedDataDict[Any]:
+        """Return the shards' results as one batch in the caller's order.
+
+        Args:
+            results: one batch per shard, in the order of the shards; their keys may differ from those of the shards.
+            pad_value_dict: as in `BatchedDataDict.from_batches`.
+
+        Raises:
+            ValueError: the results do not have one sample for each sample of the shards.
+
+        >>> Order([2, 0, 1]).restore([{"loss": [0.3, 0.1]}, {"loss": [0.2]}])["loss"]
+        [0.1, 0.2, 0.3]
+        """
+        batch: BatchedDataDict[Any] = BatchedDataDict.from_batches(results, pad_value_dict)
+        if batch.size != len(self):
+            sizes = [BatchedDataDict(result).size for result in results]
+            raise ValueError(f"{len(self)} samples were sent out, {batch.size} came back: {sizes} by shard.")
+        return batch.reorder_data(self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch tensors. torch is imported only where a tensor shows that it is there already, or comes out of a pickle."""
+"""Operations on torch tensors. torch is imported only for a tensor that exists already or comes out of a pickle."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# What torch cannot gather: of these the bits are gathered, which autograd does not follow; nor do they need it.
+# torch cannot gather these dtypes, so their bits are gathered. Autograd does not support them in any case.
 _NOT_GATHERED = ("float4", "float8", "uint16", "uint32", "uint64")
-# Stand-ins of the same size for dtypes that numpy lacks (bfloat16, float8_*, complex32): only bits are moved.
+# Integers of the same size carry the bits of dtypes that numpy lacks (bfloat16, float8_*, complex32).
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is a torch tensor; without torch nothing is."""
+    """Return whether this is a torch tensor; False if torch is not imported."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(value, tensor)
 
@@ -37,7 +37,7 @@ def require_torch() -> Any:
 
 
 def to_numpy(tensor: Any) -> Array:
-    """The values of a tensor of a dtype that numpy has, from whatever device."""
+    """Return the values of a tensor of a dtype that numpy has, from any device."""
     array: Array = tensor.detach().cpu().numpy()
     return array
 
@@ -55,31 +55,30 @@ def has_numpy_dtype(tensor: Any) -> bool:
     return hasattr(np, dtype_name(tensor))
 
 
-def carried(tensor: Any) -> Any:
-    """The tensor, or its bits as integers if numpy lacks its dtype."""
+def to_carrier(tensor: Any) -> Any:
+    """Return the tensor, or its bits as integers if numpy lacks its dtype."""
     return tensor if has_numpy_dtype(tensor) else _bits(tensor)
-
-
-def nonzero(tensor: Any) -> Array:
-    """Where a tensor of any dtype, on whatever device, is not 0; an array of its shape."""
-    array: Array = tensor.detach().bool().cpu().numpy()
-    return array
 
 
 def _bits(tensor: Any) -> Any:
     return tensor.view(getattr(require_torch(), _CARRIERS[tensor.element_size()]))
 
 
-def uncarried(tensor: Any, dtype: str) -> Any:
+def from_carrier(tensor: Any, dtype: str) -> Any:
     return tensor if dtype_name(tensor) == dtype else tensor.view(getattr(require_torch(), dtype))
 
 
+def from_numpy(array: Array, like: Any) -> Any:
+    """Return the tensor of an array, on the device of ``like``."""
+    return require_torch().from_numpy(array).to(like.device)
+
+
 def take(tensor: Any, indices: Array) -> Any:
-    """Rows of a tensor, in one gather."""
-    where = require_torch().from_numpy(indices).to(tensor.device)
+    """Return rows of a tensor, in one gather."""
+    where = from_numpy(indices, like=tensor)
     if not dtype_name(tensor).startswith(_NOT_GATHERED):
         return tensor.index_select(0, where)
-    return uncarried(_bits(tensor).index_select(0, where), dtype_name(tensor))
+    return from_carrier(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
 
 def concatenate(tensors: Sequence[Any]) -> Any:
@@ -92,7 +91,7 @@ def common_dtype(dtypes: Sequence[Any]) -> Any:
 
 
 def limits(dtype: Any) -> tuple[str, float, float] | None:
-    """Return the kind of numbers, as `numpy.dtype.kind` has it, and their limits; None if torch cannot tell."""
+    """Return the kind of numbers, as `numpy.dtype.kind` has it, and their limits; None if torch does not know them."""
     torch = require_torch()
     if dtype == torch.bool:
         return "b", 0, 1
@@ -106,42 +105,37 @@ def limits(dtype: Any) -> tuple[str, float, float] | None:
 
 
 def keeps(number: float, dtype: Any) -> bool:
-    """Return whether a dtype of floats has this infinity or NaN; several of 8 bits have not."""
+    """Return whether a dtype of floats has this infinity or NaN; several dtypes of 8 bits do not."""
     torch = require_torch()
     kept = torch.tensor(number, dtype=torch.float64).to(dtype).to(torch.float64).item()
     return bool(kept == number or (kept != kept and number != number))
 
 
-def integers(tensor: Any, dtype: Any) -> tuple[Array, Array] | None:
-    """Return the whole numbers of a tensor, and what they become in another dtype; None if either has no such."""
+def convert_integers(tensor: Any, dtype: Any) -> tuple[Array, Array] | None:
+    """Return the whole numbers of a tensor, and their values in a dtype of floats; None for other dtypes."""
     torch = require_torch()
     floats = dtype.is_floating_point or dtype.is_complex
     if not floats or tensor.dtype == torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return None
-    # Through the dtype, and then to one that numpy has and that holds every value of it.
+    # First to the dtype, and then to one that numpy has and that holds all its values.
     held = tensor.detach().to(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
     return to_numpy(tensor), to_numpy(held).real
 
 
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
-    """A tensor of ``value``, on the device of ``like``."""
+    """Return a tensor of ``value``, on the device of ``like``."""
     return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 
-def ones(size: int, like: Any) -> Any:
-    torch = require_torch()
-    return torch.ones(size, dtype=torch.float32, device=like.device)
-
-
 def flat_bytes(tensor: Any) -> Any:
-    """Return the bytes of a tensor in one dim, without a copy where they are dense: no backend knows every dtype."""
+    """Return the bytes of a tensor in one dim, without a copy if they are dense. No backend supports every dtype."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Neither contiguous() nor reshape() changes the stride of a dim of size 1, and view() refuses one that is not 1.
+    # contiguous() and reshape() keep the stride of a dim of size 1, and view() refuses one that is not 1.
     return dense.as_strided((dense.numel(),), (1,)).view(require_torch().uint8)
 
 
 def gathering_memory(flat: Any, itemsize: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, list[Any]]:
-    """Return what a rank sends and where it receives, all of one size: not every backend takes different ones."""
+    """Return the tensors to send and to receive into, all of one size, because some backends require it."""
     most = itemsize * max(map(math.prod, shapes))
     sent = flat
     if flat.numel() < most:
@@ -155,7 +149,7 @@ def all_gather(sent: Any, received: list[Any], group: Any) -> None:
 
 
 def from_bytes(data: Any, like: Any, shape: tuple[int, ...]) -> Any:
-    """Return the tensor of a shape, and of the dtype of ``like``, whose bytes ``data`` begins with."""
+    """Return the tensor of the given shape and the dtype of ``like`` from the first bytes of ``data``."""
     return data[: math.prod(shape) * like.element_size()].view(like.dtype).reshape(shape)
 
 
@@ -176,7 +170,7 @@ def is_nested(tensor: Any) -> bool:
 
 
 def ragged_dim(tensor: Any) -> int:
-    """Return which dim of a nested tensor has a size of its own in each part; 1 for the strided layout."""
+    """Return the dim of a nested tensor whose size differs between parts; 1 for the strided layout."""
     if tensor.layout == require_torch().strided:
         return 1
     return next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
@@ -189,26 +183,26 @@ def parts(tensor: Any, ragged: int) -> Sequence[Any]:
 
 
 def nest(parts: list[Any], layout: str, ragged: int) -> Any:
-    """Return the nested tensor whose parts, ``ragged`` being the first of their dims, are given."""
+    """Return the nested tensor of the given parts, whose first dim becomes the dim ``ragged``."""
     torch = require_torch()
     nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
     return nested if ragged == 1 else nested.transpose(1, ragged)
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether the tensor is memory, strides and a dtype, and nothing more."""
+    """Return whether memory, strides and a dtype describe the tensor completely."""
     torch = require_torch()
     classes = (torch.Tensor, torch.nn.Parameter)
     return type(tensor) in classes and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def memory(tensor: Any) -> Array:
-    """The values, or bits, of a CPU tensor: over its own memory if that is dense, else copied once."""
-    dense = carried(tensor.detach().resolve_conj().resolve_neg())
+    """Return the values or bits of a CPU tensor, as a view of its memory if that is dense, else as a copy."""
+    dense = to_carrier(tensor.detach().resolve_conj().resolve_neg())
     array: Array = dense.numpy()
     return array if array.flags.forc else dense.contiguous().numpy()
 
 
-def over(array: Array, dtype: str) -> Any:
-    """The tensor over the memory of a writable array."""
-    return uncarried(require_torch().from_numpy(array), dtype)
+def tensor_over(array: Array, dtype: str) -> Any:
+    """Return the tensor over the memory of a writable array."""
+    return from_carrier(require_torch().from_numpy(array), dtype)

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several batches as one."""
+"""Several batches as one: the common dtype of a leaf, its padding, and its concatenation. No value changes silently."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import _dtypes, _interop, _leaf
-from ._padding import BoolArray
+from . import _interop, _leaf
+from ._leaf import BoolArray
+
+_NUMBERS = "biufc"
 
 
-def joined(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int], pad_values: Mapping[str, Any]) -> dict[str, Any]:
+def join(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int], pad_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of all batches, given their numbers of samples; for errors see `from_batches`."""
     _check_keys(batches, sizes)
     keys = dict.fromkeys(key for batch in batches for key in batch)
     if unknown := set(pad_values) - set(keys):
         raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; batches have {sorted(keys)}.")
     return {
-        key: _concatenated(key, [batch[key] for batch in batches if key in batch], pad_values.get(key, 0))
+        key: _concatenate(key, [batch[key] for batch in batches if key in batch], pad_values.get(key, 0))
         for key in keys
     }
 
 
-def joined_padding(paddings: Sequence[BoolArray | None], sizes: Sequence[int]) -> BoolArray | None:
+def join_padding(paddings: Sequence[BoolArray | None], sizes: Sequence[int]) -> BoolArray | None:
     """Return which samples of all batches are dummy rows; None if no batch was padded."""
     if all(padding is None for padding in paddings):
         return None
@@ -37,15 +40,15 @@ def _check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> N
         return
     expected = set(batches[first])
     for number, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-        # A batch without samples lacks nothing, whatever keys it has.
+        # A batch without samples may lack any key.
         different = set(batch) ^ expected if size else set(batch) - expected
         if different:
             one, other = sorted((first, number))
             raise ValueError(f"Batches {one} and {other} differ in keys: only one of them has {sorted(different)}.")
 
 
-def _concatenated(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
-    """Return all samples of all leaves; what is shorter along dim 1 is padded on the right.
+def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
+    """Return all samples of all leaves, padded on the right where a leaf is shorter along dim 1.
 
     Raises:
         TypeError: they are not all lists, all arrays, or all tensors.
@@ -59,18 +62,18 @@ def _concatenated(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
         return [value for leaf in leaves for value in leaf]
     shapes = [tuple(leaf.shape) for leaf in leaves]
     if not all(shapes):
-        raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
+        raise _leaf.dimless_error(key)
     if len({(len(shape), shape[2:]) for shape in shapes}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: only dims 0 and 1 may differ, found shapes {shapes}.")
     arrays = kinds == {"numpy"}
-    dtype = _dtypes.common(key, leaves)
+    dtype = _common_dtype(key, leaves)
     masked = any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves)
     if len({shape[1:] for shape in shapes}) == 1:
         if masked:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
         return np.concatenate(leaves) if arrays else _interop.concatenate(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    _dtypes.check_pad_value(key, pad_value, dtype)
+    _check_pad_value(key, pad_value, dtype)
     joined: Any = np.full(total, pad_value, dtype) if arrays else _interop.full(total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
@@ -79,3 +82,98 @@ def _concatenated(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
         joined[start : start + shape[0], : shape[1]] = leaf
         start += shape[0]
     return joined
+
+
+def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
+    """Return the dtype of all leaves together.
+
+    Raises:
+        ValueError: there is none, or a whole number of some leaf would become another number in it.
+    """
+    dtypes = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    if len(dtypes) == 1:
+        return dtypes[0]
+    arrays = isinstance(dtypes[0], np.dtype)
+    if arrays and len({_family(dtype) for dtype in dtypes} - {"O"}) > 1:
+        raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {[str(dtype) for dtype in dtypes]}.")
+    try:
+        dtype = np.result_type(*dtypes) if arrays else _interop.common_dtype(dtypes)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"Leaf {key!r} cannot be joined: {error}. Convert it to one dtype first.") from error
+    for leaf in leaves:
+        if leaf.dtype != dtype and (lost := _find_lost_integer(leaf, dtype)) is not None:
+            raise ValueError(
+                f"Leaf {key!r} cannot be joined: {dtype}, the dtype of {[str(dtype) for dtype in dtypes]} together, "
+                f"does not hold {lost} of a leaf of {leaf.dtype}. Convert it to one dtype first."
+            )
+    return dtype
+
+
+def _family(dtype: np.dtype[Any]) -> str:
+    # Dtypes of other libraries, such as ml_dtypes.bfloat16, are numbers, although numpy calls them void.
+    return "number" if dtype.kind in _NUMBERS or dtype.isbuiltin == 2 else dtype.kind
+
+
+def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
+    """Return a whole number of the leaf that the dtype does not hold; None if it holds all."""
+    if isinstance(dtype, np.dtype):
+        if leaf.dtype.kind not in "iu" or dtype.kind not in "fc":
+            return None
+        values = np.asarray(leaf)
+        with np.errstate(over="ignore"):
+            converted = values.astype(dtype).real
+    elif (both := _interop.convert_integers(leaf, dtype)) is not None:
+        values, converted = both
+    else:
+        return None
+    limit = float(int(np.iinfo(values.dtype).max) + 1)
+    with np.errstate(invalid="ignore"):
+        # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
+        lost = (converted >= limit) | (converted < -limit) | (converted.astype(values.dtype) != values)
+    return int(values[lost][0]) if lost.any() else None
+
+
+def _check_pad_value(key: str, value: Any, dtype: Any) -> None:
+    if not _is_held(value, dtype):
+        raise ValueError(
+            f"Leaf {key!r} cannot be padded with {value!r}: its dtype is {dtype}. "
+            f"Give pad_value_dict[{key!r}] a value that this dtype holds."
+        )
+
+
+def _is_held(value: Any, dtype: Any) -> bool:
+    """Return whether an array or tensor of the dtype holds the value unchanged."""
+    of_numpy = isinstance(dtype, np.dtype)
+    limits = _numpy_limits(dtype) if of_numpy else _interop.limits(dtype)
+    if limits is None:
+        return of_numpy and _is_held_as_object(value, dtype)
+    kind, least, most = limits
+    try:
+        if kind in "bi":
+            return bool(least <= value <= most and value == int(value))
+        if isinstance(value, (str, bytes)) or (kind == "f" and isinstance(value, (complex, np.complexfloating))):
+            return False
+        parts = [float(value)] if kind == "f" else [complex(value).real, complex(value).imag]
+    except (TypeError, ValueError, OverflowError):  # None, a string, an array, or a number beyond all floats
+        return False
+    return all(
+        least <= part <= most if math.isfinite(part) else of_numpy or kind == "c" or _interop.keeps(part, dtype)
+        for part in parts
+    )
+
+
+def _numpy_limits(dtype: np.dtype[Any]) -> tuple[str, float, float] | None:
+    if dtype.kind == "b":
+        return "b", 0, 1
+    if dtype.kind in "iu":
+        return "i", int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if dtype.kind in "fc":
+        return dtype.kind, -float(np.finfo(dtype).max), float(np.finfo(dtype).max)
+    return None
+
+
+def _is_held_as_object(value: Any, dtype: np.dtype[Any]) -> bool:
+    if dtype.kind == "O" or dtype.isbuiltin == 2:
+        return True
+    given = np.asarray(value).dtype
+    return (given.kind == dtype.kind or given.kind + dtype.kind == "UT") and np.can_cast(given, dtype, "safe")

@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _interop
-from ._checks import IntArray
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def kind(key: str, leaf: Any) -> str:
-    """``"list"``, ``"numpy"`` or ``"torch"``.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return ``"list"``, ``"numpy"`` or ``"torch"``; TypeError for any other leaf."""
     if isinstance(leaf, list):
         return "list"
     if isinstance(leaf, np.ndarray):
@@ -27,17 +27,28 @@ def kind(key: str, leaf: Any) -> str:
     raise TypeError(f"Leaf {key!r} must be a list, a numpy array or a torch tensor, found {type(leaf).__name__}.")
 
 
-def rows(key: str, leaf: Any) -> int:
-    """How many samples the leaf has."""
+def count_samples(leaves: Mapping[str, Any]) -> int:
+    """Return the number of samples that all leaves have; 0 without leaves."""
+    sizes = {key: _rows(key, leaf) for key, leaf in leaves.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"Leaves have different numbers of samples: {sizes}.")
+    return next(iter(sizes.values()), 0)
+
+
+def _rows(key: str, leaf: Any) -> int:
     if kind(key, leaf) == "list":
         return len(leaf)
     if not leaf.ndim:
-        raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
+        raise dimless_error(key)
     return len(leaf) if isinstance(leaf, np.ndarray) else _interop.rows(leaf)
 
 
+def dimless_error(key: str) -> ValueError:
+    return ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
+
+
 def take(leaf: Any, indices: IntArray) -> Any:
-    """The samples at ``indices``, copied in one gather."""
+    """Copy the samples at ``indices`` in one gather."""
     if isinstance(leaf, list):
         return list(map(leaf.__getitem__, indices.tolist()))
     if isinstance(leaf, np.ndarray):
@@ -46,32 +57,50 @@ def take(leaf: Any, indices: IntArray) -> Any:
 
 
 def repeat(leaf: Any, times: int) -> Any:
-    """Each sample ``times`` times, one after the other. What lists hold is copied, so that no two share an object."""
+    """Repeat each sample ``times`` times in a row. Objects in lists are copied, so that no two samples share one."""
     if isinstance(leaf, list):
         return [copy.deepcopy(value) if number else value for value in leaf for number in range(times)]
     return take(leaf, np.repeat(np.arange(len(leaf)), times))
 
 
 def truncate(leaf: Any, dim: int, length: int) -> Any:
-    """A view of at most ``length`` along ``dim``; unchanged where it is a list or has no such dim."""
+    """Return a view of at most ``length`` along ``dim``; a list, or a leaf without that dim, is returned unchanged."""
     if isinstance(leaf, list) or leaf.ndim <= dim:
         return leaf
     return leaf[(slice(None),) * dim + (slice(length),)]
 
 
+def to_integers(name: str, values: Iterable[int] | Any) -> IntArray:
+    """Return a list, array or tensor of whole numbers as an int64 array of one dim."""
+    if _interop.is_tensor(values):
+        if not _interop.has_numpy_dtype(values):
+            raise ValueError(f"{name!r} must be whole numbers, found {_interop.dtype_name(values)}.")
+        values = _interop.to_numpy(values)
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    if array.ndim != 1:
+        raise ValueError(f"{name!r} must have one dim, found shape {array.shape}.")
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name!r} must be whole numbers, found {array.dtype}.")
+    if array.dtype == np.uint64 and (largest := array.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"{name!r} must fit into int64, found {largest}.")
+    return array.astype(np.int64, copy=False)
+
+
 def describe(leaf: Any) -> str:
-    """In a few characters, whatever it is."""
+    """Return a short description of a leaf of any kind."""
     if isinstance(leaf, list):
         return f"list[{len(leaf)}]"
-    if isinstance(leaf, np.ndarray) or _interop.is_tensor(leaf):
-        module = "numpy" if isinstance(leaf, np.ndarray) else "torch"
-        shape = list(leaf.shape) if module == "numpy" else _interop.known_shape(leaf)
-        return f"{module} {str(leaf.dtype).removeprefix('torch.')}{shape}"
+    if isinstance(leaf, np.ndarray):
+        return f"numpy {leaf.dtype}{list(leaf.shape)}"
+    if _interop.is_tensor(leaf):
+        return f"torch {_interop.dtype_name(leaf)}{_interop.known_shape(leaf)}"
     return type(leaf).__name__
 
 
 def signature(leaf: Any) -> tuple[str, str, str, tuple[int, ...]]:
-    """Return what all ranks have to agree on, but for sizes: kind, dtype, device and shape."""
+    """Return the kind, dtype, device and shape of a leaf. All ranks have to agree on them, except for the sizes."""
     if isinstance(leaf, np.ndarray):
         return type(leaf).__name__, str(leaf.dtype), "", tuple(leaf.shape)
     if _interop.is_tensor(leaf):

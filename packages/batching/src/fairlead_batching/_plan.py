@@ -1,36 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample goes to which shard and microbatch. All shards are planned at once, so their numbers agree."""
+"""Which sample goes to which shard and microbatch. All shards are planned together, so their microbatches match."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, SequencePackingArgs
-from ._checks import IntArray
+from . import _leaf
+from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._leaf import IntArray
 from ._packing.packer import get_packer
 
-Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's piece
+Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard
 Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens of the bin
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Position i of all shards laid end to end holds sample ``order[i]``; the lists have one entry per shard."""
+    """The samples of all shards, shard after shard: position i holds sample ``order[i]``.
+
+    The lists have one entry per shard. Without microbatches, ``cuts`` and ``lengths`` are None. Packing also sets
+    ``counts``, the samples of each group; dynamic batching sets ``input_key``, the leaf with the sequences.
+    """
 
     order: IntArray
     sizes: list[int]
     cuts: list[Cuts] | None = None
     lengths: list[Lengths] | None = None
     counts: list[list[int]] | None = None
+    input_key: str | None = None
 
 
-def group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
-    """How many samples are split over the shards at a time, checked.
+def plan_shards(
+    leaves: Mapping[str, Any],
+    shards: int,
+    batch_size: int | None,
+    allow_uneven_shards: bool,
+    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None,
+    packing: SequencePackingArgs | Mapping[str, Any] | None,
+) -> ShardPlan:
+    """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
+    shards = as_int("shards", shards, at_least=1)
+    if batch_size is not None:
+        batch_size = as_int("batch_size", batch_size, at_least=1)
+    if dynamic is not None and packing is not None:
+        raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
+    size = _leaf.count_samples(leaves)
+    group = _group_size(size, shards, batch_size, allow_uneven_shards)
+    if dynamic is not None:
+        dynamic = read_args(DynamicBatchingArgs, dynamic)
+        return _plan_dynamic(*_sequence_lengths(leaves, dynamic), group, shards, dynamic)
+    if packing is not None:
+        packing = read_args(SequencePackingArgs, packing)
+        return _plan_packed(_sequence_lengths(leaves, packing)[0], group, shards, packing)
+    return _plan_plain(size, group, shards)
+
+
+def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
+    """Return how many samples are split over the shards at a time.
 
     Raises:
-        ValueError: there are no samples, or they cannot be split so.
+        ValueError: there are no samples, or they cannot be split like this.
     """
     if not size:
         raise ValueError("An empty batch cannot be sharded: it has 0 samples.")
@@ -48,8 +81,45 @@ def group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shar
     return group
 
 
-def plain(size: int, group: int, shards: int) -> ShardPlan:
-    """Each group in ``shards`` pieces; if that leaves a rest, of the only group, leading shards take one more."""
+def _sequence_lengths(
+    leaves: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs
+) -> tuple[IntArray, int]:
+    """Return the lengths of all samples, and the width of the tensor that holds the sequences, after checking both."""
+    for name in ("input_key", "input_lengths_key"):
+        if (key := getattr(args, name)) not in leaves:
+            raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
+    sequences = leaves[args.input_key]
+    if isinstance(sequences, list) or sequences.ndim < 2:
+        found = "a list" if isinstance(sequences, list) else f"shape {tuple(sequences.shape)}"
+        raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
+    width = int(sequences.shape[1])
+    lengths = _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key])
+    if lengths.min() < 0 or lengths.max() > width:
+        index = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
+        raise ValueError(
+            f"{args.input_lengths_key!r} says that sample {index} has {lengths[index]} tokens; "
+            f"{args.input_key!r} has width {width}."
+        )
+    return lengths, width
+
+
+def _round_up(lengths: IntArray, multiple: int) -> IntArray:
+    return -(-lengths // multiple) * multiple
+
+
+def _check_longest(
+    lengths: IntArray, padded: IntArray, args: DynamicBatchingArgs | SequencePackingArgs, holder: str
+) -> None:
+    if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
+        index = int(padded.argmax())
+        raise ValueError(
+            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
+            f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
+        )
+
+
+def _plan_plain(size: int, group: int, shards: int) -> ShardPlan:
+    """Split each group into ``shards`` equal pieces; in uneven shards the leading ones have one sample more."""
     if group % shards:
         sizes = [size // shards + (shard < size % shards) for shard in range(shards)]
         return ShardPlan(np.arange(size), sizes)
@@ -57,59 +127,48 @@ def plain(size: int, group: int, shards: int) -> ShardPlan:
     return ShardPlan(order.ravel(), [size // shards] * shards)
 
 
-def dynamic(lengths: IntArray, width: int, group: int, shards: int, args: DynamicBatchingArgs) -> ShardPlan:
-    """Sorted by length within each group, dealt in turn, and cut alike for all shards."""
-    limit, multiple = args.max_tokens_per_microbatch, args.sequence_length_round
-    padded = _rounded_up(lengths, multiple)
-    np.minimum(padded, width, out=padded)
-    if (longest := int(padded.max())) > limit:
-        index = int(padded.argmax())
-        raise ValueError(
-            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
-            f"{longest}, more than max_tokens_per_microbatch={limit}."
-        )
+def _plan_dynamic(lengths: IntArray, width: int, group: int, shards: int, args: DynamicBatchingArgs) -> ShardPlan:
+    """Sort each group by length, deal it to the shards in turn, and cut all shards at the same positions."""
+    limit = args.max_tokens_per_microbatch
+    padded = np.minimum(_round_up(lengths, args.sequence_length_round), width)
+    _check_longest(lengths, padded, args, "")
     if group < shards:
         raise ValueError(
             f"{group} samples cannot give each of {shards} shards a microbatch: pad_to_multiple({shards})."
         )
     groups = len(lengths) // group
-    # Sorting 16-bit numbers is a radix sort, several times faster.
+    # numpy sorts 16-bit numbers by radix, which is several times faster.
     keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths
     ranked = keys.reshape(groups, group).argsort(axis=1, kind="stable") + np.arange(0, len(lengths), group)[:, None]
     dealt = [ranked[:, shard::shards] for shard in range(shards)]
-    # Ascending, so the longest over all shards at a position is the last one dealt for it.
+    # Lengths ascend, so the longest sample of all shards at a position is the last one dealt for it.
     last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
     longest_at = padded[ranked[:, last]].tolist()
-    cuts: Cuts = []
-    widths: Lengths = []
-    for at in longest_at:
-        starts = _cut(at, limit, joined=bool(group % shards))
-        ends = [*starts[1:], len(at)]
-        cuts.append([[start, end] for start, end in zip(starts, ends, strict=True)])
-        widths.append([at[end - 1] for end in ends])
+    starts = [_find_starts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
+    widths = [[at[end - 1] for _, end in _pair(own, len(at))] for own, at in zip(starts, longest_at, strict=True)]
     return ShardPlan(
         order=np.concatenate([piece.ravel() for piece in dealt]),
         sizes=[piece.size for piece in dealt],
-        cuts=[[_fitted(group_cuts, piece.shape[1]) for group_cuts in cuts] for piece in dealt],
-        lengths=[[list(group_widths) for group_widths in widths] for _ in dealt],
+        # A shard may lack the last position.
+        cuts=[[_pair(own, piece.shape[1]) for own in starts] for piece in dealt],
+        lengths=[[list(own) for own in widths] for _ in dealt],
+        input_key=args.input_key,
     )
 
 
-def _fitted(cuts: list[list[int]], samples: int) -> list[list[int]]:
-    """A copy for a shard of ``samples``, which may lack the last."""
-    fitted = [[start, end] for start, end in cuts]
-    fitted[-1][1] = samples
-    return fitted
+def _pair(starts: list[int], end: int) -> list[list[int]]:
+    """Return ``[start, end]`` of consecutive parts, the last of which ends at ``end``."""
+    return [[one, other] for one, other in zip(starts, [*starts[1:], end], strict=True)]
 
 
-def _cut(longest_at: list[int], limit: int, joined: bool) -> list[int]:
-    """Where microbatches start. ``joined``: only some shards have the last position, so it may not stand alone."""
+def _find_starts(longest_at: list[int], limit: int, only_some_have_last: bool) -> list[int]:
+    """Return where microbatches start; a last position that only some shards have cannot be one of its own."""
     starts = [0]
     for position, length in enumerate(longest_at):
         if (position + 1 - starts[-1]) * length > limit:
             starts.append(position)
     final = len(longest_at) - 1
-    if joined and starts[-1] == final:
+    if only_some_have_last and starts[-1] == final:
         if 2 * longest_at[-1] > limit or starts[-2:-1] == [final - 1]:
             raise ValueError(
                 f"The shards cannot have the same number of microbatches: only some have a sample {final}, of padded "
@@ -120,23 +179,18 @@ def _cut(longest_at: list[int], limit: int, joined: bool) -> list[int]:
     return starts
 
 
-def packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
-    """Packed in bins within each group; a multiple of ``shards`` bins, dealt in turn."""
+def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
+    """Pack each group into a multiple of ``shards`` bins, and deal these to the shards in turn."""
+    padded = _round_up(lengths, args.sequence_length_pad_multiple)
+    _check_longest(lengths, padded, args, "a bin of ")
     limit = args.max_tokens_per_microbatch
-    taken = _rounded_up(lengths, args.sequence_length_pad_multiple)
-    if (most := int(taken.max())) > limit:
-        index = int(taken.argmax())
-        raise ValueError(
-            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
-            f"{most}, more than a bin of max_tokens_per_microbatch={limit}."
-        )
     packer = get_packer(args.algorithm, limit, min_bin_count=shards, bin_count_multiple=shards)
     orders: list[list[int]] = [[] for _ in range(shards)]
     cuts: list[Cuts] = [[] for _ in range(shards)]
     tokens: list[Lengths] = [[] for _ in range(shards)]
     counts: list[list[int]] = [[] for _ in range(shards)]
     for first in range(0, len(lengths), group):
-        here = taken[first : first + group].tolist()
+        here = padded[first : first + group].tolist()
         bins = packer.pack(here)
         if args.microbatch_order == "largest_first":
             bins.sort(key=lambda bin_: -sum(here[index] for index in bin_))
@@ -144,12 +198,8 @@ def packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs
             mine = bins[shard::shards]
             ends = np.cumsum([len(bin_) for bin_ in mine]).tolist()
             orders[shard] += [first + index for bin_ in mine for index in bin_]
-            cuts[shard].append([[start, end] for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+            cuts[shard].append(_pair([0, *ends[:-1]], ends[-1]))
             tokens[shard].append([sum(here[index] for index in bin_) for bin_ in mine])
             counts[shard].append(ends[-1])
     order = np.array([index for part in orders for index in part], dtype=np.int64)
     return ShardPlan(order, [len(part) for part in orders], cuts, tokens, counts)
-
-
-def _rounded_up(lengths: IntArray, multiple: int) -> IntArray:
-    return -(-lengths // multiple) * multiple

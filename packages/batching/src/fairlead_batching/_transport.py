@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is pickled: its memory leaves out of band (PEP 574), so that storing it copies it once.
+"""Pickling of a batch: its memory is transferred out of band (PEP 574), so that storing it copies it once.
 
-A torch CPU tensor travels as a numpy array over its memory and the name of its dtype. What is read from Ray's store
-is read-only memory, which torch cannot express: a tensor over it, written to, ends the process. So a reader gets a
-private copy of each tensor, unless the sender said that nobody writes.
+A torch CPU tensor is sent as a numpy array over its memory and the name of its dtype. Memory read from Ray's store is
+read-only, which torch cannot express: a write to a tensor over it ends the process. So a reader gets a private copy
+of each tensor, unless the sender has promised that nobody writes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from . import _interop
 from ._interop import Array
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
-# torch takes it for granted that memory is aligned to 16 bytes: reading a complex128 elsewhere ends the process.
+# torch assumes that memory is aligned to 16 bytes: reading a complex128 at another address ends the process.
 _ALIGNMENT = 16
 
 
-def packed(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
-    """``data`` with each tensor in it, in lists, tuples and dicts too, replaced by what pickles as its bytes.
+def pack(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
+    """Replace each tensor in ``data``, also in lists, tuples and dicts, by an object that is pickled as its bytes.
 
     Args:
+        data: the leaves.
         views: whether readers get tensors over the memory they read from, instead of copies.
+
+    Returns:
+        A new dict; ``data`` is not changed.
 
     Raises:
         ValueError: a tensor is not in the memory of the CPU.
     """
-    memo: dict[int, Any] = {}  # what is shared, or holds itself, does so on the other side
+    memo: dict[int, Any] = {}  # keeps shared objects shared, and objects that contain themselves finite
     return {key: _pack(key, value, views, memo) for key, value in data.items()}
 
 
 def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind is np.ndarray:
-        # Only contiguous memory leaves out of band.
+        # Only contiguous memory is transferred out of band.
         return value if value.flags.forc else value.copy()
     if id(value) in memo:
         return memo[id(value)]
@@ -61,7 +65,7 @@ def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
 def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors travel. Move it first: "
+            f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors can be pickled. Move it first: "
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
     if _interop.is_nested(tensor):
@@ -69,12 +73,12 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
         parts = [_pack_tensor(key, part, views) for part in _interop.parts(tensor, ragged)]
         return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."), ragged)
     if not _interop.is_plain(tensor):
-        return tensor  # sparse, quantized, or of a class with a storage of its own, which knows how to pickle itself
+        return tensor  # sparse, quantized and subclassed tensors have their own pickling
     return _Sent(_read, _interop.memory(tensor), _interop.dtype_name(tensor), views)
 
 
 class _Sent:
-    """Pickles as a call that gives the tensor."""
+    """An object that is pickled as a call that returns the tensor."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
@@ -88,21 +92,21 @@ def _read(array: Array, dtype: str, view: bool) -> Any:
     if array.size == 0:
         array, view = np.empty_like(array), True
     elif array.__array_interface__["data"][0] % _ALIGNMENT:
-        # Ray aligns buffers below 2 KiB to 8 bytes only. numpy copies from any address, and its own memory is aligned.
+        # Ray aligns buffers below 2 KiB to 8 bytes only. A copy by numpy is aligned.
         array = array.copy(order="K")
     elif not array.flags.writeable:
         array = np.asarray(_Window(array))
-    # An array that owns its memory was made for this reader by an older protocol.
+    # An older protocol has made an array that owns its memory for this reader.
     private = view or array.flags.owndata
-    tensor = _interop.over(array, dtype)
+    tensor = _interop.tensor_over(array, dtype)
     return tensor if private else tensor.clone()
 
 
 class _Window:
-    """The memory of a read-only array, offered as writable: torch warns about any other, and copies it in threads."""
+    """The memory of a read-only array, declared writable: torch warns about read-only memory, and copies it."""
 
     def __init__(self, array: Array) -> None:
-        # numpy keeps this object as the base of what it makes of it, and so the memory lives as long.
+        # numpy keeps this object as the base of the arrays made from it, which keeps the memory alive.
         self._array = array
         address, _ = array.__array_interface__["data"]
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}

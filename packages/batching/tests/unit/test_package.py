@@ -47,7 +47,7 @@ def test_imports(module):
     """Imports are relative, or of the standard library, numpy, or typing_extensions; files are short and licensed."""
     text = module.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert len(text.splitlines()) < 300
+    assert len(text.splitlines()) < 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -99,7 +99,7 @@ def test_results_made_anew():
     assert results.drop_padding(mask_key="sample_mask")["y"] == [10, 30]
     with pytest.raises(ValueError, match=r"Unknown mask_key 'mask'; the batch has \['sample_mask', 'y'\]"):
         results.drop_padding(mask_key="mask")
-    with pytest.raises(ValueError, match="The batch has 4 samples, but padding is known of 2"):
+    with pytest.raises(ValueError, match="The batch has 4 samples, but the record of padding has 2"):
         results.drop_padding(like=padded.slice(0, 2))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bins that are as equal as possible, and more bins than are needed."""
+"""Packing into bins that are as equal as possible, and splitting bins into more of them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from .first_fit import Bins, descending, first_fit_decreasing
+from .first_fit import Bins, first_fit_decreasing, sort_descending
 
-# Differencing a problem with many bins can merge long lists for every item: beyond this product it is left out.
+# Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
 
-# An index, or two of what has been put together.
+# An index, or a pair of merged items.
 _Items: TypeAlias = "int | tuple[_Items, _Items]"
 _Bin: TypeAlias = tuple[int, _Items]
 
 
 def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], int]) -> Bins:
-    """The fewest bins found that fit, and among these as small a largest bin as possible.
+    """Return the fewest bins that the search finds, with the largest bin as small as it can make it.
 
-    ``round_up`` makes an allowed number of bins out of any. For each number tried, the items are dealt by the
+    ``round_up`` returns the next allowed number of bins. For each number tried, the items are distributed by the
     differencing method (Karmarkar and Karp 1982, in its form for many bins) and longest-first into the emptiest
-    bin (Graham 1969); the better one counts. First-fit decreasing bounds the number from above.
+    bin (Graham 1969), and the better result counts. First-fit decreasing bounds the number from above.
     """
     fallback = first_fit_decreasing(lengths, capacity)
     over_half = sum(2 * length > capacity for length in lengths)
@@ -35,7 +35,7 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
         best = tried
     while low < high:
         middle = round_up((low + high) // 2)
-        if middle >= high:  # nothing allowed in between but what is below
+        if middle >= high:  # no number in between is allowed
             middle = low
         tried = _deal(lengths, middle)
         if _largest(tried, lengths) <= capacity:
@@ -46,7 +46,7 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
 
 
 def _deal(lengths: Sequence[int], count: int) -> Bins:
-    """``lengths`` in ``count`` bins without a capacity, as equal as found."""
+    """Return ``lengths`` in ``count`` bins without a capacity, as equal as either method makes them."""
     best = _longest_first(lengths, count)
     if len(lengths) * count <= _MOST_WORK:
         other = _differencing(lengths, count)
@@ -61,9 +61,9 @@ def _largest(bins: Bins, lengths: Sequence[int]) -> int:
 
 def _longest_first(lengths: Sequence[int], count: int) -> Bins:
     bins: Bins = [[] for _ in range(count)]
-    # Of equally full bins the one with fewer items: so none stays empty, even for items without length.
+    # Of equally full bins the one with fewer items is first, so none stays empty, even with items of length 0.
     emptiest = [(0, 0, number) for number in range(count)]
-    for index in descending(lengths):
+    for index in sort_descending(lengths):
         total, items, number = emptiest[0]
         bins[number].append(index)
         heapq.heapreplace(emptiest, (total + lengths[index], items + 1, number))
@@ -71,9 +71,9 @@ def _longest_first(lengths: Sequence[int], count: int) -> Bins:
 
 
 def _differencing(lengths: Sequence[int], count: int) -> Bins:
-    # A partial solution holds its bins that are not empty, fullest first. The two with the largest spreads are merged,
-    # the fullest of one with the emptiest of the other, until one is left. Merged items are kept as a pair, for lists
-    # would be copied each time.
+    # A partial solution holds its non-empty bins, fullest first. The two with the largest spreads are merged, the
+    # fullest bin of one with the emptiest of the other, until one is left. Merged items are kept as a pair, because
+    # lists would be copied at each merge.
     if count == 1:
         return [list(range(len(lengths)))]
     heap: list[tuple[int, int, list[_Bin]]] = [
@@ -83,7 +83,7 @@ def _differencing(lengths: Sequence[int], count: int) -> Bins:
     serial = len(heap)
     while len(heap) > 1:
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        # What a part lacks in bins is empty, and the emptiest of one part go with the fullest of the other.
+        # Missing bins are empty ones. The emptiest bins of one solution are merged with the fullest of the other.
         overlap = max(0, len(one) + len(other) - count)
         alone, other_alone = len(one) - overlap, len(other) - overlap
         merged = one[:alone] + other[:other_alone]
@@ -93,14 +93,14 @@ def _differencing(lengths: Sequence[int], count: int) -> Bins:
         spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
         heapq.heappush(heap, (-spread, serial, merged))
         serial += 1
-    return [_listed(items) for _, items in heap[0][2]]
+    return [_list_items(items) for _, items in heap[0][2]]
 
 
 def _total(part: _Bin) -> int:
     return part[0]
 
 
-def _listed(items: _Items) -> list[int]:
+def _list_items(items: _Items) -> list[int]:
     found: list[int] = []
     todo = [items]
     while todo:
@@ -113,7 +113,7 @@ def _listed(items: _Items) -> list[int]:
 
 
 def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """``count`` bins, made by halving the fullest that can be halved; order within a bin is kept."""
+    """Return ``count`` bins by halving the fullest that can be halved; the order within a bin is kept."""
     number = itertools.count()
 
     def entry(bin_: list[int]) -> tuple[bool, int, int, list[int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing into the first bin that has room, and next-fit. Lengths are whole numbers, none longer than the capacity.
+"""Packing into the first bin that has room, and next-fit. Lengths are whole numbers up to the capacity.
 
-Every function gives bins as lists of indices into ``lengths``, in the order in which they were filled.
+Every function returns bins as lists of indices into ``lengths``, in the order in which they were filled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 Bins = list[list[int]]
 
 
-def descending(lengths: Sequence[int]) -> list[int]:
-    """Indices from the longest to the shortest; of equal ones, the first comes first."""
+def sort_descending(lengths: Sequence[int]) -> list[int]:
+    """Return the indices from the longest to the shortest; the sort is stable."""
     order: list[int] = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     return order
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
-    """As they come: a bin is closed when the next one does not fit (next-fit)."""
+    """Pack in the given order; a bin is closed when the next sequence does not fit (next-fit)."""
     bins: Bins = []
     room = -1
     for index, length in enumerate(lengths):
@@ -35,21 +35,21 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """The longest first, each into the first bin with room: at most 11/9 of the fewest bins, plus 6/9."""
-    return _first_fit(lengths, capacity, descending(lengths))
+    """Pack the longest first, each into the first bin with room: at most 11/9 of the fewest bins, plus 6/9."""
+    return _first_fit(lengths, capacity, sort_descending(lengths))
 
 
 def first_fit_shuffle(lengths: Sequence[int], capacity: int, seed: int) -> Bins:
-    """In an order shuffled by ``seed``, each into the first bin with room."""
+    """Pack in an order shuffled by ``seed``, each into the first bin with room."""
     order = list(range(len(lengths)))
     Random(seed).shuffle(order)
     return _first_fit(lengths, capacity, order)
 
 
 def _first_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> Bins:
-    # Any two neighbours among the bins hold more than one capacity together, or the later would not have been opened.
+    # Two adjacent bins hold more than one capacity together; otherwise the second would not have been opened.
     most_bins = min(len(lengths), 2 * (sum(lengths) // capacity) + 1)
-    # A tournament tree: a node holds the most room below it, so the first bin with enough is found by one descent.
+    # A tournament tree: a node holds the most room below it, so one descent finds the first bin with enough room.
     leaves = 1 << (most_bins - 1).bit_length()
     most = [capacity] * (2 * leaves)
     bins: Bins = []
@@ -65,7 +65,7 @@ def _first_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> B
         if node - leaves == len(bins):
             bins.append([])
         bin_, room = bins[node - leaves], most[node]
-        # Others as long, if they come next, go to the same bin while it has room.
+        # Following sequences of the same length go to the same bin while it has room.
         while ordered[position] == length <= room:
             bin_.append(order[position])
             room -= length
@@ -82,7 +82,7 @@ def _first_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> B
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """First-fit decreasing that reserves the room beside large ones (Johnson and Garey 1985, "A 71/60 theorem").
+    """Pack as first-fit decreasing, but reserve room beside large sequences (Johnson and Garey 1985).
 
     Large is over 1/2 of the capacity, medium over 1/3, small over 1/6. At most 71/60 of the fewest bins, plus 1.
     """
@@ -94,19 +94,19 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
         bins[number].append(index)
         room[number] -= lengths[index]
 
-    # Each large one gets a bin, the largest first.
+    # Each large sequence gets a bin, the largest first.
     while (index := left.longest_up_to(capacity)) is not None and 2 * lengths[index] > capacity:
         left.take(index)
         bins.append([])
         room.append(capacity)
         put(-1, index)
-    # Forwards: the longest medium one that fits.
+    # Forwards: the longest medium sequence that fits.
     for number in range(len(bins)):
         index = left.longest_up_to(room[number])
         if index is not None and 3 * lengths[index] > capacity:
             left.take(index)
             put(number, index)
-    # Backwards, over bins without one: the shortest small one, and the longest small one that then fits.
+    # Backwards, over bins without one: the shortest small sequence, and the longest small one that then fits.
     for number in reversed(range(len(bins))):
         if len(bins[number]) > 1:
             continue
@@ -119,7 +119,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
         if index is not None:
             left.take(index)
             put(number, index)
-    # Forwards: whatever fits, the longest first.
+    # Forwards: any sequences that fit, the longest first.
     for number in range(len(bins)):
         while (index := left.longest_up_to(room[number])) is not None:
             left.take(index)
@@ -129,13 +129,13 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
 
 
 class _Remaining:
-    """What is not packed yet, ascending by length. Positions that are gone are skipped by path compression."""
+    """The sequences that are not packed yet, ascending by length. Path compression skips removed positions."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self._order = descending(lengths)[::-1]
+        self._order = sort_descending(lengths)[::-1]
         self._keys = [lengths[index] for index in self._order]
         self._place = {index: place for place, index in enumerate(self._order)}
-        # One past the position: below[p + 1] leads to the last position <= p that is left, above[p] to the first >= p.
+        # below[p + 1] leads to one past the last remaining position <= p, above[p] to the first one >= p.
         self._below = list(range(len(lengths) + 1))
         self._above = list(range(len(lengths) + 1))
 

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packers: which sequences go into which bin."""
+"""The public packer, and the quality of its bins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
-from .._checks import made_whole, whole_numbers
+from .._args import Algorithm, check_choice, convert_fields
+from .._leaf import to_integers
 from . import first_fit
 from .balanced import balanced, split_to
 from .first_fit import Bins
-
-Algorithm = Literal[
-    "balanced",
-    "concatenative",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "modified_first_fit_decreasing",
-]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 def get_packer(
@@ -32,30 +24,31 @@ def get_packer(
     *,
     seed: int = 0,
 ) -> Packer:
-    """A packer of sequences into bins of ``bin_capacity`` tokens.
+    """Return a packer of sequences into bins of ``bin_capacity`` tokens.
 
     Args:
         algorithm: one of
 
-            - ``concatenative``: as they come, next-fit; keeps the order;
+            - ``concatenative``: in the given order, next-fit;
             - ``first_fit_decreasing``: the longest first, each into the first bin with room;
             - ``first_fit_shuffle``: the same in an order shuffled by ``seed``;
             - ``modified_first_fit_decreasing``: by Johnson and Garey (1985), at most 71/60 of the fewest bins, plus 1;
-            - ``balanced``: as few bins as found, and for that number as small a largest bin as found (the
-              differencing method of Karmarkar and Karp, 1982), so that whoever gets them finishes together.
+            - ``balanced``: as few bins as it finds, and for that number the smallest largest bin that it finds (the
+              differencing method of Karmarkar and Karp, 1982), so that all ranks finish at the same time.
 
-        min_bin_count: at least so many bins.
-        bin_count_multiple: a multiple of so many bins.
-        seed: of ``first_fit_shuffle``; the others ignore it.
+        min_bin_count: the least number of bins.
+        bin_count_multiple: the number of bins is a multiple of this number.
+        seed: the seed of ``first_fit_shuffle``; the others ignore it.
 
     Raises:
-        TypeError, ValueError: an unknown algorithm, or a number that is not whole, or below 1.
+        TypeError: a number is not whole.
+        ValueError: the algorithm is unknown, or a number is less than 1.
 
     >>> lengths = [7, 2, 6, 4, 3]
     >>> get_packer("first_fit_decreasing", bin_capacity=10).pack(lengths)
     [[0, 4], [2, 3], [1]]
 
-    Three bins are needed; if there must be a multiple of two, the fullest is halved:
+    Three bins are needed. If their number has to be a multiple of two, the fullest is halved:
 
     >>> get_packer("first_fit_decreasing", bin_capacity=10, bin_count_multiple=2).pack(lengths)
     [[2, 3], [1], [0], [4]]
@@ -65,9 +58,10 @@ def get_packer(
 
 @dataclass(frozen=True)
 class Packer:
-    """What `get_packer` gives: an algorithm and its bounds. The same lengths always give the same bins.
+    """An algorithm and its bounds, made by `get_packer`. The same lengths always give the same bins.
 
-    - algorithm, bin_capacity, min_bin_count, bin_count_multiple, seed: as of `get_packer`, as is what is raised.
+    - algorithm, bin_capacity, min_bin_count, bin_count_multiple, seed: the arguments of `get_packer`, which also lists
+      the errors.
 
     >>> Packer("concatenative", bin_capacity=10)
     Packer(algorithm='concatenative', bin_capacity=10, min_bin_count=None, bin_count_multiple=None, seed=0)
@@ -80,26 +74,26 @@ class Packer:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"Unknown packing algorithm {self.algorithm!r}; there are: {', '.join(ALGORITHMS)}.")
+        check_choice("packing algorithm", self.algorithm, get_args(Algorithm))
         counts = [name for name in ("min_bin_count", "bin_count_multiple") if getattr(self, name) is not None]
-        made_whole(self, "bin_capacity", *counts)
+        convert_fields(self, "bin_capacity", *counts)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}.")
 
     def pack(self, lengths: Iterable[int]) -> Bins:
-        """Bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.
+        """Return bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.
 
         Args:
-            lengths: of the sequences, in tokens.
+            lengths: the lengths of the sequences in tokens.
 
         Raises:
-            ValueError: no lengths; a negative one; one that no bin can hold; or fewer sequences than bins asked for.
+            ValueError: there are no lengths, a length is negative or larger than a bin, or there are fewer sequences
+                than requested bins.
 
         >>> get_packer("concatenative", bin_capacity=10).pack([7, 2, 6, 4, 3])
         [[0, 1], [2, 3], [4]]
         """
-        numbers = whole_numbers("lengths", lengths)
+        numbers = to_integers("lengths", lengths)
         if not numbers.size:
             raise ValueError("There is nothing to pack: no lengths were given.")
         if (longest := int(numbers.max())) > self.bin_capacity:
@@ -112,16 +106,16 @@ class Packer:
             raise ValueError(f"Sequence {int(numbers.argmin())} has a negative length: {shortest}.")
         given: list[int] = numbers.tolist()
         if self.algorithm == "balanced":
-            return balanced(given, self.bin_capacity, lambda count: self._allowed(count, len(given)))
+            return balanced(given, self.bin_capacity, lambda count: self._round_up(count, len(given)))
         if self.algorithm == "first_fit_shuffle":
             bins = first_fit.first_fit_shuffle(given, self.bin_capacity, self.seed)
         else:
             bins = getattr(first_fit, self.algorithm)(given, self.bin_capacity)
-        count = self._allowed(len(bins), len(given))
+        count = self._round_up(len(bins), len(given))
         return bins if len(bins) == count else split_to(bins, given, count)
 
     def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> PackingMetrics:
-        """How good ``bins`` are, given the lengths that were packed; ValueError unless every index is in one bin.
+        """Return the quality of ``bins``, given the packed lengths; ValueError unless every index is in one bin.
 
         >>> packer = get_packer("concatenative", bin_capacity=10)
         >>> print(packer.metrics([7, 2, 6, 4, 3], packer.pack([7, 2, 6, 4, 3])))
@@ -129,8 +123,8 @@ class Packer:
         """
         return PackingMetrics.of(lengths, bins, self.bin_capacity)
 
-    def _allowed(self, needed: int, available: int) -> int:
-        """The least number of bins, from ``needed`` on, that was asked for."""
+    def _round_up(self, needed: int, available: int) -> int:
+        """Return the least number of bins that is at least ``needed`` and fulfils the arguments."""
         multiple = self.bin_count_multiple or 1
         count = -(-max(needed, self.min_bin_count or 1) // multiple) * multiple
         if count > available:
@@ -143,15 +137,15 @@ class Packer:
 
 @dataclass(frozen=True)
 class PackingMetrics:
-    """How good a packing is.
+    """The quality of a packing.
 
-    - sequences, tokens, capacity: what was packed, and the tokens that a bin holds;
-    - bins: how many there are;
-    - bound: how many there must be at least, ceil(tokens / capacity);
+    - sequences, tokens, capacity: the number of sequences, of their tokens, and of tokens that a bin holds;
+    - bins: the number of bins;
+    - bound: a lower bound of the number of bins, ceil(tokens / capacity);
     - efficiency: bound / bins; 1 is perfect;
-    - waste: the share of all bins' tokens that is not used, 1 - tokens / (bins x capacity);
+    - waste: the unused share of the tokens of all bins, 1 - tokens / (bins x capacity);
     - largest: the tokens of the fullest bin;
-    - imbalance: the fullest bin against the mean one; 1 is perfect.
+    - imbalance: the tokens of the fullest bin divided by the mean; 1 is perfect.
 
     >>> PackingMetrics.of([7, 2, 6, 4, 3], [[0, 4], [2, 3], [1]], capacity=10).efficiency
     1.0
@@ -169,8 +163,8 @@ class PackingMetrics:
 
     @classmethod
     def of(cls, lengths: Iterable[int], bins: Sequence[Sequence[int]], capacity: int) -> PackingMetrics:
-        """Measures bins of indices into ``lengths``; ValueError unless every index is in one bin."""
-        numbers = whole_numbers("lengths", lengths)
+        """Measure bins of indices into ``lengths``; ValueError unless every index is in one bin."""
+        numbers = to_integers("lengths", lengths)
         indices = np.array([index for bin_ in bins for index in bin_], dtype=np.int64)
         if not len(bins) or not np.array_equal(np.sort(indices), np.arange(numbers.size)):
             raise ValueError(
