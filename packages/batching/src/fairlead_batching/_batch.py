@@ -47,7 +47,9 @@ class BatchedDataDict(Samples[Content]):
         return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
 
     def _make_part(self, transform: Callable[[Any], Any]) -> SlicedDataDict[Content]:
-        part: SlicedDataDict[Content] = SlicedDataDict._from_parts(*self._transform(transform))
+        leaves, padding = self._transform(transform)
+        part: SlicedDataDict[Content] = SlicedDataDict(leaves)
+        part.padding = padding
         return part
 
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:

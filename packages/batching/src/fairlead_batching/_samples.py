@@ -191,7 +191,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
     def to_device(self, device: Any) -> Self:
         """Return a copy of the batch, including its plan, with torch tensors on ``device``."""
         new = copy.copy(self)
-        new._views = False
+        new.__dict__.update(_views=False)
         return new.to(device)
 
     def read_only(self) -> Self:

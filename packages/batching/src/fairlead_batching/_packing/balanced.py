@@ -6,16 +6,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from operator import itemgetter
 
 from .first_fit import Bins, first_fit_decreasing, sort_descending
 
 # Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
 
-# An index, or a pair of merged items.
-_Items: TypeAlias = "int | tuple[_Items, _Items]"
-_Bin: TypeAlias = tuple[int, _Items]
+# The total length of a bin, and its first and last items. Each item leads to the next one of its bin.
+_Bin = tuple[int, int, int]
 
 
 def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], int]) -> Bins:
@@ -60,10 +59,11 @@ def _largest(bins: Bins, lengths: Sequence[int]) -> int:
 
 
 def _longest_first(lengths: Sequence[int], count: int) -> Bins:
-    bins: Bins = [[] for _ in range(count)]
-    # Of equally full bins the one with fewer items is first, so none stays empty, even with items of length 0.
-    emptiest = [(0, 0, number) for number in range(count)]
-    for index in sort_descending(lengths):
+    order = sort_descending(lengths)
+    bins: Bins = [[index] for index in order[:count]]
+    emptiest = [(lengths[index], 1, number) for number, index in enumerate(order[:count])]
+    heapq.heapify(emptiest)
+    for index in order[count:]:
         total, items, number = emptiest[0]
         bins[number].append(index)
         heapq.heapreplace(emptiest, (total + lengths[index], items + 1, number))
@@ -72,44 +72,35 @@ def _longest_first(lengths: Sequence[int], count: int) -> Bins:
 
 def _differencing(lengths: Sequence[int], count: int) -> Bins:
     # A partial solution holds its non-empty bins, fullest first. The two with the largest spreads are merged, the
-    # fullest bin of one with the emptiest of the other, until one is left. Merged items are kept as a pair, because
-    # lists would be copied at each merge.
+    # fullest bin of one with the emptiest of the other, until one is left.
     if count == 1:
         return [list(range(len(lengths)))]
     heap: list[tuple[int, int, list[_Bin]]] = [
-        (-length, index, [(length, index)]) for index, length in enumerate(lengths)
+        (-length, index, [(length, index, index)]) for index, length in enumerate(lengths)
     ]
     heapq.heapify(heap)
+    following = [-1] * len(lengths)  # a linked list, because lists of items would be copied at each merge
     serial = len(heap)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        one, other = heapq.heappop(heap)[2], heap[0][2]
         # Missing bins are empty ones. The emptiest bins of one solution are merged with the fullest of the other.
         overlap = max(0, len(one) + len(other) - count)
         alone, other_alone = len(one) - overlap, len(other) - overlap
         merged = one[:alone] + other[:other_alone]
-        for (total, items), (other_total, others) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
-            merged.append((total + other_total, (items, others)))
-        merged.sort(key=_total, reverse=True)
+        for (total, first, last), (more, next_, end) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
+            following[last] = next_
+            merged.append((total + more, first, end))
+        merged.sort(key=itemgetter(0), reverse=True)
         spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
-        heapq.heappush(heap, (-spread, serial, merged))
+        heapq.heapreplace(heap, (-spread, serial, merged))
         serial += 1
-    return [_list_items(items) for _, items in heap[0][2]]
-
-
-def _total(part: _Bin) -> int:
-    return part[0]
-
-
-def _list_items(items: _Items) -> list[int]:
-    found: list[int] = []
-    todo = [items]
-    while todo:
-        next_ = todo.pop()
-        if isinstance(next_, int):
-            found.append(next_)
-        else:
-            todo += reversed(next_)
-    return found
+    bins: Bins = []
+    for _, item, _ in heap[0][2]:
+        bins.append([])
+        while item >= 0:
+            bins[-1].append(item)
+            item = following[item]
+    return bins
 
 
 def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
