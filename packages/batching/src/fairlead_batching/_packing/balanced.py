@@ -75,8 +75,8 @@ def _differencing(lengths: Sequence[int], count: int) -> Bins:
     # fullest bin of one with the emptiest of the other, until one is left.
     if count == 1:
         return [list(range(len(lengths)))]
-    heap: list[tuple[int, int, list[_Bin]]] = [
-        (-length, index, [(length, index, index)]) for index, length in enumerate(lengths)
+    heap: list[tuple[int, int, tuple[_Bin, ...]]] = [
+        (-length, index, ((length, index, index),)) for index, length in enumerate(lengths)
     ]
     heapq.heapify(heap)
     following = [-1] * len(lengths)  # a linked list, because lists of items would be copied at each merge
@@ -86,13 +86,14 @@ def _differencing(lengths: Sequence[int], count: int) -> Bins:
         # Missing bins are empty ones. The emptiest bins of one solution are merged with the fullest of the other.
         overlap = max(0, len(one) + len(other) - count)
         alone, other_alone = len(one) - overlap, len(other) - overlap
-        merged = one[:alone] + other[:other_alone]
+        merged = [*one[:alone], *other[:other_alone]]
         for (total, first, last), (more, next_, end) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
             following[last] = next_
             merged.append((total + more, first, end))
         merged.sort(key=itemgetter(0), reverse=True)
         spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
-        heapq.heapreplace(heap, (-spread, serial, merged))
+        # The garbage collector stops visiting tuples of numbers, unlike lists.
+        heapq.heapreplace(heap, (-spread, serial, tuple(merged)))
         serial += 1
     bins: Bins = []
     for _, item, _ in heap[0][2]:

@@ -171,7 +171,8 @@ class PackingMetrics:
                 f"The bins must hold each of the {numbers.size} sequences once, found {indices.size} indices."
             )
         tokens = int(numbers.sum())
-        largest = max(int(numbers[list(bin_)].sum()) for bin_ in bins)
+        given: list[int] = numbers.tolist()
+        largest = max(sum(given[index] for index in bin_) for bin_ in bins)
         bound = max(1, -(-tokens // capacity))
         return cls(
             sequences=numbers.size,
