@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share."""
+"""Fixtures of the tests."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs a script in a fresh interpreter, in which the modules in ``block`` cannot be imported; gives its output."""
+    """Run a script in a fresh interpreter that cannot import the modules in ``block``, and return its output."""
 
     def run(script, block=()):
         return subprocess.run(
@@ -44,7 +44,7 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def make_batch():
-    """A batch of sequences of the given lengths: each token is its sample's number, the rest is -1."""
+    """Return a maker of batches of sequences of given lengths: tokens are the sample's number, padding is -1."""
     from fairlead_batching import BatchedDataDict
 
     def make(lengths, width=None):

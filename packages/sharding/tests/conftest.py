@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the whole suite run against a vendored copy, named by the variable SHARDING_UNDER_TEST.
+"""Run the suite against a vendored copy if the variable SHARDING_UNDER_TEST names one.
 
 The tests import the package by its ordinary name. For a copy, that name is an alias of the copy, and the installed
 package is blocked: whatever a test then reaches comes from the copy.
@@ -46,7 +46,7 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs a script in a fresh interpreter, in which the modules in ``block`` cannot be imported; gives its output."""
+    """Run a script in a fresh interpreter that cannot import the modules in ``block``, and return its output."""
     import fairlead_sharding as subject
 
     root = Path(subject.__file__).parents[subject.__name__.count(".") + 1]

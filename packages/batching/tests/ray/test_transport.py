@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way through Ray: one copy in, safe reads, views where promised. Skipped where Ray or torch is not installed."""
+"""Transport through Ray: one copy in, safe reads, views if promised. Skipped if Ray or torch is not installed."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def check(received, sent):
 
 @ray.remote(num_cpus=0)
 def echo(batch):
-    """Writes to what it was given, if it may, and sends back what it had got."""
+    """Write to the batch that was received, and return its previous contents."""
     answer = BatchedDataDict({key: leaf.clone() if hasattr(leaf, "clone") else leaf for key, leaf in batch.items()})
     batch["float32"] += 1
     return answer
@@ -51,7 +51,7 @@ def echo(batch):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_put_and_get(view):
-    """Every kind of leaf arrives as it was sent; tensors over the store only if nobody writes."""
+    """Every kind of leaf arrives unchanged; tensors are views of the store only if nobody writes."""
     batch = BatchedDataDict(LEAVES)
     if view:
         batch.read_only()
@@ -67,7 +67,7 @@ def test_put_and_get(view):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_zero_dims(view):
-    """Leaves without dims travel, though they have no samples; and what is so small that Ray does not store it."""
+    """Leaves without dims arrive, although they have no samples; so do leaves too small for Ray's store."""
     batch = BatchedDataDict(x=torch.tensor(2.5).bfloat16(), y=np.array(3), z=torch.zeros(0))
     if view:
         batch.read_only()
@@ -78,7 +78,7 @@ def test_zero_dims(view):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_memory_is_aligned(view):
-    """Whatever lies before it in Ray's store, a tensor is aligned: torch reads a complex128 only so."""
+    """A tensor is aligned at any position in Ray's store; torch requires it for complex128."""
     for before in (1, 9, 17, 2048):
         leaves = {
             "before": torch.zeros(before, dtype=torch.uint8),
@@ -100,7 +100,7 @@ def test_arguments_and_results():
 
 
 def test_one_copy_in():
-    """What Ray is given to store is the memory of the leaves and little more; of a shard only the shard's."""
+    """Ray stores the memory of the leaves and little more; for a shard only the memory of the shard."""
     sent = BatchedDataDict(x=torch.zeros(64, 1 << 17, dtype=torch.bfloat16), y=torch.zeros(64, 1 << 16))
     size = 64 * (1 << 17) * 2 + 64 * (1 << 16) * 4
     for batch, expected in ((sent, size), *((shard, size // 4) for shard in sent.shard_by_batch_size(4))):
@@ -111,7 +111,7 @@ def test_one_copy_in():
 
 
 def test_planned_over_tasks():
-    """Planned on the driver, run by tasks, and put back in order."""
+    """A batch is planned on the driver, processed by tasks, and restored to its order."""
     lengths = torch.arange(1, 33).flip(0)
     batch = BatchedDataDict(tokens=torch.ones(32, 32) * (torch.arange(32) < lengths[:, None]), length=lengths)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a batch sample by sample."""
+"""Operations on the samples of a batch."""
 
 import copy
 
@@ -16,7 +16,7 @@ def example():
 
 
 def test_is_a_dictionary():
-    """Leaves are set and read as in any dictionary; size is checked when asked for."""
+    """Leaves are set and read as in any dictionary; the size is checked when it is read."""
     batch = BatchedDataDict({"x": np.zeros((2, 3))}, y=[1, 2])
     assert batch.size == 2
     assert list(batch) == ["x", "y"]
@@ -31,8 +31,8 @@ def test_is_a_dictionary():
     assert BatchedDataDict[dict](x=[1]).size == 1
 
 
-def test_leaves_that_are_none():
-    """What has no samples is named."""
+def test_leaves_without_samples():
+    """A leaf without samples is refused by name."""
     with pytest.raises(ValueError, match="Leaf 'x' has no dims"):
         BatchedDataDict(x=np.array(1)).size  # noqa: B018
     with pytest.raises(TypeError, match="Leaf 'x' must be a list, a numpy array or a torch tensor, found str"):
@@ -40,7 +40,7 @@ def test_leaves_that_are_none():
 
 
 def test_from_batches():
-    """One batch after the other; only dims 0 and 1 may differ."""
+    """Batches are joined in order; only dims 0 and 1 may differ."""
     joined = BatchedDataDict.from_batches(
         [
             {"one": np.array([1]), "two": np.array([[1, 2]]), "three": np.ones((1, 1, 2)), "list": ["a"]},
@@ -56,7 +56,7 @@ def test_from_batches():
 
 
 def test_from_batches_promotes_dtypes():
-    """Padded or not, the result has the dtype of all."""
+    """The result has the common dtype, with and without padding."""
     for width in (1, 2):
         joined = BatchedDataDict.from_batches([{"x": np.ones((1, width), np.int32)}, {"x": np.full((1, 1), 0.5)}])
         assert joined["x"].dtype == np.float64
@@ -77,15 +77,15 @@ def test_from_batches_promotes_dtypes():
     ],
 )
 def test_from_bad_batches(batches, pad_values, error, message):
-    """What cannot be joined is named."""
+    """Batches that cannot be joined are refused with the keys."""
     with pytest.raises(error, match=message):
         BatchedDataDict.from_batches(batches, pad_values)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
 @pytest.mark.parametrize("value", [-1, 0.5, np.nan, 300])
-def test_pad_values_that_are_none(dtype, value):
-    """An integer leaf is not padded with what would become another number."""
+def test_pad_values_out_of_range(dtype, value):
+    """An integer leaf is not padded with a value that its dtype would change."""
     batches = [{"x": np.ones((1, width), dtype)} for width in (2, 1)]
     with pytest.raises(ValueError, match="Leaf 'x' cannot be padded with"):
         BatchedDataDict.from_batches(batches, {"x": value})
@@ -93,7 +93,7 @@ def test_pad_values_that_are_none(dtype, value):
 
 
 def test_small_numbers():
-    """Numbers of few bits count as well as any."""
+    """Arguments of small integer dtypes do not overflow."""
     batch = BatchedDataDict(x=np.arange(300))
     assert [shard.size for shard in batch.shard_by_batch_size(np.uint8(2), np.uint8(150))] == [150, 150]
     assert [part.size for part in batch.make_microbatch_iterator(np.uint8(100))] == [100, 100, 100]
@@ -144,7 +144,7 @@ def test_parts():
     ],
 )
 def test_misuse(use, message):
-    """What is not there is refused with the numbers, at once, and the batch stays as it was."""
+    """Missing samples are refused at once, with the numbers, and the batch does not change."""
     batch = example()
     with pytest.raises(ValueError, match=message):
         use(batch)
@@ -153,7 +153,7 @@ def test_misuse(use, message):
 
 
 def test_repeat_interleave():
-    """Each sample several times; what lists hold is copied, so that none is changed through another."""
+    """Each sample is repeated; objects in lists are copied, so a change of one does not change another."""
     batch = BatchedDataDict(x=np.array([[1], [2]]), log=[["hi"], ["ho"]])
     repeated = batch.repeat_interleave(2)
     assert type(repeated) is BatchedDataDict
@@ -162,8 +162,8 @@ def test_repeat_interleave():
     assert repeated["log"] == [["hi", "!"], ["hi"], ["ho"], ["ho"]]
 
 
-def test_names_of_the_count():
-    """The number of repeats goes by two names, of which exactly one is given."""
+def test_repeats_has_two_names():
+    """The number of repeats has two names; exactly one must be given."""
     batch = BatchedDataDict(x=[1, 2])
     for repeated in (batch.repeat_interleave(repeats=2), batch.repeat_interleave(num_repeats=2)):
         assert repeated["x"] == [1, 1, 2, 2]
@@ -173,7 +173,7 @@ def test_names_of_the_count():
 
 
 def test_empty_batches_may_lack_keys():
-    """A key that only batches without samples lack is kept; one that a batch with samples lacks is an error."""
+    """Batches without samples may lack keys; batches with samples may not."""
     full = {"x": np.array([[1, 2]]), "y": ["a"]}
     for empty in ({}, {"x": np.zeros((0, 3), np.int64)}, {"y": []}):
         for batches in ([full, empty], [empty, full], [empty, full, empty, full]):
@@ -207,7 +207,7 @@ def test_empty_batches_may_lack_keys():
     ],
 )
 def test_pad_values_of_another_kind(leaf, value):
-    """A pad value that the dtype does not hold is refused by name, whatever it is, and also if it is the default."""
+    """A pad value that the dtype does not hold is refused by name, even if it is the default."""
     with pytest.raises(ValueError, match=r"Leaf 'x' cannot be padded with .*: its dtype is .*pad_value_dict\['x'\]"):
         BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value} if value != 0 else None)
 
@@ -226,7 +226,7 @@ def test_pad_values_of_another_kind(leaf, value):
     ],
 )
 def test_pad_values_that_fit(leaf, value):
-    """A pad value of the dtype's own kind stands where a leaf is shorter."""
+    """A pad value of the dtype's own kind fills shorter leaves."""
     joined = BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value})["x"]
     assert joined.dtype == leaf.dtype
     assert np.array_equal(joined[1, 1:], np.array([value], leaf.dtype), equal_nan=leaf.dtype.kind in "fcmM")
@@ -243,7 +243,7 @@ def test_pad_values_that_fit(leaf, value):
 )
 @pytest.mark.parametrize("dims", [1, 2])
 def test_integers_keep_their_bits(one, other, number, dims):
-    """Whole numbers that the common dtype does not hold are refused, by value; padded or not."""
+    """Whole numbers that the common dtype does not hold are refused by value, with and without padding."""
     one = one.reshape(one.shape + (1,) * (dims - 1))
     other = other if dims == 1 else np.stack([other, other], axis=1)
     for batches in ([{"x": one}, {"x": other}], [{"x": other}, {"x": one}]):
@@ -253,7 +253,7 @@ def test_integers_keep_their_bits(one, other, number, dims):
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), st.sampled_from(["f4", "f8", "c8", "f2"]))
 def test_integers_are_kept_or_refused(numbers, dtype):
-    """Joined with floats, whole numbers come back as they were, or not at all."""
+    """Whole numbers joined with floats keep their values or are refused."""
     batches = [{"x": np.array(numbers, np.int64)}, {"x": np.ones(1, dtype)}]
     common = np.result_type(np.int64, dtype)
     exact = all(int(np.float64(number)) == number for number in numbers)
@@ -266,7 +266,7 @@ def test_integers_are_kept_or_refused(numbers, dtype):
 
 
 def test_kinds_do_not_mix():
-    """Numbers do not become strings, nor times, without a word."""
+    """Numbers are never converted to strings or times silently."""
     for other in (np.array(["a"]), np.array([b"a"]), np.array(["2026-01-01"], "M8[D]"), np.array([1], "m8[s]")):
         with pytest.raises(ValueError, match="Leaf 'x' cannot be joined: found dtypes"):
             BatchedDataDict.from_batches([{"x": np.array([1])}, {"x": other}])
@@ -274,7 +274,7 @@ def test_kinds_do_not_mix():
 
 @pytest.mark.parametrize("width", [2, 3])
 def test_masks_are_kept(width):
-    """A masked array keeps its mask, also beside one without and where it is padded."""
+    """A masked array keeps its mask, also when it is joined with a plain array or padded."""
     masked = np.ma.array([[1, 2]], mask=[[False, True]])
     joined = BatchedDataDict.from_batches([{"x": masked}, {"x": np.ones((1, width), int)}])["x"]
     assert np.ma.getmaskarray(joined).tolist() == [[False, True] + [False] * (width - 2), [False] * width]
@@ -297,7 +297,7 @@ def test_reorder_undoes_a_selection(order):
 
 
 def test_truncate_tensors():
-    """In place, for whatever has the dim and is longer."""
+    """Leaves that have the dim and are longer are truncated in place."""
     batch = BatchedDataDict(
         x=np.ones((2, 5)), short=np.ones((2, 1)), flat=np.ones(2), deep=np.ones((2, 4, 3)), y=[1, 2]
     )
@@ -326,8 +326,8 @@ def test_copies():
         assert "new" not in shard
 
 
-def test_devices_do_not_concern_numpy():
-    """Arrays and lists stay where they are; to changes the batch, to_device makes another."""
+def test_arrays_are_not_moved():
+    """Arrays and lists are not moved; to() changes the batch, to_device() returns a new one."""
     batch = example()
     assert batch.to("cuda") is batch
     other = batch.to_device("cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example that a reader sees is run."""
+"""All examples in docstrings and in the README run."""
 
 import ast
 import doctest
@@ -18,7 +18,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def test_examples_in_docstrings():
-    """The examples show what the code does."""
+    """The examples in docstrings print what they show."""
     attempted = 0
     for source in SOURCES:
         parts = source.relative_to(FOLDER).with_suffix("").parts
@@ -31,7 +31,7 @@ def test_examples_in_docstrings():
 
 
 def test_readme():
-    """The python blocks of the README run, in order, and what they promise in comments holds.
+    """The python blocks of the README run in order, and the values in their comments are right.
 
     A line `expression  # value` says that the expression has the value.
     """

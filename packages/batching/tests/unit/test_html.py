@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch looks in a notebook."""
+"""The HTML form of a batch in a notebook."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from fairlead_batching import BatchedDataDict
 
 
 def test_a_batch_is_a_table_of_its_leaves():
-    """A row for each leaf with its kind and shape; keys are escaped; leaves that do not agree are said to."""
+    """The table has a row for each leaf with its kind and shape, escaped keys, and a caption if leaves disagree."""
     batch = BatchedDataDict({"tokens": np.zeros((2, 3), dtype=np.int64), "<name>": ["a", "b"]})
     shown = batch._repr_html_()
     assert "<p>BatchedDataDict of 2 samples</p>" in shown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package is light: numpy and nothing else."""
+"""The package depends on numpy and nothing else."""
 
 import ast
 import importlib.metadata
@@ -27,18 +27,18 @@ USE = """
 """
 
 
-def test_version_is_the_distribution_s():
+def test_version_equals_that_of_the_distribution():
     """The literal version and the installed metadata agree."""
     assert fairlead_batching.__version__ == importlib.metadata.version("fairlead-batching")
 
 
 def test_works_without_ray_and_torch(run_python):
-    """All of it but torch tensors works where neither can be imported."""
+    """Everything except torch tensors works if neither can be imported."""
     assert run_python(USE, block=["ray", "torch", "typing_extensions"]).strip() == "[]"
 
 
 def test_nothing_heavy_is_imported(run_python):
-    """Where Ray and torch could be imported, sharding, packing and pickling arrays and lists does not."""
+    """Sharding, packing and pickling arrays and lists import neither Ray nor torch, even if they are installed."""
     assert run_python(USE).strip() == "[]"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packers: complete, within capacity, as many bins as asked for, and good."""
+"""Packers: all sequences, within capacity, in the requested number of bins, and efficient."""
 
 import math
 import random
@@ -24,7 +24,7 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 @st.composite
 def tasks(draw):
     capacity = draw(st.integers(1, 60))
-    # Also many of one length, and none at all: ties and zeros are where packers go wrong.
+    # Ties and zeros are frequent, because packers tend to fail there.
     some = st.integers(0, capacity) | st.sampled_from([0, 1, capacity // 3, capacity // 2, capacity])
     return capacity, draw(st.lists(some, min_size=1, max_size=70))
 
@@ -32,7 +32,7 @@ def tasks(draw):
 @each_algorithm
 @given(tasks(), st.none() | st.integers(1, 9), st.none() | st.integers(1, 5))
 def test_every_packing(algorithm, task, at_least, multiple):
-    """Every index once, no bin empty or over capacity, as many as asked for; or it is said why not."""
+    """Each index is in one bin, no bin is empty or over capacity, and their number is as requested or refused."""
     capacity, lengths = task
     packer = get_packer(algorithm, capacity, at_least, multiple)
     try:
@@ -54,7 +54,7 @@ def test_every_packing(algorithm, task, at_least, multiple):
 
 @given(tasks())
 def test_tree_is_first_fit(task):
-    """First-fit decreasing puts each sequence where a search from the first bin on would put it."""
+    """First-fit decreasing puts each sequence into the bin that a search from the first bin on would find."""
     capacity, lengths = task
     bins, room = [], []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -68,8 +68,8 @@ def test_tree_is_first_fit(task):
 
 
 @given(tasks())
-def test_balanced_is_not_worse(task):
-    """Balanced needs no more bins than first-fit decreasing; with as many, its fullest is no fuller."""
+def test_balanced_is_at_least_as_good(task):
+    """Balanced needs no more bins than first-fit decreasing; with equally many, its fullest bin is no fuller."""
     capacity, lengths = task
     balanced, decreasing = (
         (packer := get_packer(name, capacity)).metrics(lengths, packer.pack(lengths))
@@ -82,7 +82,7 @@ def test_balanced_is_not_worse(task):
 
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=9))
 def test_balanced_near_the_best(lengths):
-    """For a fixed number of bins the fullest is within 7/6 of the best there is, found by trying all."""
+    """For a fixed number of bins the fullest is within 7/6 of the optimum, which is found by exhaustive search."""
     bins = get_packer("balanced", sum(lengths), min_bin_count=3).pack(lengths)
     best = sum(lengths)
     for code in range(3 ** (len(lengths) - 1)):
@@ -96,14 +96,14 @@ def test_balanced_near_the_best(lengths):
 
 
 def test_balanced_splits_evenly():
-    """Longest-first into the emptiest bin gives 17 and 13 here; there is an even split, and it is found."""
+    """An even split is found where longest-first into the emptiest bin gives 17 and 13."""
     lengths = [8, 7, 6, 5, 4]
     bins = get_packer("balanced", 100, min_bin_count=2).pack(lengths)
     assert [sum(lengths[index] for index in bin_) for bin_ in bins] == [15, 15]
 
 
 def test_balanced_beats_dealing_longest_first():
-    """Differencing counts: over many draws, the fullest of 4 bins is on average closer to the mean than greedily."""
+    """Over many draws, differencing keeps the fullest of 4 bins closer to the mean than the greedy method does."""
     rng = np.random.default_rng(0)
     ours, greedy = [], []
     for _ in range(50):
@@ -119,14 +119,14 @@ def test_balanced_beats_dealing_longest_first():
 
 
 def test_balanced_with_one_that_outweighs_the_rest():
-    """Many short sequences beside a very long one are dealt without copying what has been dealt for each of them."""
+    """Many short sequences beside a very long one are packed without copying a bin for each of them."""
     bins = get_packer("balanced", 2_000_000, min_bin_count=2).pack([1_000_000] + [1] * 400_000)
     assert [len(bin_) for bin_ in bins] == [1, 400_000]
     assert sorted(index for bin_ in bins for index in bin_) == list(range(400_001))
 
 
 def test_documented_algorithms():
-    """What each algorithm does to a few lengths."""
+    """The algorithms pack a few lengths as documented."""
     lengths = [6, 5, 4, 3, 2]
     assert get_packer("concatenative", 10).pack(lengths) == [[0], [1, 2], [3, 4]]
     assert get_packer("first_fit_decreasing", 10).pack(lengths) == [[0, 2], [1, 3, 4]]
@@ -134,7 +134,7 @@ def test_documented_algorithms():
 
 
 def test_modified_first_fit_decreasing():
-    """Room beside large sequences is kept for small pairs: fewer bins than by first-fit decreasing."""
+    """Reserving room for small pairs beside large sequences needs fewer bins than first-fit decreasing."""
     lengths = [51, 51, 51, 51, 51, 51, 27, 27, 27, 27, 27, 27, 26, 26, 26, 26, 26, 26, 23, 23, 23, 23, 23, 23]
     lengths += [23, 23, 23, 23, 23, 23]
     modified = get_packer("modified_first_fit_decreasing", 100).pack(lengths)
@@ -145,7 +145,7 @@ def test_modified_first_fit_decreasing():
 @each_algorithm
 @pytest.mark.parametrize(("median", "sigma", "most"), [(512, 1.0, 1.01), (3000, 0.5, 1.08)])
 def test_quality(algorithm, median, sigma, most):
-    """On log-normal lengths all but the two naive ones stay close to the bound."""
+    """On log-normal lengths all algorithms except the two naive ones are close to the bound."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(math.log(median), sigma, 65_536).astype(int), 1, 4096)
     packer = get_packer(algorithm, 4096)
@@ -158,13 +158,13 @@ def test_quality(algorithm, median, sigma, most):
 
 @pytest.mark.parametrize("seed", [None, -1, 1.5, True])
 def test_seeds(seed):
-    """No seed that would make the order another one each time, or none at all."""
+    """A seed that does not determine the order is refused."""
     with pytest.raises(ValueError, match="seed must be a whole number of at least 0"):
         get_packer("first_fit_shuffle", 50, seed=seed)
 
 
 def test_shuffle_is_seeded():
-    """The seed decides the order, and nothing else does."""
+    """The order depends on the seed only."""
     lengths = list(range(1, 40))
     one, same, other = (get_packer("first_fit_shuffle", 50, seed=seed).pack(lengths) for seed in (1, 1, 2))
     state = random.getstate()
@@ -173,7 +173,7 @@ def test_shuffle_is_seeded():
 
 
 def test_metrics():
-    """The numbers of a packing that was made by hand."""
+    """The metrics of a small packing have the expected values."""
     metrics = PackingMetrics.of([4, 4, 4], [[0, 1], [2]], capacity=10)
     assert (metrics.sequences, metrics.tokens, metrics.bins, metrics.bound, metrics.largest) == (3, 12, 2, 2, 8)
     assert metrics.efficiency == 1.0
@@ -185,7 +185,7 @@ def test_metrics():
 
 
 @pytest.mark.parametrize("bins", [[[0]], [[0, 1], [1]], [[0, 1, 2]], []])
-def test_metrics_of_no_packing(bins):
+def test_metrics_of_invalid_bins(bins):
     """Bins that do not hold every sequence once are refused."""
     with pytest.raises(ValueError, match="must hold each of the 2 sequences once"):
         PackingMetrics.of([1, 2], bins, capacity=10)
@@ -193,7 +193,7 @@ def test_metrics_of_no_packing(bins):
 
 @each_algorithm
 def test_bad_lengths(algorithm):
-    """What cannot be packed is named, with the numbers."""
+    """Lengths that cannot be packed are refused, with the numbers."""
     packer = get_packer(algorithm, 10)
     with pytest.raises(ValueError, match="Sequence 1 has 11 tokens, and a bin holds 10"):
         packer.pack([3, 11, 4])
@@ -211,7 +211,7 @@ def test_bad_lengths(algorithm):
 
 @each_algorithm
 def test_small_numbers(algorithm):
-    """A capacity of few bits counts as well as any."""
+    """A capacity of a small integer dtype does not overflow."""
     packer = get_packer(algorithm, np.int8(100), np.int8(2), np.int8(2))
     assert packer == get_packer(algorithm, 100, 2, 2)
     assert packer.metrics([99, 98, 97, 96], packer.pack([99, 98, 97, 96])).bins == 4

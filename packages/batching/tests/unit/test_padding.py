@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dummy rows: marked, carried along, and dropped."""
+"""Dummy rows are marked, tracked through operations, and dropped."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ ARGS = {
 
 
 def test_dummy_rows_are_masked():
-    """Dummy rows are copies of the last sample with mask 0; what lists hold is not shared."""
+    """Dummy rows are copies of the last sample with mask 0; objects in lists are not shared."""
     batch = BatchedDataDict(x=np.array([1, 2, 3]), log=[[1], [2], [3]])
     padded = batch.pad_to_multiple(5)
     assert padded["x"].tolist() == [1, 2, 3, 3, 3]
@@ -35,8 +35,8 @@ def test_dummy_rows_are_masked():
 @pytest.mark.parametrize(
     "mask", [[1, 0, 1], np.array([True, False, True]), np.array([1.0, 0.0, 1.0]), np.array([[1, 1], [0, 0], [1, 1]])]
 )
-def test_a_mask_that_is_there(mask):
-    """Its kind and dtype stay; real samples with mask 0 are not dropped."""
+def test_existing_mask(mask):
+    """An existing mask keeps its kind and dtype; real samples with mask 0 are not dropped."""
     before = copy.deepcopy(mask)
     padded = BatchedDataDict(x=[1, 2, 3], keep=mask).pad_to_multiple(4, mask_key="keep")
     assert type(padded["keep"]) is type(mask)
@@ -48,7 +48,7 @@ def test_a_mask_that_is_there(mask):
 
 
 def test_already_a_multiple():
-    """The mask is made all the same, so that consumers need not ask, and nothing is dropped."""
+    """A batch that needs no padding still gets the mask, and nothing is dropped."""
     padded = BatchedDataDict(x=[1, 2]).pad_to_multiple(2)
     assert padded["sample_mask"].tolist() == [1, 1]
     assert padded.drop_padding()["x"] == [1, 2]
@@ -56,8 +56,8 @@ def test_already_a_multiple():
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 2))
-def test_way_there_and_back(lengths, shards, how):
-    """Padded, sharded, pickled, restored, dropped: the batch is what it was, whatever the plan."""
+def test_round_trip(lengths, shards, how):
+    """Padding, sharding, pickling, restoring and dropping give the original batch for every plan."""
     batch = BatchedDataDict(tokens=np.zeros((len(lengths), 8)), length=lengths, name=list(range(len(lengths))))
     padded = batch.pad_to_multiple(shards)
     if how == 0:
@@ -78,8 +78,8 @@ def test_way_there_and_back(lengths, shards, how):
     assert dropped.padding is None
 
 
-def test_dummy_rows_are_known_to_parts():
-    """Slices, microbatches, repetitions, and joins with batches that never were padded."""
+def test_parts_keep_the_record_of_padding():
+    """Slices, microbatches, repetitions and joins keep the record of dummy rows."""
     padded = BatchedDataDict(x=[1, 2, 3]).pad_to_multiple(4)
     assert padded.slice(2, 4).drop_padding()["x"] == [3]
     assert [part.drop_padding()["x"] for part in padded.make_microbatch_iterator(2)] == [[1, 2], [3]]
@@ -89,8 +89,8 @@ def test_dummy_rows_are_known_to_parts():
     assert copy.deepcopy(padded).drop_padding()["x"] == [1, 2, 3]
 
 
-def test_results_made_anew():
-    """A worker's own batch does not know: it is asked for the padded batch, or for a mask."""
+def test_new_batch_has_no_record_of_padding():
+    """A worker's own batch has no record of padding and needs the padded batch or a mask."""
     padded = BatchedDataDict(x=[1, 2, 3], sample_mask=[1, 0, 1]).pad_to_multiple(4)
     results = BatchedDataDict(y=[10, 20, 30, 30], sample_mask=padded["sample_mask"])
     with pytest.raises(ValueError, match=r"drop_padding\(like=padded\).*drop_padding\(mask_key='sample_mask'\)"):
@@ -103,14 +103,14 @@ def test_results_made_anew():
         results.drop_padding(like=padded.slice(0, 2))
 
 
-def test_mask_of_nothing():
+def test_mask_of_an_empty_batch():
     """A batch without samples has no dummy rows, whatever the shape of its mask."""
     for mask in ([], np.zeros(0), np.zeros((0, 3)), np.zeros((0, 0))):
         assert BatchedDataDict(x=[], mask=mask).drop_padding(mask_key="mask")["x"] == []
 
 
 def test_misuse():
-    """There is no multiple of 0, and no dummy row of nothing."""
+    """A multiple of 0 and an empty batch are refused."""
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         BatchedDataDict(x=[1]).pad_to_multiple(0)
     with pytest.raises(ValueError, match="An empty batch cannot be padded"):

@@ -10,7 +10,7 @@ from fairlead_batching import BatchedDataDict, Order, SlicedDataDict
 
 
 def test_out_of_band():
-    """Contiguous memory is handed over as it is; what is not contiguous is copied once; the pickle itself is small."""
+    """Contiguous memory is not copied, other memory is copied once, and the pickle itself is small."""
     big = np.arange(100_000.0).reshape(2, -1)
     batch = BatchedDataDict(row=big, column=np.asfortranarray(big), strided=big[:, ::2], empty=np.zeros((2, 0)))
     buffers = []
@@ -26,14 +26,14 @@ def test_out_of_band():
 
 
 def test_a_shard_carries_its_own_samples_only():
-    """The memory of other shards does not travel along."""
+    """The pickle of a shard does not contain the memory of other shards."""
     shards = BatchedDataDict(x=np.zeros((8, 1000))).shard_by_batch_size(4)
     assert len(pickle.dumps(shards[2])) < 2 * 8000 + 1500
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_every_protocol(protocol):
-    """Values, class, plan and attributes of a subclass's instance come back."""
+    """Pickling restores values, class, plan and additional attributes."""
     args = {
         "max_tokens_per_microbatch": 4,
         "sequence_length_round": 1,
@@ -53,8 +53,8 @@ def test_every_protocol(protocol):
     assert kept.note == "kept"
 
 
-def test_what_is_shared_stays_shared():
-    """An object that stands twice in lists, or holds itself, does so on the other side."""
+def test_shared_objects_stay_shared():
+    """Shared objects and objects that contain themselves are restored as such."""
     log = ["hello"]
     log.append(log)
     received = pickle.loads(pickle.dumps(BatchedDataDict(a=[log, log], b=[[log], 1])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shard_by_batch_size: who gets which sample, in which microbatch, and the way back."""
+"""shard_by_batch_size: shards, their microbatches, and the restored order."""
 
 import pickle
 
@@ -47,7 +47,7 @@ def test_documented_example():
 
 
 def test_groups():
-    """Piece s of every group, one after the other; without a batch_size there is one group."""
+    """Shard s is piece s of every group; without a batch_size there is one group."""
     batch = BatchedDataDict(x=np.arange(12))
     assert [shard["x"].tolist() for shard in batch.shard_by_batch_size(2, batch_size=4)] == [
         [0, 1, 4, 5, 8, 9],
@@ -63,7 +63,7 @@ def test_groups():
 
 
 def test_uneven_shards():
-    """Leading shards take one more, the last may be empty."""
+    """Leading shards have one sample more; the last ones may be empty."""
     batch = BatchedDataDict(x=np.arange(8), y=list(range(8)))
     shards = batch.shard_by_batch_size(3, allow_uneven_shards=True)
     assert [shard["x"].tolist() for shard in shards] == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -73,7 +73,7 @@ def test_uneven_shards():
 
 
 def test_uneven_shards_cannot_deadlock():
-    """On uneven shards microbatches are given only if every shard has as many of them."""
+    """Uneven shards have microbatches only if every shard has the same number of them."""
     shards = BatchedDataDict(x=np.arange(8)).shard_by_batch_size(3, allow_uneven_shards=True)
     for shard in shards:
         with pytest.raises(ValueError, match="Shards of 2 to 3 samples have different numbers of microbatches of 2"):
@@ -82,7 +82,7 @@ def test_uneven_shards_cannot_deadlock():
 
 
 def test_planned_shards_cannot_deadlock(make_batch):
-    """After packing, and after dealing unevenly, ranks have different numbers of samples: no plain microbatches."""
+    """Shards with different numbers of samples have no plain microbatches."""
     batch = make_batch([6, 1, 1, 1, 1])
     packed, _ = batch.shard_by_batch_size(2, allow_uneven_shards=True, sequence_packing_args=packing(6))
     uneven, _ = batch.shard_by_batch_size(2, allow_uneven_shards=True, dynamic_batching_args=dynamic(12))
@@ -99,7 +99,7 @@ def test_planned_shards_cannot_deadlock(make_batch):
 
 
 def test_shards_do_not_share_memory_with_the_batch():
-    """Writing to a shard changes neither the batch nor another shard, even where the order stays."""
+    """Writing to a shard changes neither the batch nor another shard, even if the order is unchanged."""
     batch = BatchedDataDict(x=np.arange(4))
     one, other = batch.shard_by_batch_size(2)
     one["x"][:] = 9
@@ -108,7 +108,7 @@ def test_shards_do_not_share_memory_with_the_batch():
 
 
 def test_dynamic_batching(make_batch):
-    """The plan of eight sequences on two shards, literally: sorted, dealt in turn, cut where the longest decides."""
+    """Eight sequences are sorted, dealt to two shards in turn, and cut by the longest at each position."""
     shards, order = make_batch(LENGTHS).shard_by_batch_size(2, dynamic_batching_args=dynamic(8, 2))
     assert lengths_of(shards) == [[1, 3, 5, 7], [2, 4, 6, 8]]
     assert order == [4, 6, 7, 5, 0, 2, 3, 1]
@@ -122,7 +122,7 @@ def test_dynamic_batching(make_batch):
 
 
 def test_only_sequences_are_truncated(make_batch):
-    """A leaf whose second dim is not the sequence keeps it: by width, or as named."""
+    """Only the leaves whose second dim is the sequence are truncated: by width, or as named."""
     batch = make_batch(LENGTHS)
     batch.update(
         image=np.ones((8, 768)),
@@ -144,7 +144,7 @@ def test_only_sequences_are_truncated(make_batch):
 
 
 def test_sequences_that_are_unknown(make_batch):
-    """Leaves to truncate are named where the plan's own leaf is gone; names without a sequence are refused."""
+    """Leaves to truncate have to be named if the plan's own leaf is missing; leaves without the dim are refused."""
     (shard,), _ = make_batch(LENGTHS).shard_by_batch_size(1, dynamic_batching_args=dynamic(8))
     for wrong, message in (
         (["x", "tokens"], r"Unknown sequence_keys \['x'\]; the batch has \['length', 'name', 'tokens'\]"),
@@ -160,7 +160,7 @@ def test_sequences_that_are_unknown(make_batch):
 
 
 def test_dynamic_batching_by_groups(make_batch):
-    """Each group is sorted, dealt and cut by itself; ties keep their order; get_batch brings the group's plan along."""
+    """Each group is sorted, dealt and cut by itself; ties keep their order; get_batch() returns the group's plan."""
     batch = make_batch([3, 1, 3, 1, 2, 2, 4, 4])
     shards, order = batch.shard_by_batch_size(2, batch_size=4, dynamic_batching_args=dynamic(4))
     assert lengths_of(shards) == [[1, 3, 2, 4], [1, 3, 2, 4]]
@@ -187,7 +187,7 @@ def test_rounding_stops_at_the_width(make_batch):
 
 
 def test_uneven_dynamic_batching(make_batch):
-    """What only some shards have joins the microbatch before, or the plan is refused: none is ever empty."""
+    """A sample that only some shards have joins the microbatch before, or the plan is refused; none is ever empty."""
     shards, order = make_batch([1, 1, 2, 2, 4]).shard_by_batch_size(
         2, allow_uneven_shards=True, dynamic_batching_args=dynamic(8)
     )
@@ -199,7 +199,7 @@ def test_uneven_dynamic_batching(make_batch):
 
 
 def test_packing(make_batch):
-    """The plan of eight sequences on two shards, literally: four bins of eight or nine tokens, dealt in turn."""
+    """Eight sequences are packed into four bins, which are dealt to two shards in turn."""
     shards, order = make_batch(LENGTHS).shard_by_batch_size(2, sequence_packing_args=packing(10))
     assert lengths_of(shards) == [[8, 2, 6, 4], [7, 3, 5, 1]]
     assert order == [1, 0, 3, 2, 5, 6, 7, 4]
@@ -213,7 +213,7 @@ def test_packing(make_batch):
 
 
 def test_packing_rounds_up(make_batch):
-    """Each sequence takes a multiple of tokens, also past the tensor's width."""
+    """Each sequence takes up a multiple of tokens, even beyond the tensor's width."""
     (shard,), _ = make_batch([3, 3, 3]).shard_by_batch_size(1, sequence_packing_args=packing(8, multiple=4))
     assert shard.micro_batch_lengths == [[8, 4]]
     with pytest.raises(ValueError, match="Sample 0 of 'tokens' has 3 tokens by 'length', padded 4, more than a bin"):
@@ -221,7 +221,7 @@ def test_packing_rounds_up(make_batch):
 
 
 def test_largest_first(make_batch):
-    """Bins are dealt from the fullest on."""
+    """Bins are dealt from the fullest to the emptiest."""
     batch = make_batch([1, 2, 3, 4])
     tokens = {}
     for order in ("packer", "largest_first"):
@@ -232,7 +232,7 @@ def test_largest_first(make_batch):
 
 
 def test_packing_by_groups(make_batch):
-    """Shards may have different numbers of samples per group, which get_batch knows, whatever batch_size it is told."""
+    """get_batch() returns the planned samples of a group, which differ between shards, for any batch_size."""
     batch = make_batch([6, 1, 1, 1, 1, 1, 6, 1])
     shards, order = batch.shard_by_batch_size(2, batch_size=4, sequence_packing_args=packing(6))
     assert [shard.elem_counts_per_gb for shard in shards] == [[1, 1], [3, 3]]
@@ -265,7 +265,7 @@ def microbatches(shard, planned):
     st.sampled_from(["packer", "largest_first"]),
 )
 def test_every_plan(problem, tokens, multiple, how, microbatch_order):
-    """Each sample once, within the tokens, as many microbatches on all shards in every group, and restore undoes it."""
+    """Each sample occurs once, tokens are within the limit, shards have equal counts, and restore() works."""
     arguments, lengths = problem
     batch = BatchedDataDict(
         tokens=np.arange(len(lengths) * 12).reshape(-1, 12), length=np.array(lengths), name=list(range(len(lengths)))
@@ -308,7 +308,7 @@ def test_every_plan(problem, tokens, multiple, how, microbatch_order):
 
 @given(problems())
 def test_every_plain_split(problem):
-    """Without planning too each sample is sent once, and even shards have as many samples in every group."""
+    """Without a plan each sample also occurs once, and even shards have equally many samples."""
     arguments, lengths = problem
     shards = BatchedDataDict(x=np.arange(len(lengths))).shard_by_batch_size(**arguments)
     assert len(shards) == arguments["shards"]
@@ -319,7 +319,7 @@ def test_every_plain_split(problem):
 
 
 def test_order_is_a_list(make_batch):
-    """The order compares and iterates as a list, and goes back for results with other keys and widths."""
+    """The order is a list, and restores results that have other keys and widths."""
     shards, order = make_batch(LENGTHS).shard_by_batch_size(2, dynamic_batching_args=dynamic(8))
     assert isinstance(order, list)
     assert isinstance(order, Order)
@@ -356,13 +356,13 @@ def test_order_is_a_list(make_batch):
     ],
 )
 def test_bad_splits(make_batch, arguments, message):
-    """What cannot be split is refused with the numbers."""
+    """Batches that cannot be split are refused, with the numbers."""
     with pytest.raises(ValueError, match=message):
         make_batch(LENGTHS).shard_by_batch_size(**arguments)
 
 
 def test_empty_batch():
-    """There is nothing to shard in a batch without samples, with leaves or without."""
+    """A batch without samples cannot be sharded, with or without leaves."""
     for batch in (BatchedDataDict(), BatchedDataDict(x=np.zeros((0, 3)), y=[])):
         with pytest.raises(ValueError, match="empty batch cannot be sharded: it has 0 samples"):
             batch.shard_by_batch_size(1)
@@ -382,14 +382,14 @@ def test_empty_batch():
 )
 @pytest.mark.parametrize("planned", [{"dynamic_batching_args": dynamic(8)}, {"sequence_packing_args": packing(8)}])
 def test_bad_sequences(change, message, planned):
-    """Leaves and lengths that do not go together are named."""
+    """Leaves and lengths that do not match are refused by name."""
     batch = BatchedDataDict({"tokens": np.zeros((2, 4)), "length": np.array([1, 2]), **change})
     with pytest.raises(ValueError, match=message):
         batch.shard_by_batch_size(1, **planned)
 
 
 def test_unknown_keys(make_batch):
-    """Keys that the batch or the arguments do not have are named, with those there are."""
+    """Unknown keys of the batch and of the arguments are refused, with the known ones."""
     args = {"max_tokens_per_microbatch": 8, "sequence_length_round": 1, **KEYS}
     for key in KEYS:
         with pytest.raises(ValueError, match=rf"Unknown {key} 'x'; the batch has \['length', 'name', 'tokens'\]"):
@@ -415,7 +415,7 @@ def test_bad_args():
 
 
 def test_iterators_need_their_plan(make_batch):
-    """Each iterator says at once which plan it needs, and that the samples have changed since."""
+    """Each iterator fails at once if its plan is missing or the samples have changed since."""
     batch = make_batch(LENGTHS)
     with pytest.raises(ValueError, match=r"no planned microbatches: .*dynamic_batching_args"):
         batch.make_microbatch_iterator_with_dynamic_shapes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch tensors as leaves. Skipped where torch is not installed."""
+"""torch tensors as leaves. Skipped if torch is not installed."""
 
 import copy
 import datetime
@@ -51,7 +51,7 @@ KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
 
 
 def same(one, other):
-    """Bit for bit, and of one dtype, class and shape."""
+    """Return whether two tensors are equal in bits, dtype, class and shape."""
     if one.is_nested:
         return other.is_nested and all(same(*pair) for pair in zip(one.unbind(), other.unbind(), strict=True))
     if one.layout != torch.strided:
@@ -66,7 +66,7 @@ def same(one, other):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("key", [*TENSORS, *OTHERS])
 def test_pickled_by_value(key, view, protocol):
-    """Every kind of CPU tensor keeps its values, dtype and shape; what a gradient was needed for does not travel."""
+    """Every kind of CPU tensor keeps its values, dtype and shape; gradients are not transferred."""
     batch = BatchedDataDict({key: {**TENSORS, **OTHERS}[key]})
     if view:
         batch.read_only()
@@ -90,7 +90,7 @@ def test_nested_tensors():
 
 @pytest.mark.parametrize("view", [False, True])
 def test_out_of_band(view):
-    """Dense memory is handed over as it is, and read as a copy; or, if nobody writes, as it is."""
+    """Dense memory is sent without a copy, and read as a copy, or without one if nobody writes."""
     buffers = []
     batch = BatchedDataDict({key: TENSORS[key] for key in ("float32", "transposed", "bfloat16", "large")})
     if view:
@@ -113,7 +113,7 @@ def test_out_of_band(view):
 
 
 def test_views_keep_the_memory_alive():
-    """What a reader's tensors look at lives as long as they do."""
+    """The memory under a reader's tensors lives as long as they do."""
     buffers = []
     data = pickle.dumps(BatchedDataDict(x=BASE).read_only(), protocol=5, buffer_callback=buffers.append)
     sent = [np.frombuffer(bytes(buffer.raw()), np.uint8) for buffer in buffers]
@@ -127,7 +127,7 @@ def test_views_keep_the_memory_alive():
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("key", [key for key in TENSORS if key != "zero_width"])
 def test_memory_is_aligned(key, view):
-    """Wherever buffers lie, a reader's tensor is aligned as torch's own are, and has the values that were sent."""
+    """A reader's tensor is aligned and has the right values for any alignment of the buffers."""
     batch = BatchedDataDict({key: TENSORS[key]})
     if view:
         batch.read_only()
@@ -145,8 +145,8 @@ def test_memory_is_aligned(key, view):
         assert same(batch[key], received)
 
 
-def test_the_promise_is_not_inherited():
-    """Neither parts of a batch that nobody writes to, nor what its reader sends on, are read without a copy."""
+def test_read_only_is_not_inherited():
+    """The promise of read_only() applies neither to parts of the batch nor to a batch that a reader sends on."""
     batch = BatchedDataDict(x=BASE).read_only()
     reader = pickle.loads(pickle.dumps(batch))
     for sent in (batch.slice(0, 4), reader, batch.to_device("cpu")):
@@ -157,7 +157,7 @@ def test_the_promise_is_not_inherited():
 
 
 def test_tensors_in_lists():
-    """Tensors in lists, tuples and dicts travel the same way, and one that stands twice arrives once."""
+    """Tensors in lists, tuples and dicts are sent out of band too, and a shared one arrives once."""
     log = [{"ids": BASE, "both": (BASE, 1)}, None]
     buffers = []
     data = pickle.dumps(BatchedDataDict(log=log), protocol=5, buffer_callback=buffers.append)
@@ -171,7 +171,7 @@ def test_tensors_in_lists():
 
 @pytest.mark.parametrize("wrap", [lambda tensor: tensor, lambda tensor: [{"ids": tensor}]])
 def test_other_devices_are_refused(wrap):
-    """A tensor that is not in the CPU's memory is refused, saying what to do; copying the batch is not."""
+    """A tensor on another device is refused with a remedy when it is pickled, but can be copied."""
     device = "cuda" if torch.cuda.is_available() else "meta"
     batch = BatchedDataDict(logits=wrap(torch.zeros(1, device=device)))
     with pytest.raises(ValueError, match=rf"Leaf 'logits' is or holds a tensor on {device}.*to_device\('cpu'\)"):
@@ -180,7 +180,7 @@ def test_other_devices_are_refused(wrap):
 
 
 def test_torch_is_missing_at_the_reader(run_python, tmp_path):
-    """A reader without torch is told what is missing."""
+    """A reader without torch gets an error that names it."""
     (tmp_path / "batch").write_bytes(pickle.dumps(BatchedDataDict(x=BASE)))
     script = """
         import pickle
@@ -218,7 +218,7 @@ def test_joining():
 
 
 def test_gradients_flow_through_shards():
-    """In one process a shard's samples still belong to the graph they came from."""
+    """In one process a shard's samples still belong to the autograd graph."""
     tokens = torch.ones(4, 2, requires_grad=True)
     order = BatchedDataDict(x=tokens).shard_by_batch_size(2)
     (order[1]["x"] * 3).sum().backward()
@@ -247,14 +247,14 @@ def test_planned_like_numpy(make_batch):
 
 
 def test_indices_are_tensors():
-    """Tensors of indices and permutations are taken."""
+    """Indices and permutations may be tensors."""
     batch = BatchedDataDict(x=BASE)
     order = torch.tensor([2, 0, 3, 1])
     assert batch.select_indices(order).reorder_data(order)["x"].equal(BASE)
 
 
 def test_padding_mask():
-    """Where there is a tensor, the mask is one."""
+    """The mask is a tensor if a leaf is one."""
     padded = BatchedDataDict(x=[1, 2, 3], y=torch.ones(3)).pad_to_multiple(2)
     assert padded["sample_mask"].equal(torch.tensor([1.0, 1.0, 1.0, 0.0]))
     assert padded.drop_padding()["y"].equal(torch.ones(3))
@@ -262,13 +262,13 @@ def test_padding_mask():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.bool])
 def test_mask_of_any_dtype(dtype):
-    """Also of those that numpy lacks."""
+    """A mask may have any dtype, including those that numpy lacks."""
     batch = BatchedDataDict(x=[1, 2, 3], mask=torch.tensor([[1, 0], [0, 0], [0, 1]]).to(dtype))
     assert batch.drop_padding(mask_key="mask")["x"] == [1, 3]
     assert batch.slice(0, 0).drop_padding(mask_key="mask")["x"] == []
 
 
-def test_lengths_that_numpy_lacks():
+def test_lengths_of_a_dtype_that_numpy_lacks():
     """Lengths are whole numbers; others are refused with their dtype."""
     batch = BatchedDataDict(x=BASE, length=torch.ones(4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'length' must be whole numbers, found bfloat16"):
@@ -283,8 +283,8 @@ def test_lengths_that_numpy_lacks():
         )
 
 
-def test_pad_values_that_are_none():
-    """A tensor of integers is not padded with what would become another number."""
+def test_pad_values_out_of_range():
+    """A tensor of integers is not padded with a value that its dtype would change."""
     batches = [{"x": torch.ones((1, width), dtype=torch.uint8)} for width in (2, 1)]
     for value in (-1, 0.5, 300, float("nan")):
         with pytest.raises(ValueError, match=r"Leaf 'x' cannot be padded with .*: its dtype is torch.uint8"):
@@ -309,8 +309,8 @@ def test_pad_values_that_are_none():
         ("bool", 2),
     ],
 )
-def test_pad_values_that_no_tensor_holds(dtype, value):
-    """A value out of range is refused by us, with the leaf's name, and does not become another one."""
+def test_pad_values_beyond_the_dtype(dtype, value):
+    """A value out of range is refused with the leaf's name and never changed silently."""
     batches = [{"x": torch.ones(1, width).to(getattr(torch, dtype))} for width in (2, 1)]
     with pytest.raises(ValueError, match=rf"Leaf 'x' cannot be padded with .*: its dtype is torch.{dtype}"):
         BatchedDataDict.from_batches(batches, {"x": value})
@@ -328,7 +328,7 @@ def test_pad_values_that_no_tensor_holds(dtype, value):
     ],
 )
 def test_pad_values_that_tensors_hold(dtype, value):
-    """A value within range arrives as it is, the limits and infinity included."""
+    """A value within range is kept, including the limits and infinity."""
     batches = [{"x": torch.ones(1, width).to(getattr(torch, dtype))} for width in (2, 1)]
     padded = BatchedDataDict.from_batches(batches, {"x": value})["x"]
     assert same(padded[1, 1:], torch.tensor([value]).to(getattr(torch, dtype)))
@@ -356,7 +356,7 @@ def test_dtypes_that_do_not_join(width):
 
 
 def test_devices():
-    """to moves tensors in place, to_device into another batch."""
+    """to() moves tensors in place, to_device() to a new batch."""
     batch = BatchedDataDict(x=BASE, y=np.ones(4))
     moved = batch.to_device("meta")
     assert (moved["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
@@ -366,7 +366,7 @@ def test_devices():
 
 
 class FailsAtTheReader:
-    """Cannot be read on one rank."""
+    """An object that fails to unpickle on one rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -377,7 +377,7 @@ class FailsAtTheReader:
 
 
 def gather(rank, path):
-    # A rank that waits for another that has failed ends here, instead of with the test's own limit.
+    # Shorter than the test's own limit, so that a rank that waits for a failed one ends.
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{path}/store",
@@ -428,6 +428,6 @@ def gather(rank, path):
 
 
 def test_all_gather(tmp_path):
-    """Over two processes: ranks in order, whatever their numbers of samples, widths and dtypes; faults on both."""
+    """Two processes gather different samples, widths and dtypes in the order of ranks; a failure raises on both."""
     torch.multiprocessing.start_processes(gather, args=(tmp_path,), nprocs=2, start_method="fork")
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done 0", "done 1"]

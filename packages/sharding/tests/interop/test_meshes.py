@@ -11,7 +11,7 @@ PERMUTED = NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
 
 @pytest.fixture
 def process_group():
-    """A torch process group of four, of which the other three are made up."""
+    """A fake torch process group of four ranks, of which this process is rank 0."""
     pytest.importorskip("torch", reason="needs torch")
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg", reason="needs torch's fake group")
     import torch.distributed as dist
@@ -22,7 +22,7 @@ def process_group():
 
 
 def test_device_mesh(process_group):
-    """A DeviceMesh has the same ranks, in the same places, under the same names; and back."""
+    """A DeviceMesh has the same ranks, positions and names, and converts back."""
     mesh = PERMUTED.to_device_mesh("cpu")
 
     assert mesh.mesh.tolist() == PERMUTED.layout.tolist()
@@ -32,7 +32,7 @@ def test_device_mesh(process_group):
 
 
 def test_device_mesh_without_names(process_group):
-    """A mesh without names has no axes to speak of."""
+    """A mesh without names is refused."""
     from torch.distributed.device_mesh import init_device_mesh
 
     with pytest.raises(ValueError, match=r"no dimension names; make it with mesh_dim_names="):
@@ -59,7 +59,7 @@ def test_torch_tensors():
 
 
 def test_jax_mesh(run_python):
-    """Rank r is device r; here on four devices that jax makes out of one processor."""
+    """Rank r is device r, here on four devices that jax simulates on one processor."""
     pytest.importorskip("jax", reason="needs jax")
     script = f"""
         import importlib, jax

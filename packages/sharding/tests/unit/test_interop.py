@@ -15,14 +15,14 @@ PERMUTED = NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
 
 @pytest.fixture
 def recorded_mesh(monkeypatch):
-    """A stand-in for jax whose Mesh keeps what it is given: a machine has seldom four devices."""
+    """A stand-in for jax whose Mesh keeps its arguments, because few machines have four devices."""
     jax_sharding = SimpleNamespace(Mesh=lambda devices, names: SimpleNamespace(devices=devices, names=names))
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(sharding=jax_sharding))
     monkeypatch.setitem(sys.modules, "jax.sharding", jax_sharding)
 
 
 def test_jax_mesh_places_devices_by_rank(recorded_mesh):
-    """The device at each coordinate is that of the rank there, even if devices look like sequences."""
+    """Each coordinate has the device of its rank, even if devices look like sequences."""
     devices = [("device", rank) for rank in range(4)]
     mesh = PERMUTED.to_jax_mesh(devices)
 
@@ -44,10 +44,10 @@ def test_jax_mesh_with_too_few_devices(recorded_mesh):
     [("torch", lambda: PERMUTED.to_device_mesh("cpu")), ("jax", lambda: PERMUTED.to_jax_mesh([1, 2, 3, 4]))],
 )
 def test_missing_library(library, convert, monkeypatch):
-    """Without the library the error says who needs it and how to get it."""
+    """Without the library the error names the method and the command to install it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
-    # None in sys.modules is Python's own way to say that a module cannot be imported.
+    # Python refuses to import a module that is None in sys.modules.
     monkeypatch.setitem(sys.modules, library, None)
 
     with pytest.raises(ImportError, match=rf"to_\w+\(\) needs {library}, .*: pip install {library}") as caught:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sharding can be made of, and what is refused with which message."""
+"""Valid and invalid layouts, and the messages of the errors."""
 
 import array
 import re
@@ -33,7 +33,7 @@ LARGEST = 2**63 - 1
     ids=lambda layout: f"{type(layout).__name__}-{getattr(layout, 'dtype', '')}",
 )
 def test_equal_ranks_make_equal_shardings(layout):
-    """The type of the layout does not matter, if it is integers on a grid; whole floats are integers."""
+    """Layouts of any type are equal if they hold the same integers; whole floats are integers."""
     sharding = NamedSharding(layout, ["dp", "tp"])
 
     assert sharding == NamedSharding.from_shape(dp=2, tp=2)
@@ -41,7 +41,7 @@ def test_equal_ranks_make_equal_shardings(layout):
     assert sharding.layout.tolist() == [[0, 1], [2, 3]]
 
 
-def test_facts():
+def test_properties():
     """The facts are plain values, outermost axis first."""
     sharding = NamedSharding(np.arange(8).reshape(1, 2, 4), ["pp", "dp", "tp"])
 
@@ -53,7 +53,7 @@ def test_facts():
 
 
 def test_the_largest_rank():
-    """The largest int64 is a rank like any other, whatever type it comes in."""
+    """The largest int64 is a valid rank in any type."""
     for layout in ([LARGEST, 0], np.array([LARGEST, 0]), np.array([LARGEST, 0], dtype=np.uint64)):
         sharding = NamedSharding(layout, ["x"])
         assert sharding.get_worker_coords(LARGEST) == {"x": 0}
@@ -63,13 +63,13 @@ def test_the_largest_rank():
 
 
 def test_integers_beside_floats_stay_exact():
-    """One float among the ranks does not turn the others into floats, which could not hold them."""
+    """One float among the ranks does not convert the others to floats, which would lose bits."""
     assert NamedSharding([2**53 + 1, 0.0], ["x"]).layout.tolist() == [2**53 + 1, 0]
 
 
 @pytest.mark.parametrize("layout", [[[0, 1], [2]], [[0], 1], [np.zeros((2, 2)), np.zeros((2, 3))]])
 def test_ragged(layout):
-    """A ragged layout is refused with numpy's reason."""
+    """A ragged layout is refused with numpy's message."""
     with pytest.raises(ValueError, match=r"Could not create NumPy array from layout: .+"):
         NamedSharding(layout, ["a", "b"])
 
@@ -102,7 +102,7 @@ def test_ragged(layout):
     ids=repr,
 )
 def test_not_integers(layout, found):
-    """What is not an integer is named, be it alone, hidden among integers, or a whole array of it."""
+    """A value that is not an integer is named, alone, among integers, or as an array."""
     message = f"Layout must contain only integer rank IDs, got .*{re.escape(found)}"
     with pytest.raises(ValueError, match=message):
         NamedSharding(layout, ["x"])
@@ -125,13 +125,13 @@ def test_not_integers(layout, found):
     ids=repr,
 )
 def test_beyond_int64(layout):
-    """What int64 cannot hold is refused, never wrapped into some other rank."""
+    """A rank that int64 cannot hold is refused, never wrapped."""
     with pytest.raises(ValueError, match=r"Rank .* is beyond int64, whose largest value is 9223372036854775807"):
         NamedSharding(layout, ["x"])
 
 
 def test_a_range_beyond_int64():
-    """Neither do ranks that count up run past the end."""
+    """Ranks that count up beyond int64 are refused."""
     with pytest.raises(ValueError, match="Rank 9223372036854775808 is beyond int64"):
         NamedSharding.from_shape(dp=2, tp=2, start=2**63 - 3)
     with pytest.raises(ValueError, match="is beyond int64"):
@@ -139,14 +139,14 @@ def test_a_range_beyond_int64():
 
 
 def test_more_ranks_than_memory():
-    """A shape that is far too large is refused before any memory is taken."""
+    """A shape that is far too large is refused before memory is allocated."""
     with pytest.raises(ValueError, match=r"at most 67108864 ranks, but shape \(1000000, 1000000\) has 1000000000000"):
         NamedSharding.from_shape(dp=10**6, tp=10**6)
 
 
 @pytest.mark.parametrize("layout", [[0, -3], np.array([0, -3]), [0, -3.0]])
 def test_negative(layout):
-    """A rank is not negative."""
+    """Negative ranks are refused."""
     with pytest.raises(ValueError, match="must not contain negative rank IDs, got -3"):
         NamedSharding(layout, ["x"])
 
@@ -160,7 +160,7 @@ def test_empty(layout):
 
 @pytest.mark.parametrize("layout", [3, np.array(3), np.int64(3)])
 def test_without_dimensions(layout):
-    """A single number is no layout, even with no names."""
+    """A single number is not a layout, even without names."""
     with pytest.raises(ValueError, match="Layout has no dimensions: put the single rank 3 into a list"):
         NamedSharding(layout, [])
 
@@ -174,7 +174,7 @@ def test_dimension_mismatch(names):
 
 
 def test_duplicates():
-    """Ranks are distinct; some of those that are not are named."""
+    """Duplicate ranks are refused, and the message names some of them."""
     with pytest.raises(ValueError, match=r"Duplicate ranks found in layout: 1, 7\. Each rank must appear"):
         NamedSharding([[7, 1, 1], [1, 7, 0]], ["a", "b"])
     with pytest.raises(ValueError, match=r"Duplicate ranks found in layout: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\."):
@@ -200,7 +200,7 @@ def test_bad_names(names, message):
 
 
 def test_any_string_is_a_name():
-    """Even one that is also the name of a parameter, or no identifier."""
+    """A name may equal that of a parameter, and need not be an identifier."""
     sharding = NamedSharding([[[0, 1], [2, 3]]], ["self", "axis name", "start"])
 
     assert sharding.get_ranks_by_coord(**{"axis name": 1, "self": 0}) == [2, 3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking ranks and coordinates up, and what happens to those that are not there."""
+"""Lookup of ranks, coordinates and groups, and errors for unknown ones."""
 
 import numpy as np
 import pytest
@@ -39,14 +39,14 @@ INVALID_AXIS = r"Invalid axis name: 'x'\. Valid names are: \['dp', 'tp'\]"
     ],
 )
 def test_unknown_axis(call):
-    """An axis that is not there is a ValueError that lists those that are, whatever else is wrong."""
+    """An unknown axis is a ValueError that lists the known ones, even if other arguments are wrong too."""
     with pytest.raises(ValueError, match=INVALID_AXIS):
         call()
 
 
 @pytest.mark.parametrize("axis", [0, None, ("dp",), ["dp"]])
 def test_an_axis_is_named_by_a_string(axis):
-    """A name that is no string, hashable or not, is an unknown axis."""
+    """A name that is not a string, hashable or not, is an unknown axis."""
     for call in (SHARDING.get_axis_index, SHARDING.groups, SHARDING.piece_index):
         with pytest.raises(ValueError, match="Invalid axis name"):
             call(axis)
@@ -56,7 +56,7 @@ def test_an_axis_is_named_by_a_string(axis):
 
 @pytest.mark.parametrize("axes", [None, 0, True])
 def test_axes_are_a_name_or_several(axes):
-    """Where axes are handed over together, one name will do, but nothing that holds no names."""
+    """Axes may be one name or several names, and nothing else."""
     with pytest.raises(ValueError, match=f"Axes must be a name or several, got {axes}"):
         SHARDING.plan(axes)
     with pytest.raises(ValueError, match=f"Axes must be a name or several, got {axes}"):
@@ -75,7 +75,7 @@ def test_axes_are_a_name_or_several(axes):
     ],
 )
 def test_an_axis_named_twice(call):
-    """Naming an axis twice means nothing."""
+    """Naming an axis twice is refused."""
     with pytest.raises(ValueError, match=r"An axis is named twice: \['dp', 'dp'\]"):
         call()
 
@@ -85,7 +85,7 @@ def test_an_axis_named_twice(call):
     "sharding", [SHARDING, NamedSharding([[3, 2, 1, 0], [7, 6, 5, 4]], ["dp", "tp"])], ids=["counting", "permuted"]
 )
 def test_unknown_rank(sharding, rank):
-    """A rank that is not there, or is no rank at all, is a ValueError that names it."""
+    """An unknown or invalid rank is a ValueError that names it."""
     for call in (sharding.get_worker_coords, lambda r: sharding.peers(r, "dp"), lambda r: sharding.neighbor(r, "dp")):
         with pytest.raises(ValueError) as caught:
             call(rank)
@@ -102,7 +102,7 @@ def test_coords(rank):
 
 
 def test_sparse_ranks():
-    """Ranks far apart cost no more than neighbours: nothing as large as the largest is allocated."""
+    """Sparse ranks need no more memory than dense ones."""
     sharding = NamedSharding([[10**15, 7], [0, 2**62]], ["dp", "tp"])
 
     assert sharding.get_worker_coords(10**15) == {"dp": 0, "tp": 0}
@@ -111,7 +111,7 @@ def test_sparse_ranks():
 
 
 def test_get_ranks_by_coord():
-    """Axes not named match all, the result ascends, and outside an axis nothing matches."""
+    """Axes that are not named match all, the result is sorted, and a coordinate outside its axis matches nothing."""
     sharding = NamedSharding([[5, 4, 3], [2, 1, 0]], ["dp", "tp"])
 
     assert sharding.get_ranks_by_coord() == [0, 1, 2, 3, 4, 5]
@@ -122,7 +122,7 @@ def test_get_ranks_by_coord():
 
 
 def test_get_ranks():
-    """What remains is a sharding of its own, or the rank."""
+    """The result is the sharding of the remaining axes, or the rank."""
     assert SHARDING.get_ranks(dp=1) == NamedSharding([4, 5, 6, 7], ["tp"])
     assert SHARDING.get_ranks() == SHARDING
     assert SHARDING.get_ranks(dp=1, tp=2) == 6
@@ -131,21 +131,21 @@ def test_get_ranks():
 
 @pytest.mark.parametrize("coordinate", [4, -1, 10**30])
 def test_get_ranks_outside(coordinate):
-    """Where a sharding is asked for, a coordinate outside its axis is an error."""
+    """get_ranks() refuses a coordinate outside its axis."""
     with pytest.raises(IndexError, match=f"Coordinate {coordinate} is outside axis 'tp' of size 4"):
         SHARDING.get_ranks(tp=coordinate)
 
 
 @pytest.mark.parametrize("coordinate", [1.0, "1", None, True, slice(None)])
 def test_a_coordinate_is_an_integer(coordinate):
-    """Anything else is refused, booleans too."""
+    """Coordinates that are not integers are refused, booleans too."""
     for call in (SHARDING.get_ranks, SHARDING.get_ranks_by_coord):
         with pytest.raises(ValueError, match="The coordinate along axis 'tp' must be an integer, got"):
             call(tp=coordinate)
 
 
 def test_is_axis_zero():
-    """True when every axis named is at 0; one that is missing counts as 0."""
+    """is_axis_zero() is true if every named axis is at 0; a missing one counts as 0."""
     coords = {"dp": 1, "tp": 0}
 
     assert NamedSharding.is_axis_zero(coords, ["tp"])
@@ -156,7 +156,7 @@ def test_is_axis_zero():
 
 
 def test_groups():
-    """Groups are plain lists of plain integers, as torch.distributed.new_group wants them."""
+    """Groups are plain lists of plain integers, as torch.distributed.new_group takes them."""
     assert SHARDING.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert SHARDING.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert SHARDING.groups("tp", "dp") == [[0, 4, 1, 5, 2, 6, 3, 7]]
@@ -165,7 +165,7 @@ def test_groups():
 
 
 def test_neighbor():
-    """A ring by default, a pipeline without wrap."""
+    """Neighbors form a ring by default and a pipeline without wrap."""
     ring = NamedSharding.from_shape(pp=4)
 
     assert [ring.neighbor(rank, "pp") for rank in range(4)] == [1, 2, 3, 0]

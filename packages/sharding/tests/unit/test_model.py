@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a sharding says, against a model that walks over all ranks with plain loops."""
+"""All results of a sharding, compared with a model that loops over all ranks."""
 
 import itertools
 from dataclasses import dataclass
@@ -64,14 +64,14 @@ def models_and_axes(draw):
 
 
 def same_cells(sharding, names, cells):
-    """Whether the sharding has these names, and the model's ranks at every coordinate."""
+    """Assert that the sharding has these names and the model's ranks at every coordinate."""
     assert sharding.names == list(names)
     assert {at: int(rank) for at, rank in np.ndenumerate(sharding.layout)} == cells
 
 
 @given(models())
 def test_coords(model):
-    """Each rank is found where it was put."""
+    """Each rank has the coordinates at which the layout has it."""
     sharding = model.sharding
 
     assert sharding.shape == dict(zip(model.names, model.sizes, strict=True))
@@ -176,7 +176,7 @@ def test_flatten(model_and_axes):
 
 @given(models(), st.data())
 def test_split(model, data):
-    """Splitting an axis is undone by flattening the new ones; either size can be left to be worked out."""
+    """Flattening the new axes undoes a split; either size can be -1."""
     axis = data.draw(st.sampled_from(model.names))
     size = model.size(axis)
     outer = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
@@ -216,7 +216,7 @@ def test_at(model, data):
 
 @given(models(), st.data(), st.booleans())
 def test_plan(model, data, dummies):
-    """Each rank is called, gets its piece and answers as the words of `plan` say."""
+    """Each rank is called, gets its piece and returns a result as documented in `plan`."""
     roles = {name: data.draw(st.sampled_from(["sharded", "replicated", "free"])) for name in model.names}
     sharded = data.draw(st.permutations([name for name in model.names if roles[name] == "sharded"]))
     replicated = [name for name in model.names if roles[name] == "replicated"]
@@ -246,7 +246,7 @@ def test_plan(model, data, dummies):
 
 @given(models())
 def test_other_forms(model):
-    """Plain data loses nothing, and every rank of a small layout is in its text."""
+    """Plain data round-trips, and every rank of a small layout is in its text."""
     sharding = model.sharding
 
     assert NamedSharding.from_dict(sharding.to_dict()) == sharding

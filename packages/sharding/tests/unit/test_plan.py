@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch plans: who is called, with which piece, who answers."""
+"""Dispatch plans: which ranks are called, with which piece, and which return a result."""
 
 import collections
 
@@ -16,7 +16,7 @@ def facts(plan):
 
 
 def test_sharded_and_replicated():
-    """Everybody is called and answers; along the replicated axes the piece is the same."""
+    """All ranks are called and return a result; along the replicated axes the piece is the same."""
     plan = SHARDING.plan(in_sharded_axes=["dp"], replicate_on_axes=["pp", "tp"])
 
     assert isinstance(plan, DispatchPlan)
@@ -34,7 +34,7 @@ def test_free_axes():
 
 
 def test_dummy_calls():
-    """Dummy calls go to the others along free axes: no piece, no answer."""
+    """Dummy calls go to the other coordinates along free axes, without a piece and a result."""
     plan = SHARDING.plan(["dp"], ["tp"], make_dummy_calls_to_free_axes=True)
 
     assert plan.called.tolist() == [*range(8)]
@@ -44,7 +44,7 @@ def test_dummy_calls():
 
 
 def test_replicated_output():
-    """Of those called, one answers along the axes whose output is replicated; it may be any axis."""
+    """One called rank returns a result along the axes whose output is replicated, which may be any axes."""
     assert SHARDING.plan("dp", ["pp", "tp"], ["tp"]).returned.tolist() == [0, 2, 4, 6]
     assert SHARDING.plan("dp", ["pp", "tp"], ["pp", "tp"]).returned.tolist() == [0, 4]
     assert SHARDING.plan("dp", ["pp", "tp"], ["dp"]).returned.tolist() == [0, 1, 2, 3]
@@ -61,7 +61,7 @@ def test_nested_axes_in_the_order_given():
 
 
 def test_nothing_sharded():
-    """Without sharded axes there is one piece, and the data is it, whatever it is."""
+    """Without sharded axes the data is the one piece, whatever its type."""
     plan = SHARDING.plan(replicate_on_axes=["dp", "pp", "tp"])
 
     assert plan.piece.tolist() == [0] * 8
@@ -70,13 +70,13 @@ def test_nothing_sharded():
         assert plan.pieces(data) == [data]
 
 
-def test_nothing_named():
+def test_all_axes_free():
     """With every axis free, one worker does everything."""
     assert facts(SHARDING.plan()) == ([0], [0], [True], [0])
 
 
 def test_ranks_ascend_whatever_the_layout():
-    """The order of the ranks in the layout decides who gets what, not the order in the plan."""
+    """The order of the ranks in the layout determines their pieces, not the order in the plan."""
     sharding = NamedSharding([[7, 3], [5, 100]], ["dp", "tp"])
     plan = sharding.plan("dp", replicate_on_axes="tp", output_is_replicated="tp")
 
@@ -108,7 +108,7 @@ def test_levels():
 
 
 def test_pieces_are_passed_on_untouched():
-    """Below the levels of the plan nothing is looked at."""
+    """Pieces below the levels of the plan are not inspected."""
     plan = NamedSharding.from_shape(dp=2).plan("dp")
     first, second = {"a": [1, 2, 3]}, object()
 
@@ -128,7 +128,7 @@ def test_pieces_are_passed_on_untouched():
     ],
 )
 def test_wrong_number_of_pieces(nested, message):
-    """Too few and too many are refused alike, at any depth, never dropped in silence."""
+    """Too few and too many pieces are refused at any depth, never dropped silently."""
     plan = NamedSharding.from_shape(dp=2, tp=2).plan(["dp", "tp"])
 
     with pytest.raises(ValueError, match=f"Wrong number of pieces at {message}"):
@@ -136,7 +136,7 @@ def test_wrong_number_of_pieces(nested, message):
 
 
 def test_wrong_number_of_pieces_far_down():
-    """The place is named by the indices that lead there."""
+    """The message names the indices of the wrong level."""
     plan = SHARDING.plan(["dp", "pp", "tp"])
 
     with pytest.raises(ValueError, match=r"depth 2, axis 'tp' \(pieces\[1\]\[0\]\): expected 2, found 4"):
@@ -157,7 +157,7 @@ def test_wrong_number_of_pieces_far_down():
     ],
 )
 def test_not_a_sequence_of_pieces(nested, found):
-    """A string has a length and an order, but taking it apart is never what was meant; likewise the others."""
+    """Strings, bytes, mappings and sets are refused, although they have a length."""
     plan = NamedSharding.from_shape(dp=2, tp=2).plan(["dp", "tp"])
 
     message = rf"Expected a sequence of 2 pieces at depth {{}}, axis '{{}}' \(pieces{{}}\), found a {found}"
@@ -183,7 +183,7 @@ def test_explain():
 
 
 def test_explain_is_short():
-    """Of many ranks the first and the last are shown."""
+    """A long table shows the first and the last ranks."""
     plan = NamedSharding.from_shape(dp=1000).plan("dp")
     lines = plan.explain(max_rows=5).splitlines()
 
@@ -192,7 +192,7 @@ def test_explain_is_short():
 
 
 def test_repr():
-    """Short, however many ranks there are."""
+    """The repr is short for any number of ranks."""
     plan = NamedSharding.from_shape(dp=1000, tp=8).plan("dp", "tp", "tp")
 
     assert repr(plan) == "<DispatchPlan: 8000 of 8000 ranks called, 1000 pieces along ['dp'], 1000 answer>"

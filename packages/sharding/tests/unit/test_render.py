@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see: repr, text, and notebook."""
+"""The repr, the text and the HTML of a sharding."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -60,7 +60,7 @@ def parsed(sharding):
 
 
 def test_html():
-    """A table for each leading coordinate, which a browser can read."""
+    """The HTML has a table for each leading coordinate."""
     html = parsed(NamedSharding.from_shape(dp=2, pp=2, tp=2))
 
     assert [caption.text for caption in html.iter("caption")] == ["dp=0", "dp=1"]
@@ -70,7 +70,7 @@ def test_html():
 
 @pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 2, 2)])
 def test_html_is_escaped(shape):
-    """A name is text, never markup."""
+    """Names are escaped."""
     names = ["<script>alert(1)</script>", "a&b", '"'][: len(shape)]
     sharding = NamedSharding.from_shape(**dict(zip(names, shape, strict=True)))
 

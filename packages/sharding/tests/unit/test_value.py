@@ -21,7 +21,7 @@ KINDS = [
 
 
 def test_immutable():
-    """Nothing about a sharding can be set or deleted, and what it hands out is a copy or read-only."""
+    """Attributes cannot be set or deleted, and returned values are copies or read-only."""
     source = np.arange(4).reshape(2, 2)
     sharding = NamedSharding(source, ["dp", "tp"])
     source[0, 0] = 99
@@ -66,7 +66,7 @@ def test_round_trips(sharding):
 
 
 def test_small_when_pickled():
-    """Ranks that count up are pickled as their shape, and no plan goes along."""
+    """Ranks that count up are pickled as their shape, without cached plans."""
     sharding = NamedSharding.from_shape(dp=1024, pp=8, tp=8, start=10**9)
     before = pickle.dumps(sharding)
     plan = sharding.plan("dp", replicate_on_axes=["pp", "tp"])
@@ -105,8 +105,8 @@ def test_bad_dict(data, message):
         NamedSharding.from_dict(data)
 
 
-def test_plans_are_kept():
-    """The same question gets the same plan, whether axes come as a name, a list or a tuple."""
+def test_plans_are_cached():
+    """Equal arguments return the same plan, whether axes are a name, a list or a tuple."""
     sharding = NamedSharding.from_shape(dp=2, tp=2)
     plan = sharding.plan(["dp"], ["tp"])
 
@@ -117,8 +117,8 @@ def test_plans_are_kept():
     assert sharding.leaders("dp") is sharding.leaders("dp")
 
 
-def test_what_is_kept_is_bounded():
-    """A program that makes axes up does not fill the memory."""
+def test_caches_are_bounded():
+    """The caches are bounded."""
     names = [f"axis{i}" for i in range(8)]
     sharding = NamedSharding(np.arange(2**8).reshape([2] * 8), names)
     for first in names:
@@ -131,7 +131,7 @@ def test_what_is_kept_is_bounded():
 
 
 def test_threads():
-    """Threads may share a sharding from the first use on: what is worked out late comes out right for each."""
+    """Threads may share a sharding from the first use on; cached values are right in each."""
     rng = np.random.default_rng(0)
     for layout in (np.arange(4096), rng.permutation(4096)):
         sharding = NamedSharding(layout.reshape(64, 8, 8), ["dp", "pp", "tp"])
@@ -147,7 +147,7 @@ def test_threads():
 
 
 def test_plan_is_a_value():
-    """Plans are equal when their questions are, and survive pickling; their arrays cannot be written."""
+    """Plans with equal arguments are equal, survive pickling, and have read-only arrays."""
     sharding = NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
     plan = sharding.plan("dp", replicate_on_axes="tp")
     twin = pickle.loads(pickle.dumps(plan))

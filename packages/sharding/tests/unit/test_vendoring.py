@@ -33,14 +33,14 @@ def test_imports(module):
 
 
 @each_module
-def test_nothing_names_the_package(module):
-    """No string, comment or name holds the package's name: the copy has another."""
+def test_package_name_does_not_occur(module):
+    """No string, comment or name contains the package's name, because a copy has another name."""
     assert "fairlead" not in module.read_text(encoding="utf-8").lower()
 
 
 @each_module
 def test_nothing_is_read_at_import_time(module):
-    """Neither the environment nor files nor metadata: the modules that would read them are not imported."""
+    """The modules that read the environment, files or metadata are not imported."""
     code = module.read_text(encoding="utf-8")
     names = {
         token.string for token in tokenize.generate_tokens(io.StringIO(code).readline) if token.type == tokenize.NAME
@@ -50,13 +50,13 @@ def test_nothing_is_read_at_import_time(module):
 
 @each_module
 def test_python_310_syntax(module):
-    """The hosts of copies may support older Pythons than we do."""
+    """The syntax is that of Python 3.10, because packages with a copy may support it."""
     ast.parse(module.read_text(encoding="utf-8"), feature_version=(3, 10))
 
 
 @each_module
 def test_licence(module):
-    """Each file says under which licence it is."""
+    """Each file names its licence."""
     assert module.read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
 
 
@@ -69,7 +69,7 @@ def test_size():
 
 
 def test_works_without_ray_torch_and_jax(run_python):
-    """Importing the package and using all of it but the conversions needs none of them, and loads none."""
+    """The package, except for the conversions, works without ray, torch and jax, and imports none of them."""
     script = f"""
         import importlib, pickle, sys
         sharding = importlib.import_module({fairlead_sharding.__name__!r})
@@ -89,7 +89,7 @@ def test_works_without_ray_torch_and_jax(run_python):
 
 
 def test_import_is_light(run_python):
-    """Where torch, jax or ray could be imported, importing the package does not."""
+    """Importing the package does not import torch, jax or ray, even if they are installed."""
     script = f"""
         import importlib, sys
         importlib.import_module({fairlead_sharding.__name__!r}).NamedSharding.from_shape(dp=2).plan("dp")

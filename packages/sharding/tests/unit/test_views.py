@@ -10,7 +10,7 @@ SHARDING = NamedSharding.from_shape(dp=4, tp=2)
 
 
 def test_flatten():
-    """Axes merge row-major in the order given, where the outermost of them stood; without names, all do."""
+    """Axes merge row-major in the order given, at the position of the outermost; by default all axes merge."""
     sharding = NamedSharding.from_shape(a=2, b=2, c=2)
 
     assert sharding.flatten("bc", "b", "c") == NamedSharding.from_shape(a=2, bc=4)
@@ -24,7 +24,7 @@ def test_flatten():
 
 
 def test_split():
-    """One axis becomes several, row-major; -1 is what remains."""
+    """One axis becomes several, row-major; -1 is the remaining size."""
     assert SHARDING.split("dp", a=2, b=2) == NamedSharding.from_shape(a=2, b=2, tp=2)
     assert SHARDING.split("dp", a=-1, b=2) == SHARDING.split("dp", a=2, b=-1)
     assert SHARDING.split("dp", dp=2, b=2).names == ["dp", "b", "tp"]
@@ -47,13 +47,13 @@ def test_split():
     ],
 )
 def test_bad_split(sizes, message):
-    """Sizes that do not fit are refused by name."""
+    """Sizes that do not match are refused by name."""
     with pytest.raises(ValueError, match=message):
         SHARDING.split("dp", **sizes)
 
 
 def test_rename():
-    """All at once, so that names can be swapped."""
+    """Axes are renamed all at once, so names can be swapped."""
     assert SHARDING.rename(dp="tp", tp="dp").shape == {"tp": 4, "dp": 2}
     assert SHARDING.rename() == SHARDING
     with pytest.raises(ValueError, match="Duplicate axis name: 'tp'"):
@@ -88,8 +88,8 @@ def test_at_outside(coordinate):
 
 
 @pytest.mark.parametrize("nothing", [slice(2, 2), slice(9, None), slice(0, 4, -1)])
-def test_at_nothing(nothing):
-    """Unlike numpy's, a selection of nothing is an error."""
+def test_at_with_an_empty_selection(nothing):
+    """An empty selection is an error, unlike in numpy."""
     with pytest.raises(ValueError, match=r"slice\(.*\) selects nothing of axis 'dp' of size 4"):
         SHARDING.at(dp=nothing)
 
@@ -109,7 +109,7 @@ def test_at_bad_slice(bad):
 
 
 def test_views_of_views():
-    """A view is a sharding like any other: its ranks keep their ids, and it is planned over like the whole."""
+    """A view is a full sharding: its ranks keep their ids, and it can make plans."""
     view = SHARDING.at(dp=slice(2, None)).transpose("tp", "dp")
 
     assert view.get_worker_coords(6) == {"tp": 0, "dp": 1}
