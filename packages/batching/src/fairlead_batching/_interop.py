@@ -42,22 +42,12 @@ def to_numpy(tensor: Any) -> Array:
     return array
 
 
-def rows(tensor: Any) -> int:
-    """Return the size of dim 0; a nested tensor may have no other."""
-    return int(tensor.size(0))
-
-
 def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def has_numpy_dtype(tensor: Any) -> bool:
     return hasattr(np, dtype_name(tensor))
-
-
-def to_carrier(tensor: Any) -> Any:
-    """Return the tensor, or its bits as integers if numpy lacks its dtype."""
-    return tensor if has_numpy_dtype(tensor) else _bits(tensor)
 
 
 def _bits(tensor: Any) -> Any:
@@ -162,11 +152,7 @@ def all_gather_objects(value: Any, group: Any) -> list[Any]:
 
 def known_shape(tensor: Any) -> list[Any]:
     """Return the shape; of a nested tensor, whose parts differ, the number of parts and None."""
-    return [rows(tensor), *[None] * (tensor.ndim - 1)] if is_nested(tensor) else list(tensor.shape)
-
-
-def is_nested(tensor: Any) -> bool:
-    return bool(tensor.is_nested)
+    return [tensor.size(0), *[None] * (tensor.ndim - 1)] if tensor.is_nested else list(tensor.shape)
 
 
 def ragged_dim(tensor: Any) -> int:
@@ -198,7 +184,9 @@ def is_plain(tensor: Any) -> bool:
 
 def memory(tensor: Any) -> Array:
     """Return the values or bits of a CPU tensor, as a view of its memory if that is dense, else as a copy."""
-    dense = to_carrier(tensor.detach().resolve_conj().resolve_neg())
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    if not has_numpy_dtype(tensor):
+        dense = _bits(dense)
     array: Array = dense.numpy()
     return array if array.flags.forc else dense.contiguous().numpy()
 

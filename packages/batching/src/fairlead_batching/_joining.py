@@ -73,7 +73,11 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
         return np.concatenate(leaves) if arrays else _interop.concatenate(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    _check_pad_value(key, pad_value, dtype)
+    if not _is_held(pad_value, dtype):
+        raise ValueError(
+            f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}. "
+            f"Give pad_value_dict[{key!r}] a value that this dtype holds."
+        )
     joined: Any = np.full(total, pad_value, dtype) if arrays else _interop.full(total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
@@ -131,14 +135,6 @@ def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
         # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
         lost = (converted >= limit) | (converted < -limit) | (converted.astype(values.dtype) != values)
     return int(values[lost][0]) if lost.any() else None
-
-
-def _check_pad_value(key: str, value: Any, dtype: Any) -> None:
-    if not _is_held(value, dtype):
-        raise ValueError(
-            f"Leaf {key!r} cannot be padded with {value!r}: its dtype is {dtype}. "
-            f"Give pad_value_dict[{key!r}] a value that this dtype holds."
-        )
 
 
 def _is_held(value: Any, dtype: Any) -> bool:

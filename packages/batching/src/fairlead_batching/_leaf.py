@@ -40,7 +40,7 @@ def _rows(key: str, leaf: Any) -> int:
         return len(leaf)
     if not leaf.ndim:
         raise dimless_error(key)
-    return len(leaf) if isinstance(leaf, np.ndarray) else _interop.rows(leaf)
+    return len(leaf) if isinstance(leaf, np.ndarray) else int(leaf.size(0))  # a nested tensor has no len
 
 
 def dimless_error(key: str) -> ValueError:

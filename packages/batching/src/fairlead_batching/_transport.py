@@ -68,7 +68,7 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors can be pickled. Move it first: "
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
-    if _interop.is_nested(tensor):
+    if tensor.is_nested:
         ragged = _interop.ragged_dim(tensor)
         parts = [_pack_tensor(key, part, views) for part in _interop.parts(tensor, ragged)]
         return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."), ragged)

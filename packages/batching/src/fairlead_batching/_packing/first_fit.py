@@ -91,12 +91,12 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
     room: list[int] = []
 
     def put(number: int, index: int) -> None:
+        left.take(index)
         bins[number].append(index)
         room[number] -= lengths[index]
 
     # Each large sequence gets a bin, the largest first.
     while (index := left.longest_up_to(capacity)) is not None and 2 * lengths[index] > capacity:
-        left.take(index)
         bins.append([])
         room.append(capacity)
         put(-1, index)
@@ -104,7 +104,6 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
     for number in range(len(bins)):
         index = left.longest_up_to(room[number])
         if index is not None and 3 * lengths[index] > capacity:
-            left.take(index)
             put(number, index)
     # Backwards, over bins without one: the shortest small sequence, and the longest small one that then fits.
     for number in reversed(range(len(bins))):
@@ -113,16 +112,13 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
         pair = left.shortest_over(capacity / 6, count=2)
         if len(pair) < 2 or 3 * lengths[pair[1]] > capacity or lengths[pair[0]] + lengths[pair[1]] > room[number]:
             continue
-        left.take(pair[0])
         put(number, pair[0])
         index = left.longest_up_to(min(room[number], capacity // 3))
         if index is not None:
-            left.take(index)
             put(number, index)
     # Forwards: any sequences that fit, the longest first.
     for number in range(len(bins)):
         while (index := left.longest_up_to(room[number])) is not None:
-            left.take(index)
             put(number, index)
     rest = left.all()
     return bins + [[rest[i] for i in bin_] for bin_ in first_fit_decreasing([lengths[i] for i in rest], capacity)]
