@@ -68,7 +68,7 @@ class BatchedDataDict(Samples[Content]):
         size = self.size
         rank, chunks = as_int("rank", rank, at_least=0), as_int("chunks", chunks, at_least=1)
         if size % chunks:
-            raise ValueError(f"{size} samples are no multiple of chunks={chunks}: use pad_to_multiple({chunks}).")
+            raise ValueError(f"{size} samples are not a multiple of chunks={chunks}: use pad_to_multiple({chunks}).")
         if rank >= chunks:
             raise ValueError(f"There is no chunk {rank} of {chunks}.")
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
@@ -184,8 +184,8 @@ class BatchedDataDict(Samples[Content]):
             The shards; after dynamic batching and packing also the `Order` that restores the order of the batch.
 
         Raises:
-            ValueError: an empty batch; sizes that are no multiple of each other; leaves or lengths that do not agree;
-                a sequence longer than a microbatch; or too few samples for all shards to have a microbatch.
+            ValueError: the batch is empty, sizes are not multiples of each other, leaves or lengths disagree, a
+                sequence is longer than a microbatch, or there are too few samples for all shards to have a microbatch.
 
         >>> batch = BatchedDataDict(x=list("AABBCCDD"))
         >>> [shard["x"] for shard in batch.shard_by_batch_size(shards=2, batch_size=2)]
@@ -386,5 +386,7 @@ class Order(list[int]):
         batch: BatchedDataDict[Any] = BatchedDataDict.from_batches(results, pad_value_dict)
         if batch.size != len(self):
             sizes = [BatchedDataDict(result).size for result in results]
-            raise ValueError(f"{len(self)} samples were sent out, {batch.size} came back: {sizes} by shard.")
+            raise ValueError(
+                f"The shards had {len(self)} samples, but the results have {batch.size}: {sizes} by shard."
+            )
         return batch.reorder_data(self)

@@ -61,7 +61,7 @@ def find_equal_spans(size: int, samples: int, counts: list[int] | None, shard_si
         raise ValueError("An empty batch has no microbatches: it has 0 samples.")
     elif size % samples:
         raise ValueError(
-            f"{size} samples are no multiple of microbatch_size={samples}: use pad_to_multiple({samples})."
+            f"{size} samples are not a multiple of microbatch_size={samples}: use pad_to_multiple({samples})."
         )
     return [(start, min(start + samples, size), 0) for start in range(0, size, samples)]
 
@@ -80,7 +80,7 @@ def find_sequence_keys(
         return keys
     if input_key is None or dims.get(input_key, 0) < 2:
         raise ValueError(
-            f"It is unknown how wide sequences are: the batch has no array or tensor of (samples, width, ...) at the "
+            f"The width of sequences is unknown: the batch has no array or tensor of (samples, width, ...) at the "
             f"plan's input_key, {input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
         )
     width = leaves[input_key].shape[1]

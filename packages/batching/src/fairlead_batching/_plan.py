@@ -73,11 +73,11 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
             raise ValueError(f"allow_uneven_shards needs batch_size to be the size, {size}, or None; got {batch_size}.")
         return group
     if size % group:
-        raise ValueError(f"{size} samples are no multiple of batch_size={group}: use pad_to_multiple({group}).")
+        raise ValueError(f"{size} samples are not a multiple of batch_size={group}: use pad_to_multiple({group}).")
     if group % shards:
         what = f"batch_size={group} is" if batch_size is not None else f"{size} samples are"
         advice = f"pad_to_multiple({shards})" if batch_size is None else f"a batch_size that is a multiple of {shards}"
-        raise ValueError(f"{what} no multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
+        raise ValueError(f"{what} not a multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
     return group
 
 
@@ -172,8 +172,8 @@ def _find_starts(longest_at: list[int], limit: int, only_some_have_last: bool) -
         if 2 * longest_at[-1] > limit or starts[-2:-1] == [final - 1]:
             raise ValueError(
                 f"The shards cannot have the same number of microbatches: only some have a sample {final}, of padded "
-                f"length {longest_at[-1]}, and it fits no microbatch of max_tokens_per_microbatch={limit} together "
-                f"with the one before. Use pad_to_multiple, so that shards are even, or more tokens."
+                f"length {longest_at[-1]}, and max_tokens_per_microbatch={limit} does not hold it together with the "
+                f"sample before. Use pad_to_multiple to make shards even, or more tokens."
             )
         starts[-1] -= 1
     return starts

@@ -123,7 +123,7 @@ def test_parts():
         (lambda batch: batch.slice(-1, 2), "no slice from -1 to 2 of 4 samples"),
         (lambda batch: batch.slice(3, 2), "no slice from 3 to 2 of 4 samples"),
         (lambda batch: batch.slice(0, 5), "no slice from 0 to 5 of 4 samples"),
-        (lambda batch: batch.chunk(0, 3), "4 samples are no multiple of chunks=3: use pad_to_multiple"),
+        (lambda batch: batch.chunk(0, 3), "4 samples are not a multiple of chunks=3: use pad_to_multiple"),
         (lambda batch: batch.chunk(0, 0), "chunks must be at least 1, got 0"),
         (lambda batch: batch.chunk(2, 2), "no chunk 2 of 2"),
         (lambda batch: batch.select_indices([0, 4, -1]), r"4 samples, so none at \[4, -1\]"),
@@ -139,7 +139,7 @@ def test_parts():
         (lambda batch: batch.truncate_tensors(0, 2), "dim must be at least 1, got 0"),
         (lambda batch: batch.truncate_tensors(1, -2), "truncated_len must be at least 0, got -2"),
         (lambda batch: batch.make_microbatch_iterator(0), "microbatch_size must be at least 1, got 0"),
-        (lambda batch: batch.make_microbatch_iterator(3), "4 samples are no multiple of microbatch_size=3"),
+        (lambda batch: batch.make_microbatch_iterator(3), "4 samples are not a multiple of microbatch_size=3"),
         (lambda batch: batch.slice(0, 0).make_microbatch_iterator(1), "no microbatches: it has 0 samples"),
     ],
 )

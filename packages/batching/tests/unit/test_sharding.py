@@ -194,7 +194,10 @@ def test_uneven_dynamic_batching(make_batch):
     assert lengths_of(shards) == [[1, 2, 4], [1, 2]]
     assert [shard.micro_batch_indices for shard in shards] == [[[[0, 1], [1, 3]]], [[[0, 1], [1, 2]]]]
     assert order == [0, 2, 4, 1, 3]
-    with pytest.raises(ValueError, match="only some have a sample 2, of padded length 4, and it fits no microbatch"):
+    with pytest.raises(
+        ValueError,
+        match="only some have a sample 2, of padded length 4, and max_tokens_per_microbatch=7 does not hold it",
+    ):
         make_batch([1, 1, 4, 4, 4]).shard_by_batch_size(2, allow_uneven_shards=True, dynamic_batching_args=dynamic(7))
 
 
@@ -326,7 +329,7 @@ def test_order_is_a_list(make_batch):
     results = [{"answer": shard["tokens"][:, : shard["length"].max()]} for shard in shards]
     back = order.restore(results, pad_value_dict={"answer": -1})
     assert back["answer"].tolist() == make_batch(LENGTHS)["tokens"].tolist()
-    with pytest.raises(ValueError, match=r"8 samples were sent out, 4 came back: \[4\] by shard"):
+    with pytest.raises(ValueError, match=r"The shards had 8 samples, but the results have 4: \[4\] by shard"):
         order.restore(results[:1])
 
 
@@ -335,9 +338,9 @@ def test_order_is_a_list(make_batch):
     [
         ({"shards": 0}, "shards must be at least 1, got 0"),
         ({"shards": 2, "batch_size": -2}, "batch_size must be at least 1, got -2"),
-        ({"shards": 2, "batch_size": 3}, "8 samples are no multiple of batch_size=3: use pad_to_multiple"),
-        ({"shards": 3}, "8 samples are no multiple of shards=3: use pad_to_multiple"),
-        ({"shards": 3, "batch_size": 4}, "batch_size=4 is no multiple of shards=3"),
+        ({"shards": 2, "batch_size": 3}, "8 samples are not a multiple of batch_size=3: use pad_to_multiple"),
+        ({"shards": 3}, "8 samples are not a multiple of shards=3: use pad_to_multiple"),
+        ({"shards": 3, "batch_size": 4}, "batch_size=4 is not a multiple of shards=3"),
         ({"shards": 3, "batch_size": 4, "allow_uneven_shards": True}, "needs batch_size to be the size, 8, .*got 4"),
         (
             {"shards": 2, "dynamic_batching_args": dynamic(8), "sequence_packing_args": packing(8)},
