@@ -3,6 +3,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
 import numpy as np
@@ -20,7 +21,7 @@ class Model:
     sizes: list[int]
     cells: dict[tuple[int, ...], int]
 
-    @property
+    @cached_property
     def sharding(self):
         return NamedSharding(self.nested(()), self.names)
 
