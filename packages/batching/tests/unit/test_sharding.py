@@ -2,6 +2,7 @@
 """shard_by_batch_size: shards, their microbatches, and the restored order."""
 
 import pickle
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,13 +12,7 @@ from hypothesis import strategies as st
 from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, Order, SequencePackingArgs, SlicedDataDict
 
 KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
-ALGORITHMS = [
-    "balanced",
-    "concatenative",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "modified_first_fit_decreasing",
-]
+ALGORITHMS = get_args(get_type_hints(SequencePackingArgs)["algorithm"])
 LENGTHS = [2, 8, 4, 6, 1, 7, 3, 5]
 
 
