@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds environments. These modules are sent to the nodes by value, so they import only one another and the standard library."""
+"""Builds environments.
+
+These modules are sent to the nodes by value. They import only names, of one another and of the standard library.
+"""

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
 from .install import install, lay_out, verified
 from .kernel_lock import KernelLock
-from .store import BUILDING, FORMAT, USED, entries_of, lock_path, look, mark_used, python_of, write_manifest
 from .publish import discard, leftover_name, publish, sweep
 from .recipe import Files, Outcome, Recipe, this_platform
 from .redact import ambient_secrets, redacted
 from .sharing import is_shared
+from .store import BUILDING, FORMAT, USED, entries_of, lock_path, look, mark_used, python_of, write_manifest
 from .uv import Deadline, Runner, find_uv
-from ..exceptions import VenvBuildError, VenvError, VenvMismatchError, VenvTimeoutError
 
 __all__ = ["ensure", "found", "locked"]
 

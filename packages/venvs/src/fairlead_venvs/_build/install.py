@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from .store import python_of
-from .recipe import Recipe
-from .uv import Runner
 from ..exceptions import VenvBuildError
+from .recipe import Recipe
+from .store import python_of
+from .uv import Runner
 
 __all__ = ["install", "interpreter_for", "lay_out", "verified"]
 

@@ -6,14 +6,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..exceptions import VenvError, VenvMismatchError
 from .build import ensure, found
-from .install import PROBE
 from .in_use import users_of
-from .store import mark_used, python_of
+from .install import PROBE
 from .recipe import Outcome, Recipe, this_platform
 from .redact import redacted
+from .store import mark_used, python_of
 from .uv import Deadline
-from ..exceptions import VenvError, VenvMismatchError
 
 __all__ = ["build_here", "look_here", "probe_here", "renew_here"]
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .store import BUILDING, TRASH, host_tag
 from .sharing import on_shared_file_system
+from .store import BUILDING, TRASH, host_tag
 
 __all__ = ["discard", "leftover_name", "leftovers", "publish", "remove_leftovers", "sweep"]
 

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 from .redact import redacted
 from .variables import DECIDING, NOT_INHERITED
-from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 
 __all__ = ["Deadline", "Runner", "find_uv"]
 
