@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: small wheels and projects made here, so that no index is needed, and a folder per test."""
+"""Shared by the tests: small wheels and projects, so that no index is needed, and a folder for each test."""
 
 import base64
 import contextlib
@@ -59,7 +59,7 @@ def build_sdist(folder, config_settings=None):
 
 
 def make_wheel(folder, name, version="1.0", *, files=None, requires=(), scripts=None, module=True):
-    """A wheel, by hand: a module of its name that knows its version, further files, console scripts."""
+    """Write a wheel with a module that knows its version, further files, and console scripts."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     code = f"version = {version!r}\n\n\ndef main():\n    import sys\n    print(version, sys.prefix)\n"
@@ -85,14 +85,14 @@ def make_wheel(folder, name, version="1.0", *, files=None, requires=(), scripts=
 
 
 def ray_wheel(folder, version):
-    """A wheel that stands for Ray: of that version by its metadata, the Ray that the tests run with by its content."""
+    """Write a wheel with the metadata of a version of Ray, and with the content of the Ray of these tests."""
     site = next(path for path in sys.path if Path(path, "ray", "__init__.py").is_file())
     return make_wheel(folder, "ray", version, files={"ray_of_the_tests.pth": f"{site}\n"}, module=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def uv_cache(tmp_path_factory):
-    """uv's cache is the tests' own: what they find in it, they have put there."""
+    """Use an empty cache of uv for the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UV_CACHE_DIR", str(tmp_path_factory.mktemp("uv-cache")))
         yield
@@ -120,7 +120,7 @@ def root(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_leaks(root):
-    """Instead of the one for all packages, which needs fairlead-placement: no build leaves anything half-done."""
+    """Check that no build leaves anything. It replaces the fixture of all packages, which needs fairlead-placement."""
     yield
     assert [path.name for path in (*root.glob("*.building-*"), *root.glob(".resolved/*.building-*"))] == []
     assert [path.name for path in root.glob("*.trash-*")] == []
@@ -138,7 +138,7 @@ def spec_of(wheels):
 
 @pytest.fixture
 def make_project(tmp_path, wheels):
-    """Writes a project with a lock, and gives its folder."""
+    """Write a project with a lock, and return its folder."""
 
     def make(name="proj", *, folder=None, dependencies=("alpha==1.0",), more="", lock=True, root=True):
         folder = Path(folder or tmp_path / name)
@@ -166,7 +166,7 @@ def project_spec(wheels):
 
 
 def lock_project(folder, wheels):
-    """`uv lock`, without an index."""
+    """Run `uv lock` without an index."""
     env = {**os.environ, "UV_FIND_LINKS": str(wheels)}
     command = [find_uv_bin(), "lock", "--no-index", "--python", sys.executable]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
@@ -174,19 +174,32 @@ def lock_project(folder, wheels):
 
 
 def says(python, code):
-    """What a piece of code prints in an environment."""
+    """Return the output of a piece of code in an environment."""
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def running(words):
-    """Ids of the processes whose command line, its parts joined by zeros, holds these words."""
+    """Return the ids of the processes whose command line has these words, joined by zeros."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found += [path.parent.name] if words in path.read_text(errors="replace") else []
     return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run the command line with some arguments, and return its output."""
+
+    def call(*arguments, code=0):
+        command = [sys.executable, "-m", "fairlead_venvs", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    return call
 
 
 @pytest.fixture(scope="session")

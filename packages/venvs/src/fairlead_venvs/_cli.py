@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line understands, and what it prints."""
+"""The command line: its arguments and its output."""
 
 import argparse
 import re
@@ -14,35 +14,33 @@ from rich.text import Text
 
 from ._build.store import venv_root
 from ._cluster.ensure import create_local_venv_on_each_node
-from ._cluster.prefetch import prefetch
-from ._cluster.rpc import some
+from ._cluster.rpc import abbreviate
 from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
+from ._prefetch import prefetch
 from ._progress import Bars
 from ._spec import VenvSpec
-from .exceptions import VenvError
+from .exceptions import VenvError, VenvNodesError
 
 __all__ = ["main"]
 
 STATUSES = ("built", "reused", "skipped", "failed")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# What is not a terminal has no width: wide enough that nothing is broken.
+# The width of output that is not a terminal, wide enough that no line is broken.
 WIDTH = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command, and return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
-    except ExceptionGroup as group:
-        print(group.message, *group.exceptions, sep="\n", file=sys.stderr)  # noqa: T201
-        return 1
     except VenvError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        lines = [error.message, *error.exceptions] if isinstance(error, VenvNodesError) else [error]
+        print(*lines, sep="\n", file=sys.stderr)  # noqa: T201
         return 1
     return status
 
@@ -53,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Environments for the workers of a Ray cluster, in the folder FAIRLEAD_VENV_DIR.",
     )
     commands = parser.add_subparsers(required=True, metavar="{build,list,prune,prefetch}")
-    build = commands.add_parser("build", help="build one, or find it, and print its interpreter")
+    build = commands.add_parser("build", help="build an environment if it is missing, and print its interpreter")
     build.add_argument("command", nargs="?", help="such as 'uv run --locked --extra vllm --directory X'")
     build.add_argument("-r", "--requirement", action="append", dest="requirements", metavar="REQUIREMENT")
     build.add_argument("--project", metavar="FOLDER")
@@ -63,26 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--find-links", action="append", default=[], metavar="FOLDER")
     build.add_argument("--no-index", action="store_true")
     build.add_argument("--name", help="first part of the folder's name")
-    build.add_argument("--force", action="store_true", help="build it anew; on this machine only")
-    _common(build)
+    _add_common(build).add_argument("--force", action="store_true", help="build it again; on this machine only")
     build.set_defaults(run=_build)
-    shown = commands.add_parser("list", help="show what is on this machine")
+    shown = commands.add_parser("list", help="list the environments of this machine")
     shown.set_defaults(run=_list)
-    pruned = commands.add_parser("prune", help="remove what nobody uses any more on this machine")
-    pruned.add_argument("--keep", action="append", default=[], metavar="NAME", help="one that stays")
-    pruned.add_argument("--older-than", type=_seconds, metavar="TIME", help="not asked for so long: 90s, 12h, 7d")
+    pruned = commands.add_parser("prune", help="remove unused environments of this machine")
+    pruned.add_argument("--keep", action="append", default=[], metavar="NAME", help="an environment that stays")
+    pruned.add_argument("--older-than", type=_seconds, metavar="TIME", help="time since the last use: 90s, 12h, 7d")
     pruned.add_argument("--dry-run", action="store_true", help="remove nothing")
     pruned.set_defaults(run=_prune)
-    fetched = commands.add_parser("prefetch", help="make ready what worker classes need")
-    fetched.add_argument("classes", nargs="*", metavar="CLASS", help="by default all of the pyproject.toml")
-    _common(fetched)
+    fetched = commands.add_parser("prefetch", help="make the environments of worker classes ready")
+    fetched.add_argument("classes", nargs="*", metavar="CLASS", help="by default all classes of the pyproject.toml")
+    _add_common(fetched)
     fetched.set_defaults(run=_prefetch)
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--address", help="of a Ray cluster, on whose nodes to do it ('auto': the one found here)")
+def _add_common(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the common options of commands that build, and return the group of options that exclude `--address`."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--address", help="of a Ray cluster, to do it on its nodes ('auto': the running one)")
     parser.add_argument("--timeout", type=_seconds, default=1800.0, metavar="TIME", help="90s, 1h (default: 30m)")
+    return where
 
 
 def _seconds(text: str) -> float:
@@ -104,8 +104,6 @@ def _build(options: argparse.Namespace) -> int:
         for name in ("command", "requirements", "project", "extras", "groups", "python", "find_links", "no_index")
     }
     spec = VenvSpec(**fields)
-    if options.address and options.force:
-        raise ValueError("--force is for this machine: give no --address")
     if options.address:
         _attach(options.address)
         python = create_local_venv_on_each_node(spec, options.name, timeout_s=options.timeout)
@@ -133,7 +131,7 @@ def _prefetch(options: argparse.Namespace) -> int:
     if options.address:
         _attach(options.address)
     fetched = prefetch(options.classes, cluster=bool(options.address), timeout_s=options.timeout)
-    table = Table("class", "", "interpreter, or what went wrong")
+    table = Table("class", "", "interpreter, or error")
     style = {"built": "green", "failed": "red", "skipped": "dim"}
     for one in fetched:
         table.add_row(Text(one.fqn), Text(one.status, style.get(one.status, "")), Text(one.detail))
@@ -147,10 +145,10 @@ def _prefetch(options: argparse.Namespace) -> int:
 def _print_venvs(venvs: Sequence[Venv], headline: str) -> None:
     console = _console()
     if venvs:
-        table = Table("name", "python", "ray", "size", "last used", "in use by", "holds")
+        table = Table("name", "python", "ray", "size", "last used", "in use by", "content")
         for venv in venvs:
             size = "" if venv.size_bytes is None else f"{venv.size_bytes / 2**20:,.1f} MiB"
-            users = some(map(str, venv.pids)) or "-"
+            users = abbreviate(map(str, venv.pids)) or "-"
             row = (venv.path.name, venv.version, venv.ray or "-", size, _ago(venv.used_at), users, venv.about or "-")
             table.add_row(*map(Text, row))
         console.print(table)

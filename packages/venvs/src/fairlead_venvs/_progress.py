@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars on the terminal, once something takes over a second."""
+"""Progress bars on the terminal for work that takes over a second."""
 
 import threading
 import time
@@ -16,52 +16,48 @@ WIDTH = 60
 
 
 class Bars:
-    """A bar per thing that is made; quiet when standard error is not a terminal, or nothing takes long.
+    """One bar for each environment; none if standard error is not a terminal or the work is short.
 
     Args:
-        shown: whether to show anything at all.
+        shown: whether to show bars at all.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
         self._shown = shown
         self._began = time.monotonic()
         self._tasks: dict[str, TaskID] = {}
-        # Several builds tell of themselves at once, each from its own thread.
+        # Several builds report at once, each from its own thread.
         self._lock = threading.Lock()
-        # Made when first needed: what is there already is found in less time than rich takes to begin.
+        # Created when it is needed: finding an environment takes less time than starting rich.
         self._progress: Progress | None = None
 
     def update(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """How far one thing is.
+        """Report progress.
 
         Args:
-            name: of the thing; the first time a bar is added.
-            done: of `total`; a bar of one that is not done pulses.
-            total: for instance of nodes.
-            detail: what is being done just now.
+            name: the name of the bar, which is added at the first report.
+            done: the number of steps that are done.
+            total: the number of all steps, for instance nodes. A bar of one step pulses until it is done.
+            detail: the current step.
         """
         if not self._shown or time.monotonic() - self._began < QUIET_S:
             return
         with self._lock:
-            self._update(name, done, total, detail)
-
-    def _update(self, name: str, done: int, total: int, detail: str) -> None:
-        if self._progress is None:
-            console = Console(stderr=True)
-            self._shown = console.is_terminal
-            if not self._shown:
-                return
-            self._progress = _progress(console)
-            self._progress.start()
-        # Not as markup, which a line of uv's may look like.
-        line = escape(detail.strip()[:WIDTH])
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(escape(name), total=total, detail=line)
-        pulses = total == 1 and not done
-        self._progress.update(self._tasks[name], completed=done, total=None if pulses else total, detail=line)
+            if self._progress is None:
+                console = Console(stderr=True)
+                self._shown = console.is_terminal
+                if not self._shown:
+                    return
+                self._progress = _start(console)
+            # Escaped, as a line of uv may look like markup.
+            line = escape(detail.strip()[:WIDTH])
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(escape(name), total=total, detail=line)
+            pulses = total == 1 and not done
+            self._progress.update(self._tasks[name], completed=done, total=None if pulses else total, detail=line)
 
     def line(self, name: str) -> Callable[[str], None]:
-        """For what a command prints: the detail of one bar."""
+        """Return a function that shows a printed line as the detail of one bar."""
         return lambda text: self.update(name, 0, 1, text)
 
     def __enter__(self) -> "Bars":
@@ -72,8 +68,8 @@ class Bars:
             self._progress.stop()
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
+def _start(console: Console) -> Progress:
+    progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
@@ -82,3 +78,5 @@ def _progress(console: Console) -> Progress:
         console=console,
         transient=True,
     )
+    progress.start()
+    return progress

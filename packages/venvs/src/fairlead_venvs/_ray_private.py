@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call on Ray that is not public, each with its reason and what happens without it."""
+"""Every use of a Ray API that is not public, each with its reason and its fallback."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ __all__ = ["draining_nodes"]
 
 
 def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes that are about to leave the cluster.
+    """Return the ids of the nodes that are about to leave the cluster; empty if Ray lacks this call.
 
-    `ray.nodes()` shows them as alive, and a task with affinity to one of them fails. Without this call they count as
-    alive, and that failure is reported for the node.
+    `ray.nodes()` shows draining nodes as alive, and a task with affinity to one of them fails. Without this call,
+    Fairlead reports that failure as an error of the node.
     """
     import ray
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which environment a worker class needs: told in code, or in the project's pyproject.toml."""
+"""The environment of each worker class: registered in code, or listed in the project's pyproject.toml."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._planning.command import is_uv_command, parsed
+from ._planning.command import is_uv_command, parse_command
 from ._planning.requirements import is_wheel
 from ._spec import VenvSpec
 
@@ -25,12 +25,12 @@ TABLE = "[tool.fairlead.actor-environments]"
 
 
 class PY_EXECUTABLES:
-    """Words for what a worker runs in.
+    """Names of common environments.
 
     Attributes:
-        SYSTEM: the interpreter that asks, on every node.
-        BASE: what the project in the current folder locks.
-        VLLM: that, and its extra `vllm`.
+        SYSTEM: this interpreter, on every node.
+        BASE: the lock of the project in the current folder.
+        VLLM: the same with its extra `vllm`.
     """
 
     SYSTEM: str = sys.executable
@@ -39,19 +39,19 @@ class PY_EXECUTABLES:
 
 
 actor_environments: dict[str, str | VenvSpec] = {}
-"""What `register_actor_env` was told, by the full name of the class: a spec, a command of uv, or an interpreter."""
+"""The registered environments by the full name of the class: a spec, a command of uv, or an interpreter."""
 
 
 def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
-    """Say which environment a worker class needs. What was said before of the same class no longer counts.
+    """Register the environment of a worker class. It replaces an earlier one of the same class.
 
     Args:
         fqn: full name of the class, "package.module.Worker".
         spec: a spec, a command "uv run ...", or the path of an interpreter that every node has.
 
     Raises:
-        ValueError: no such name.
-        TypeError: no such spec.
+        ValueError: the name is not the full name of a class, or the command is empty.
+        TypeError: the environment is neither a spec nor a string.
 
     >>> register_actor_env("package.module.Worker", PY_EXECUTABLES.SYSTEM)
     >>> get_actor_python_env("package.module.Worker") == PY_EXECUTABLES.SYSTEM
@@ -70,20 +70,20 @@ def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str | VenvSpec:
-    """Which environment a worker class needs: what was registered, else what the pyproject.toml says.
+    """Return the environment of a worker class: the registered one, else that of the pyproject.toml.
 
     The pyproject.toml is the one of the current folder, or of the next one above it that has the table
     `[tool.fairlead.actor-environments]`.
 
     Raises:
-        ValueError: neither says anything about this class, or the table cannot be read.
+        ValueError: neither has this class, or the table cannot be read.
     """
     if actor_class_fqn in actor_environments:
         return actor_environments[actor_class_fqn]
-    told = _from_pyproject()
-    if actor_class_fqn in told:
-        return told[actor_class_fqn]
-    known = ", ".join(sorted({*actor_environments, *told})) or "none"
+    listed = _read_pyproject()
+    if actor_class_fqn in listed:
+        return listed[actor_class_fqn]
+    known = ", ".join(sorted({*actor_environments, *listed})) or "none"
     raise ValueError(
         f"no environment is known for the worker class {actor_class_fqn!r} (known are: {known}). Give one: by "
         f"register_actor_env({actor_class_fqn!r}, ...), by the table {TABLE} in a pyproject.toml, or by python= of the "
@@ -92,15 +92,15 @@ def get_actor_python_env(actor_class_fqn: str) -> str | VenvSpec:
 
 
 def known_actor_environments() -> dict[str, str | VenvSpec]:
-    """All that is registered or in the pyproject.toml, sorted by name.
+    """Return all environments that are registered or in the pyproject.toml, sorted by name.
 
     Raises:
         ValueError: the table cannot be read.
     """
-    return dict(sorted({**_from_pyproject(), **actor_environments}.items()))
+    return dict(sorted({**_read_pyproject(), **actor_environments}.items()))
 
 
-def _from_pyproject() -> dict[str, str | VenvSpec]:
+def _read_pyproject() -> dict[str, str | VenvSpec]:
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
         try:
@@ -110,34 +110,34 @@ def _from_pyproject() -> dict[str, str | VenvSpec]:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         if "actor-environments" in table:
-            return {fqn: _told(fqn, value, folder) for fqn, value in table["actor-environments"].items()}
+            return {fqn: _parse_entry(fqn, value, folder) for fqn, value in table["actor-environments"].items()}
     return {}
 
 
-def _told(fqn: str, value: Any, folder: Path) -> str | VenvSpec:
-    """One entry; what is relative in it is so to the folder of the pyproject."""
+def _parse_entry(fqn: str, value: Any, folder: Path) -> str | VenvSpec:
+    """Read one entry. Its paths are relative to the folder of the pyproject."""
     try:
         if isinstance(value, Mapping):
-            return VenvSpec(**_placed(value, folder))
+            return VenvSpec(**_resolve_paths(value, folder))
         if not isinstance(value, str) or not value:
             raise TypeError(f"expected a command, a path or a table of VenvSpec's arguments, got {value!r}")
         if is_uv_command(value):
-            return VenvSpec(**_placed(parsed(value, folder), folder))
+            return VenvSpec(**_resolve_paths(parse_command(value, folder), folder))
         return PY_EXECUTABLES.SYSTEM if value == "system" else os.path.join(folder, value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{TABLE} in {folder / 'pyproject.toml'}, {fqn}: {error}") from None
 
 
-def _placed(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    placed = dict(arguments)
-    if "command" in placed:
-        placed |= parsed(placed.pop("command"), folder)
-    if placed.get("project") is not None:
-        placed["project"] = os.path.join(folder, placed["project"])
-        placed.pop("requirements", None)
-    elif "requirements" in placed:
-        wanted = placed["requirements"]
-        placed["requirements"] = [os.path.join(folder, one) if is_wheel(one) else one for one in wanted]
-    if "find_links" in placed:
-        placed["find_links"] = [one if "://" in one else os.path.join(folder, one) for one in placed["find_links"]]
-    return placed
+def _resolve_paths(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    resolved = dict(arguments)
+    if "command" in resolved:
+        resolved |= parse_command(resolved.pop("command"), folder)
+    if resolved.get("project") is not None:
+        resolved["project"] = os.path.join(folder, resolved["project"])
+        resolved.pop("requirements", None)
+    elif "requirements" in resolved:
+        wanted = resolved["requirements"]
+        resolved["requirements"] = [os.path.join(folder, one) if is_wheel(one) else one for one in wanted]
+    if "find_links" in resolved:
+        resolved["find_links"] = [one if "://" in one else os.path.join(folder, one) for one in resolved["find_links"]]
+    return resolved

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong while an environment is made, one class per situation."""
+"""The errors of this package, one class for each situation."""
 
 from collections.abc import Sequence
 
@@ -14,26 +14,26 @@ __all__ = [
 
 
 class VenvError(Exception):
-    """Base of everything this package raises once it has begun to look, ask or build.
+    """Base of the errors that this package raises while it reads, resolves or builds.
 
-    Misuse that can be seen without that is a ValueError or a TypeError instead.
+    Misuse that can be detected before that is a ValueError or a TypeError.
     """
 
 
-def _where(node: str | None) -> str:
+def _on_node(node: str | None) -> str:
     return "" if node is None else f" on node {node}"
 
 
 class VenvBuildError(VenvError):
-    """An environment, or the wheel of a project, could not be built, or an interpreter does not run.
+    """An environment or the wheel of a project could not be built, or an interpreter does not run.
 
-    Nothing half-built is left in its place.
+    No incomplete environment is left in its place.
 
     Attributes:
-        reason: one sentence, with what to do if that is known.
-        command: the command that failed, as it was run; empty if none did.
-        output: the last lines of what it printed. Credentials are blotted out, here as in `command`.
-        node: where; None on this machine, without a cluster.
+        reason: one sentence, with the remedy if it is known.
+        command: the command that failed; empty if no command failed.
+        output: the last lines that it printed. Credentials are redacted, as in `command`.
+        node: the node where it failed; None on this machine.
     """
 
     def __init__(self, reason: str, command: str = "", output: Sequence[str] = (), node: str | None = None) -> None:
@@ -44,7 +44,7 @@ class VenvBuildError(VenvError):
         self.node = node
 
     def __str__(self) -> str:
-        lines = [f"The environment is not ready{_where(self.node)}: {self.reason}"]
+        lines = [f"The environment is not ready{_on_node(self.node)}: {self.reason}"]
         if self.command:
             lines.append(f"  $ {self.command}")
         lines += [f"  {line}" for line in self.output]
@@ -52,12 +52,12 @@ class VenvBuildError(VenvError):
 
 
 class VenvTimeoutError(VenvError, TimeoutError):
-    """The deadline passed. What was under way has been ended; asking again starts afresh, from what uv has cached.
+    """The deadline passed. The build has been ended. A new call starts again and uses uv's cache.
 
     Attributes:
-        doing: what was under way, or waited for.
-        timeout_s: the deadline that was given, in seconds.
-        node: where; None on this machine, without a cluster.
+        doing: the step that was not finished.
+        timeout_s: the time limit that was given, in seconds.
+        node: the node where it happened; None on this machine.
     """
 
     def __init__(self, doing: str, timeout_s: float, node: str | None = None) -> None:
@@ -68,17 +68,18 @@ class VenvTimeoutError(VenvError, TimeoutError):
 
     def __str__(self) -> str:
         return (
-            f"Not done within {self.timeout_s:g} s{_where(self.node)}: {self.doing}. "
-            "Large packages take long the first time: give more time (timeout_s), or look at the node's network."
+            f"Not done within {self.timeout_s:g} s{_on_node(self.node)}: {self.doing}. "
+            "The first installation of large packages takes long: give more time (timeout_s), or check the network of "
+            "the node."
         )
 
 
 class UvUnavailableError(VenvError):
-    """uv is not there, or too old.
+    """uv is missing or too old.
 
     Attributes:
-        reason: what was looked for, and what was found.
-        node: where; None on this machine, without a cluster.
+        reason: what was missing, or what was found instead.
+        node: the node where it happened; None on this machine.
     """
 
     def __init__(self, reason: str, node: str | None = None) -> None:
@@ -88,20 +89,20 @@ class UvUnavailableError(VenvError):
 
     def __str__(self) -> str:
         return (
-            f"uv is needed to build environments{_where(self.node)}: {self.reason}. Install it next to Ray on every "
-            "node (`pip install uv`), or name a program (FAIRLEAD_VENV_UV)."
+            f"uv is needed to build environments{_on_node(self.node)}: {self.reason}. Install it next to Ray on every "
+            "node (`pip install uv`), or give the path of a program (FAIRLEAD_VENV_UV)."
         )
 
 
 class VenvMismatchError(VenvError):
-    """Something is there in another version or kind than a worker of this cluster needs.
+    """An environment has another version of Ray or Python, or another platform, than a worker of this cluster needs.
 
     Attributes:
         what: "ray", "python" or "platform".
-        found: what there is; "none" if there is none.
-        wanted: what the cluster has.
-        where: the environment.
-        node: where; None on this machine, without a cluster.
+        found: the version that the environment has; "none" if it has none.
+        wanted: the version that the cluster has.
+        where: a description of the environment.
+        node: the node where it happened; None on this machine.
     """
 
     def __init__(self, what: str, found: str, wanted: str, where: str, node: str | None = None) -> None:
@@ -116,21 +117,21 @@ class VenvMismatchError(VenvError):
         remedy = {
             "ray": f"Ask for 'ray=={self.wanted}' in its requirements, or in the dependencies of its project and lock "
             "it again (`uv add`)",
-            "python": f"Ask for python={self.wanted!r}",
-            "platform": "Choose nodes of one platform (nodes=...), and ask once for each platform from a driver there",
+            "python": f"Give python={self.wanted!r}",
+            "platform": "Choose nodes of one platform (nodes=...), and run a driver on each platform",
         }.get(self.what, "Make them equal")
         return (
-            f"{self.where}{_where(self.node)} has {self.what} {self.found}, but a worker of this cluster needs "
+            f"{self.where}{_on_node(self.node)} has {self.what} {self.found}, but a worker of this cluster needs "
             f"{self.what} {self.wanted}. {remedy}."
         )
 
 
 class VenvNodesError(ExceptionGroup[VenvError], VenvError):
-    """Nodes on which it went wrong, each with its error (`exceptions`); on the others the environment is ready.
+    """Environments are not ready on some nodes. It has the error of each node; the other nodes are ready.
 
-    `except VenvError` catches it, and `except*` reaches what is in it.
+    `except VenvError` catches the group, and `except*` its members.
     """
 
     def derive(self, excs: Sequence[VenvError], /) -> "VenvNodesError":  # type: ignore[override]
-        """A group of some of the errors, as `split` and `except*` make it."""
+        """Return a group of some of the errors, for `split` and `except*`."""
         return VenvNodesError(self.message, excs)

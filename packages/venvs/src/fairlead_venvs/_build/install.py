@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of one build: an empty environment, what is installed into it, and the proof that it works."""
+"""The steps of one build: create an empty environment, install into it, and verify that it works."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -10,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..exceptions import VenvBuildError
-from .recipe import Recipe
+from .recipe import File, Recipe, this_python
 from .store import python_of
 from .uv import Runner
 
-__all__ = ["install", "interpreter_for", "lay_out", "verified"]
+__all__ = ["choose_interpreter", "install", "lay_out", "probe", "verify"]
 
 PROBE = """\
 import importlib.metadata as metadata, json, platform, sys
@@ -26,8 +25,8 @@ print(json.dumps([platform.python_version(), sys.implementation.name, sys.prefix
 """
 
 
-def lay_out(files: Iterable[tuple[str, bytes | Path]], stage: Path) -> None:
-    """Put files below a folder; those of this machine as links."""
+def lay_out(files: Iterable[File], stage: Path) -> None:
+    """Put files below a folder; files of this machine as links."""
     for name, content in files:
         path = stage / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,32 +36,27 @@ def lay_out(files: Iterable[tuple[str, bytes | Path]], stage: Path) -> None:
             path.symlink_to(content)
 
 
-def interpreter_for(python: str, implementation: str) -> str:
-    """What to tell uv: the interpreter that asks, if it will do, for it needs no search; else the version."""
-    own = (".".join(map(str, sys.version_info[:2])), ".".join(map(str, sys.version_info[:3])))
-    if implementation == sys.implementation.name and python in own:
+def choose_interpreter(python: str, implementation: str) -> str:
+    """Return an interpreter for uv: this one if it fits, as uv need not search for it; else the version."""
+    if implementation == sys.implementation.name and python in (this_python(), this_python(3)):
         return sys.executable
     return f"{implementation}@{python}"
 
 
-def install(recipe: Recipe, uv: str, env: Path, stage: Path, runner: Runner) -> None:
-    """Make the environment and install everything, the setup command included."""
-    make = [
-        uv,
-        "venv",
-        "--relocatable",
-        "--no-project",
-        "--python",
-        interpreter_for(recipe.python, recipe.implementation),
-    ]
-    if recipe.system_site_packages:
-        make.append("--system-site-packages")
-    runner.run([*make, str(env)], cwd=stage, failed=f"uv could not make an environment with Python {recipe.python}")
+def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
+    """Create the environment, install everything into it, and run the setup command."""
+    base = choose_interpreter(recipe.python, recipe.implementation)
+    runner.uv(
+        *("venv", "--relocatable", "--no-project", "--python", base),
+        *(["--system-site-packages"] if recipe.system_site_packages else []),
+        str(env),
+        cwd=stage,
+        failed=f"uv could not create an environment with Python {recipe.python}",
+    )
     python = python_of(env)
-    no_index = ["--no-index"] if recipe.no_index else []
     if recipe.requirements is None:
-        runner.run(
-            [uv, "sync", "--frozen", "--python", python, *no_index, *recipe.sync],
+        runner.uv(
+            *("sync", "--frozen", "--python", python, *recipe.sync),
             cwd=stage / recipe.project,
             env={"UV_PROJECT_ENVIRONMENT": str(env)},
             failed="uv could not install what the project's lock names",
@@ -70,10 +64,9 @@ def install(recipe: Recipe, uv: str, env: Path, stage: Path, runner: Runner) -> 
     elif recipe.requirements:
         # An empty uv.toml ends the search for settings in the folders above.
         (stage / "uv.toml").touch()
-        runner.run(
-            # Requirements may be URLs with credentials: they are no arguments, which everybody can see.
-            # All that they depend on is among them.
-            [uv, "pip", "install", "--python", python, "--no-deps", *no_index, "-r", "-"],
+        runner.uv(
+            # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
+            *("pip", "install", "--python", python, "--no-deps", "-r", "-"),
             cwd=stage,
             # Relative: uv would take a space in a path for the end of a name.
             env={"UV_BUILD_CONSTRAINT": " ".join(recipe.build_constraints)} if recipe.build_constraints else None,
@@ -81,8 +74,9 @@ def install(recipe: Recipe, uv: str, env: Path, stage: Path, runner: Runner) -> 
             failed="uv could not install the requirements",
         )
     if recipe.wheels:
-        runner.run(
-            [uv, "pip", "install", "--python", python, "--no-deps", "--no-index", *recipe.wheels],
+        runner.uv(
+            *("pip", "install", "--python", python, "--no-deps", *recipe.wheels),
+            *([] if recipe.no_index else ["--no-index"]),
             cwd=stage,
             failed="uv could not install the wheels of the project's own code",
         )
@@ -101,23 +95,33 @@ def _set_up(command: tuple[str, ...], env: Path, runner: Runner) -> None:
     )
 
 
-def verified(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]:
-    """Version of the environment's Python, and of Ray in it, as told by itself.
+def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:
+    """Run an interpreter, and return its version, implementation and prefix, and the version of its Ray or None.
 
     Raises:
-        VenvBuildError: it does not run, or is another Python than was asked for.
+        VenvBuildError: it does not run, or does not report its version.
     """
-    # Isolated: neither variables nor the current folder say where modules come from.
-    said = runner.run([python_of(env), "-I", "-c", PROBE], cwd=env, failed="The new environment's Python does not run")
-    version = implementation = prefix = ""
-    ray = None
-    with contextlib.suppress(ValueError, IndexError):
-        version, implementation, prefix, ray = json.loads(said.splitlines()[-1])
+    # Isolated: neither variables nor the current folder decide where modules come from.
+    output = runner.run([python, "-I", "-c", PROBE], cwd=Path("/"), failed=f"{python} does not run")
+    try:
+        # The last line, as code that the interpreter runs when it starts may print, too.
+        version, implementation, prefix, ray = json.loads(output.splitlines()[-1])
+    except (IndexError, TypeError, ValueError):
+        raise VenvBuildError(f"{python} does not report its version", output=output.splitlines()) from None
+    return version, implementation, prefix, ray
+
+
+def verify(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]:
+    """Return the versions of Python and Ray in a new environment; None for Ray if it has none.
+
+    Raises:
+        VenvBuildError: its Python does not run, or is another one than the recipe's.
+    """
+    version, implementation, prefix, ray = probe(python_of(env), runner)
     same = implementation == recipe.implementation and f"{version}.".startswith(f"{recipe.python}.")
     if not same or os.path.realpath(prefix) != os.path.realpath(env):
         raise VenvBuildError(
-            f"{recipe.implementation} {recipe.python} was asked for, and the new environment answers that it is "
-            f"{implementation or 'unknown'} {version} in {prefix or 'an unknown place'}.",
-            output=said.splitlines(),
+            f"{recipe.implementation} {recipe.python} was requested, and the new environment reports {implementation} "
+            f"{version} in {prefix}."
         )
     return version, ray

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine has to know to build an environment: plain data, made by the driver, shipped to nodes."""
+"""The plain data that the driver sends to a node to build an environment, and the answer of the node."""
 
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Files", "Outcome", "Recipe", "this_platform"]
+__all__ = ["File", "Outcome", "Recipe", "this_platform", "this_python"]
 
-# Relative paths and what stands there: bytes, or the path of a file on this machine. Called only if needed.
-Files = Callable[[], Iterable[tuple[str, "bytes | Path"]]]
+# A relative path, and its content: bytes, or the path of a file on this machine.
+File = tuple[str, "bytes | Path"]
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,26 @@ class Recipe:
     """How to build one environment.
 
     Attributes:
-        fingerprint: of everything that decides the content.
-        request: hash of what was asked for, whatever its requirements were resolved to.
-        folder: where it will be, on every machine.
-        platform: for which it is, as `this_platform`.
+        fingerprint: hash of everything that decides the content; empty in a draft.
+        request: hash of the request, which does not depend on the versions that requirements were resolved to.
+        folder: path of the environment on every machine; in a draft, that of the folder of all environments.
+        platform: result of `this_platform` on the driver.
         python: version of the interpreter, "3.11" or "3.11.7".
         implementation: of the interpreter, "cpython".
-        system_site_packages: whether it sees what is installed for its base interpreter.
+        system_site_packages: whether it sees the packages of its base interpreter.
         requirements: lines for `uv pip install --no-deps`, one for each distribution; paths are relative to the files.
-            None for a project.
-        sync: for a project: further arguments of `uv sync`, which runs in `project`.
+            None for a project. In a draft, the requirements that were given.
+        sync: for a project, further arguments of `uv sync`, which runs in `project`.
         project: folder of the project's lock among the files.
-        wheels: files to install at last, without what they depend on.
+        wheels: files to install last, without their dependencies.
         links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
-        config: uv's configuration among the files; empty without.
+        config: uv's configuration among the files; empty if there is none.
         build_constraints: constraints for building source distributions, among the files or URLs.
-        no_index: ask no package index.
+        no_index: use no package index.
         env: variables for uv and for the setup command.
-        setup: a command that is run inside at the end.
-        about: for people, written into the manifest; without credentials.
-        secrets: what must not be seen.
+        setup: a command that runs in the environment at the end.
+        about: description for people in the manifest, without credentials.
+        secrets: strings that are redacted everywhere.
     """
 
     fingerprint: str
@@ -82,6 +82,11 @@ class Outcome:
 
 
 def this_platform() -> str:
-    """What binaries have to fit: "linux-x86_64-glibc"."""
+    """Return the platform that binaries have to fit, such as "linux-x86_64-glibc"."""
     libc = "glibc" if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()) else "other"
     return f"{sys.platform}-{platform.machine()}-{libc}"
+
+
+def this_python(parts: int = 2) -> str:
+    """Return the first parts of the version of this Python, by default major and minor, such as "3.11"."""
+    return ".".join(map(str, sys.version_info[:parts]))

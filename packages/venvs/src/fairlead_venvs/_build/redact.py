@@ -5,17 +5,16 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
-__all__ = ["ambient_secrets", "is_secret_name", "redacted", "secret_digest", "secrets_of", "secrets_of_command"]
+__all__ = ["ambient_secrets", "digest_secret", "find_command_secrets", "find_secrets", "is_secret_name", "redact"]
 
-BLOT = "***"
-# A user without a password may be a token. Not a lone @ further on: `git+ssh://git@host` has nothing to hide, but
-# whether it has cannot be seen. A password may itself hold an @.
+REDACTED = "***"
+# A user without a password may be a token, so `git` in `git+ssh://git@host` is redacted, too. A password may have an @.
 USERINFO = r"([a-z][a-z0-9+.-]*://)([^/\s?#]+)@"
 QUERY = r"([?&]([^=&\s]+)=)[^&\s]+"
-# Of a URL's query: also the parts of a signed URL that let its holder in.
+# Parameters of a URL's query, among them those of a signed URL that grant access.
 QUERY_NAMES = frozenset({"awsaccesskeyid", "key", "sig"})
 QUERY_WORDS = frozenset({"CREDENTIAL", "SIGNATURE"})
 # Whole words: TOKENIZERS_PARALLELISM and MAX_TOKENS are settings.
@@ -34,25 +33,25 @@ def is_secret_name(name: str) -> bool:
     return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairs) or words[-1:] == ["AUTH"]
 
 
-def secrets_of(texts: Iterable[str]) -> frozenset[str]:
-    """The credentials in URLs, in every spelling in which a program may print them."""
+def find_secrets(texts: Iterable[str]) -> frozenset[str]:
+    """Return the credentials in URLs, in every spelling in which a program may print them."""
     found: set[str] = set()
     for text in texts:
         for match in re.finditer(USERINFO, text, flags=re.IGNORECASE):
             user, _, password = match[2].partition(":")
-            # A user name with a password is no secret, and blotting out `git` everywhere would spoil messages.
+            # A user name with a password is not a secret: a name such as `git` is also a common word.
             hidden = password or user
             found |= {match[2], hidden, unquote(match[2]), unquote(hidden)}
     return frozenset(one for one in found if len(one) > 3)
 
 
-def secrets_of_command(arguments: Sequence[str]) -> frozenset[str]:
+def find_command_secrets(arguments: Sequence[str]) -> frozenset[str]:
     """Return the credentials in a command: in its URLs, options, assignments and headers.
 
-    >>> sorted(secrets_of_command(["fetch", "--token", "abcdef", "--retries=3", "PASSWORD=opensesame"]))
+    >>> sorted(find_command_secrets(["fetch", "--token", "abcdef", "--retries=3", "PASSWORD=opensesame"]))
     ['abcdef', 'opensesame']
     """
-    found = set(secrets_of(arguments))
+    found = set(find_secrets(arguments))
     for text in arguments:
         found |= {value for name, value in re.findall(ASSIGNED, text) if is_secret_name(name)}
         found |= set(re.findall(AUTHORIZATION, text, flags=re.IGNORECASE))
@@ -60,12 +59,12 @@ def secrets_of_command(arguments: Sequence[str]) -> frozenset[str]:
     words = [word for argument in arguments for word in argument.split()]
     options = itertools.pairwise(words)
     found |= {value for option, value in options if re.fullmatch(r"--?[\w-]+", option) and is_secret_name(option)}
-    # What names a variable hides its value already.
+    # A reference to a variable does not show its value.
     return frozenset(one for one in found if len(one) > 3 and not one.startswith(("$", "-")))
 
 
-def secret_digest(name: str, value: str) -> str:
-    """Return a digest by which equal secrets are known, and from which none can be guessed at a reasonable cost.
+def digest_secret(name: str, value: str) -> str:
+    """Return a digest that equal secrets share, and from which guessing a secret is too expensive.
 
     scrypt with the parameters of RFC 7914, section 2; the name is the salt, so that the digest is the same everywhere.
     """
@@ -73,25 +72,24 @@ def secret_digest(name: str, value: str) -> str:
     return hashlib.scrypt(value.encode(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
 
 
-def ambient_secrets(env: Mapping[str, str] | None = None) -> frozenset[str]:
-    """The credentials that uv finds in a process's variables."""
-    variables = os.environ if env is None else env
-    ours = {name: value for name, value in variables.items() if name.startswith("UV_") or "PROXY" in name.upper()}
+def ambient_secrets() -> frozenset[str]:
+    """Return the credentials in the variables of this process that uv reads."""
+    ours = {name: value for name, value in os.environ.items() if name.startswith("UV_") or "PROXY" in name.upper()}
     named = {value for name, value in ours.items() if is_secret_name(name) and len(value) > 3}
-    return frozenset(named) | secrets_of(ours.values())
+    return frozenset(named) | find_secrets(ours.values())
 
 
-def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without credentials: those in any URL, and the given ones wherever they stand."""
-    text = re.sub(USERINFO, rf"\1{BLOT}@", text, flags=re.IGNORECASE)
-    text = re.sub(QUERY, _redacted_parameter, text)
+def redact(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return a text without the credentials in its URLs, and without the given secrets."""
+    text = re.sub(USERINFO, rf"\1{REDACTED}@", text, flags=re.IGNORECASE)
+    text = re.sub(QUERY, _redact_parameter, text)
     for secret in sorted(secrets, key=len, reverse=True):  # the longest first: one may be a part of another
-        text = text.replace(secret, BLOT)
+        text = text.replace(secret, REDACTED)
     return text
 
 
-def _redacted_parameter(match: re.Match[str]) -> str:
+def _redact_parameter(match: re.Match[str]) -> str:
     name = match[2]
     words = re.findall(r"[A-Z0-9]+", name.upper())
     secret = is_secret_name(name) or name.lower() in QUERY_NAMES or not QUERY_WORDS.isdisjoint(words)
-    return f"{match[1]}{BLOT}" if secret else match[0]
+    return f"{match[1]}{REDACTED}" if secret else match[0]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running uv, and what else a build runs: no shell, a deadline, the end of what was said."""
+"""Runs uv and the other commands of a build: without a shell, until a deadline, keeping the last lines of output."""
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -13,51 +14,65 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
-from .redact import redacted
+from .redact import redact
 from .variables import DECIDING, NOT_INHERITED
 
-__all__ = ["Deadline", "Runner", "find_uv"]
+__all__ = ["Deadline", "Runner", "find_uv", "start_deadline"]
 
 MINIMUM = (0, 8, 0)
 LINES = 50
 
 
 class Deadline:
-    """A moment until which something has to be done."""
+    """A moment by which something has to be done."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
 
     def left(self) -> float:
-        """Seconds, 0 if it has passed."""
+        """Return the remaining seconds; 0 after the deadline."""
         return max(0.0, self._end - time.monotonic())
 
 
+def start_deadline(timeout_s: Any) -> Deadline:
+    """Return a deadline that begins now.
+
+    Raises:
+        ValueError: it is not a positive, finite number of seconds.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
+    return Deadline(float(timeout_s))
+
+
 def find_uv(deadline: Deadline) -> str:
-    """The uv to build with: `FAIRLEAD_VENV_UV`, that of the PyPI package, or one on the path; new enough."""
-    uv = os.environ.get("FAIRLEAD_VENV_UV") or _packaged() or shutil.which("uv")
+    """Find the uv to build with: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path.
+
+    Raises:
+        UvUnavailableError: there is none, or it is too old.
+    """
+    uv = os.environ.get("FAIRLEAD_VENV_UV") or _find_packaged_uv() or shutil.which("uv")
     if not uv:
-        raise UvUnavailableError("neither the package uv nor a program of that name is there")
+        raise UvUnavailableError("found neither the package uv nor a program of that name")
     try:
         done = subprocess.run([uv, "--version"], capture_output=True, text=True, timeout=max(1.0, deadline.left()))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UvUnavailableError(f"{uv} does not run: {error}") from None
-    found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", done.stdout)
-    if done.returncode or not found:
-        said = (done.stdout + done.stderr).strip()[-200:]
-        raise UvUnavailableError(f"{uv} does not tell its version, but exits with {done.returncode}: {said!r}")
-    if tuple(map(int, found.groups())) < MINIMUM:
-        wanted = ".".join(map(str, MINIMUM))
-        raise UvUnavailableError(
-            f"{uv} has version {'.'.join(found.groups())}, and {wanted} is the oldest that will do"
-        )
+    version = re.match(r"uv (\d+)\.(\d+)\.(\d+)", done.stdout)
+    if done.returncode or not version:
+        output = (done.stdout + done.stderr).strip()[-200:]
+        raise UvUnavailableError(f"{uv} does not report its version, but exits with {done.returncode}: {output!r}")
+    if tuple(map(int, version.groups())) < MINIMUM:
+        oldest = ".".join(map(str, MINIMUM))
+        raise UvUnavailableError(f"{uv} has version {'.'.join(version.groups())}, and the oldest supported is {oldest}")
     return uv
 
 
-def _packaged() -> str | None:
+def _find_packaged_uv() -> str | None:
     try:
         from uv import find_uv_bin
     except ImportError:
@@ -78,10 +93,11 @@ class Runner:
     """Runs commands one after another until a common deadline, and shows what they print.
 
     Args:
-        deadline: of all of them together.
-        env: variables in addition to those of this process, of which uv's settings count only here: what the driver
-            says holds on every node.
-        secrets: what must not be seen.
+        deadline: for all of them together.
+        env: variables in addition to those of this process. Of uv's settings only these count, as the driver's settings
+            apply on every node.
+        secrets: strings to redact.
+        no_index: whether uv uses no package index.
         show: is called with each line that is printed.
     """
 
@@ -91,33 +107,47 @@ class Runner:
         *,
         env: Mapping[str, str] | None = None,
         secrets: Iterable[str] = (),
+        no_index: bool = False,
         show: Callable[[str], None] | None = None,
     ) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
         self._secrets = tuple(secrets)
+        self._no_index = ["--no-index"] if no_index else []
         self._show = show
+        self._uv = ""
         left_out = {*NOT_INHERITED, *DECIDING}
         inherited = {name: value for name, value in os.environ.items() if name not in left_out}
         self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+
+    def uv(
+        self, *arguments: str, cwd: Path, failed: str, env: Mapping[str, str] | None = None, stdin: str = ""
+    ) -> None:
+        """Run a command of uv, as `run` does.
+
+        Raises:
+            UvUnavailableError: there is no uv, or it is too old.
+        """
+        self._uv = self._uv or find_uv(self.deadline)
+        self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed, env=env, stdin=stdin)
 
     def run(
         self,
         command: Sequence[str],
         *,
-        cwd: str | Path,
+        cwd: Path,
         failed: str,
         env: Mapping[str, str] | None = None,
         stdin: str = "",
     ) -> str:
-        """What the command prints.
+        """Run a command and return the last lines that it printed.
 
         Raises:
-            VenvBuildError: it failed (`failed` says what that means), or there is no such program.
-            VenvTimeoutError: the deadline has passed; the command and what it started has been killed.
+            VenvBuildError: it failed, or there is no such program. The reason begins with `failed`.
+            VenvTimeoutError: the deadline passed. The command and its children have been killed.
         """
-        shown = redacted(shlex.join(command), self._secrets)
+        shown = redact(shlex.join(command), self._secrets)
         try:
-            # A group of its own: what it starts is ended with it.
+            # A group of its own, so that its children end with it.
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
@@ -130,23 +160,23 @@ class Runner:
                 process_group=0,
             )
         except OSError as error:
-            raise VenvBuildError(redacted(f"{failed}: {error}", self._secrets), shown) from None
+            raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None
         lines: deque[str] = deque(maxlen=LINES)
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
         if stdin:
-            # Not here: what is not read does not fit into the pipe, and nothing would look at the deadline.
+            # In a thread: input that is not read does not fit into the pipe, and would block past the deadline.
             threading.Thread(target=_write, args=(process, stdin), daemon=True).start()
         try:
-            code = process.wait(self._deadline.left())
+            code = process.wait(self.deadline.left())
         except subprocess.TimeoutExpired:
-            raise VenvTimeoutError(shown, self._deadline.timeout_s) from None
+            raise VenvTimeoutError(shown, self.deadline.timeout_s) from None
         finally:
-            if process.returncode is None:  # else its number may be another's by now
+            if process.returncode is None:  # else its id may be that of another process by now
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            # Something that outlives the command may hold the pipe: then its end is not waited for.
+            # A process that outlives the command may hold the pipe open, so this does not wait for its end.
             reader.join(1)
         if code:
             raise VenvBuildError(f"{failed} (exit status {code}).", shown, list(lines))
@@ -156,7 +186,7 @@ class Runner:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                lines.append(redacted(line.rstrip("\n"), self._secrets))
+                lines.append(redact(line.rstrip("\n"), self._secrets))
                 if self._show is not None:
                     self._show(lines[-1])
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables that uv reads, by what they are for. A test compares the lists with what uv itself names."""
+"""The variables that uv reads, by purpose. A test compares the lists with the help of uv."""
 
 import re
 
 __all__ = ["DECIDING", "DEFAULT_INDEXES", "FILES", "INDEXES", "NOT_INHERITED", "is_index_credential", "is_neutral"]
 
-# They describe the environment of the caller, or Fairlead passes the same setting to uv in another way.
+# Variables that describe the environment of the caller, or Fairlead passes the same setting to uv in another way.
 NOT_INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
@@ -36,7 +36,7 @@ DEFAULT_INDEXES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
 INDEXES = (*DEFAULT_INDEXES, "UV_EXTRA_INDEX_URL", "UV_INDEX")
 # Their values are the paths of files, separated by spaces.
 FILES = ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE", "UV_CONSTRAINT", "UV_EXCLUDE", "UV_OVERRIDE")
-# They decide which distributions uv finds, which it chooses, and what it builds of them.
+# Variables that decide which distributions uv finds and chooses, and how it builds them.
 DECIDING = (
     *INDEXES,
     *FILES,
@@ -61,14 +61,14 @@ DECIDING = (
     "UV_RESOLUTION",
     "UV_TORCH_BACKEND",
 )
-# Variables that decide how fast or by what road something is built, not what comes of it.
+# Prefixes of variables that decide how something is built, and not its content.
 NEUTRAL = (
     *("ALL_PROXY", "HTTP", "NO_PROXY", "RUST_LOG", "SSL_"),
     *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_CUSTOM_COMPILE_COMMAND", "UV_HTTP_"),
     *("UV_INSECURE_HOST", "UV_KEYRING_PROVIDER", "UV_LINK_MODE", "UV_LOG_", "UV_NATIVE_TLS", "UV_NO_CACHE"),
     *("UV_NO_PROGRESS", "UV_OFFLINE", "UV_REQUEST_", "UV_SYSTEM_CERTS"),
 )
-# They open an index and do not decide what it offers: a new password is not a new environment.
+# Credentials give access to an index and do not decide its content, so a new password is not a new environment.
 INDEX_CREDENTIAL = r"UV_INDEX_\w+_(USERNAME|PASSWORD)"
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds environments on the nodes of a Ray cluster, and finds the one that a worker runs in."""
+"""Builds environments on the nodes of a Ray cluster, and chooses the environment of a worker."""

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments on the nodes of a Ray cluster: one task for each, wherever there is room or none."""
+"""Environments on the nodes of a Ray cluster: look on every node, then build where one is missing."""
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
+from .._build import node_task
 from .._build.recipe import Outcome
-from .._build.uv import Deadline
-from .._local import as_spec, checked_seconds
-from .._planning.plan import planned
-from .._planning.project import Project
+from .._build.uv import Deadline, start_deadline
+from .._planning.plan import Plan, plan_venv
 from .._progress import Bars
-from .._spec import VenvSpec
-from ..exceptions import VenvNodesError
-from .provision import DRIVER, provisioned
+from .._spec import VenvSpec, as_spec
+from ..exceptions import VenvBuildError, VenvError, VenvNodesError
 from .renewal import keep_marked
-from .rpc import alive_nodes, some
+from .rpc import Call, abbreviate, alive_nodes, run_on_nodes
 
-__all__ = ["create_local_venv_on_each_node", "ensure_on_nodes", "ensure_venvs"]
+__all__ = ["Provision", "create_local_venv_on_each_node", "ensure_on_nodes", "ensure_venvs", "provision"]
+
+# The files of one environment go through Ray's object store to each node that builds it.
+LIMIT_BYTES = 2 * 2**30
+# In the place of a node, for an error of the driver.
+DRIVER = ""
 
 
 def create_local_venv_on_each_node(
@@ -26,15 +31,15 @@ def create_local_venv_on_each_node(
     timeout_s: float = 1800,
     progress: bool = True,
 ) -> str:
-    """The interpreter of an environment on every node, built where it is not there, on all nodes at once.
+    """Return the interpreter of an environment on every node, and build it on all nodes where it is missing.
 
-    Each node is asked by a task that needs no CPU and no placement group, so a full cluster does not hold it up. What
-    it needs (lock, wheels) travels with the task; a node needs uv beside its Ray, nothing else.
+    Each node runs a task that needs no CPU and no placement group, so a full cluster does not delay it. The task
+    contains all files (lock, wheels); a node needs only uv beside its Ray.
 
     Args:
-        py_executable: what it is to hold: a spec, or a command, "uv run --locked --extra vllm --directory X".
+        py_executable: a spec, or a command such as "uv run --locked --extra vllm --directory X".
         venv_name: first part of the folder's name, a plain word; by default the project's name.
-        nodes: Ray's ids of some nodes, such as one that has just joined; by default all that are alive.
+        nodes: Ray's ids of some nodes, such as one that has just joined; by default all alive nodes.
         timeout_s: for everything together, in seconds.
         progress: show bars on a terminal.
 
@@ -42,10 +47,11 @@ def create_local_venv_on_each_node(
         Path of `bin/python`, the same on all nodes: the driver's folder (`FAIRLEAD_VENV_DIR`) is used on each.
 
     Raises:
-        TypeError, ValueError: nothing that could be built; no such deadline; no Ray; a node that is not there.
+        TypeError, ValueError: the arguments do not describe an environment or a time limit; Ray is not running; a node
+            is not alive.
         VenvBuildError: nothing satisfies the requirements, the project's wheel cannot be built, its lock does not
-            match, or there is too much to ship: no node was asked to build.
-        VenvNodesError: nodes on which it went wrong, each with its own error. The others have it.
+            match, or the files are too large to send. No node has built anything.
+        VenvNodesError: the build failed on some nodes. It has the error of each; the other nodes have the environment.
     """
     (python,) = ensure_venvs([py_executable], venv_name=venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)
     return python
@@ -59,7 +65,7 @@ def ensure_venvs(
     timeout_s: float = 1800,
     progress: bool = True,
 ) -> list[str]:
-    """As `create_local_venv_on_each_node`, for several at once; those of equal content are built once.
+    """Do the same as `create_local_venv_on_each_node` for several specs at once; equal content is built once.
 
     Returns:
         Paths of the interpreters, in the order of the specs.
@@ -78,28 +84,98 @@ def ensure_on_nodes(
     nodes: Sequence[str] | None = None,
     timeout_s: float = 1800,
     progress: bool = True,
-    check: Callable[[VenvSpec, Project | None], None] | None = None,
 ) -> list[dict[str, Outcome]]:
-    """As `ensure_venvs`; what is known of each environment, by node.
-
-    Before anything is started, `check` is called with each spec and its project, and may raise.
-    """
+    """Do the same as `ensure_venvs`, and return for each environment the answers of the nodes."""
     specs = [as_spec(one) for one in py_executables]
-    deadline = Deadline(checked_seconds("timeout_s", timeout_s))
-    there = alive_nodes(nodes)
+    deadline = start_deadline(timeout_s)
+    labels = alive_nodes(nodes)
     with Bars(shown=progress) as bars:
         show = bars.line("preparing")
-        plans = [planned(spec, name, deadline=deadline, show=show, check=check) for spec in specs]
+        plans = [plan_venv(spec, name, deadline=deadline, show=show) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
-        done, errors = provisioned(distinct, there, deadline, bars)
-    for (_, node), error in errors.items():
+        provided = provision(distinct, labels, deadline, bars)
+    for (_, node), error in provided.errors.items():
         if node == DRIVER:
             raise error
-    if errors:
+    if errors := provided.errors:
         raise VenvNodesError(
-            f"{len(errors)} of {len(distinct) * len(there)} environments are not ready, on "
-            f"{some(dict.fromkeys(there[node] for _, node in errors))}",
+            f"{len(errors)} of {len(distinct) * len(labels)} environments are not ready, on "
+            f"{abbreviate(dict.fromkeys(labels[node] for _, node in errors))}",
             list(errors.values()),
         )
-    keep_marked((folder, node) for folder, nodes in done.items() for node, one in nodes.items() if one.shared)
-    return [{node: done[plan.recipe.folder][node] for node in there} for plan in plans]
+    keep_marked(key for key, one in provided.ready.items() if one.shared)
+    return [{node: provided.ready[plan.recipe.folder, node] for node in labels} for plan in plans]
+
+
+@dataclasses.dataclass(frozen=True)
+class Provision:
+    """The answers of the nodes, by folder and node.
+
+    Attributes:
+        ready: the environments that are ready.
+        errors: the errors where one is not ready. The node is DRIVER if it failed before any node was called.
+    """
+
+    ready: Mapping[tuple[str, str], Outcome]
+    errors: Mapping[tuple[str, str], VenvError]
+
+
+def provision(plans: Mapping[str, Plan], labels: Mapping[str, str], deadline: Deadline, bars: Bars) -> Provision:
+    """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
+
+    Args:
+        plans: by folder.
+        labels: names of the nodes for errors, by node.
+        deadline: for everything together.
+        bars: show the progress.
+    """
+    looks: dict[tuple[str, str], Call] = {
+        (folder, node): (node, node_task.look_here, (folder, plan.recipe.fingerprint, plan.recipe.platform))
+        for folder, plan in plans.items()
+        for node in labels
+    }
+    answers = run_on_nodes(looks, labels, doing="looking for the environment", deadline=deadline)
+    errors: dict[tuple[str, str], VenvError] = {}
+    missing: dict[str, list[str]] = {}
+    for folder, plan in plans.items():
+        if nodes := [node for node in labels if answers[folder, node] is None]:
+            try:
+                _check_size(plan)
+                plan.request.check_lock(deadline, bars.line(os.path.basename(folder)))
+                missing[folder] = nodes
+            except VenvError as error:
+                errors[folder, DRIVER] = error
+    builds: dict[tuple[str, str], Call] = {}
+    for folder, nodes in missing.items():
+        builds |= _make_builds(plans[folder], nodes, deadline)
+
+    def report(pending: Sequence[tuple[str, str]]) -> None:
+        for folder in missing:
+            waiting = [labels[node] for where, node in pending if where == folder]
+            doing = f"waiting for {abbreviate(waiting)}" if waiting else ""
+            bars.update(os.path.basename(folder), len(labels) - len(waiting), len(labels), doing)
+
+    answers |= run_on_nodes(builds, labels, doing="building the environment", deadline=deadline, report=report)
+    errors |= {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
+    return Provision({key: answer for key, answer in answers.items() if isinstance(answer, Outcome)}, errors)
+
+
+def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[tuple[str, str], Call]:
+    import ray
+
+    contents = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files]
+    # Stored once for all nodes.
+    files = [ray.put(contents)] if contents else []
+    recipe = dataclasses.asdict(plan.recipe)
+    return {
+        (plan.recipe.folder, node): (node, node_task.build_here, (recipe, files, deadline.left())) for node in nodes
+    }
+
+
+def _check_size(plan: Plan) -> None:
+    total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.request.files)
+    if total > LIMIT_BYTES:
+        raise VenvBuildError(
+            f"the files of this spec have {total / 2**30:.1f} GiB, which is too large to send to each node. Put them "
+            "into a folder that every node has, and name it in env={'UV_FIND_LINKS': ...}"
+        )

@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks of use on shared folders, renewed while processes run: another host sees nothing else of them."""
+"""Renews marks of use on shared folders while processes run, as other hosts cannot see those processes."""
 
 import logging
 import threading
 from collections.abc import Iterable
 
 from .._build import node_task
+from .._build.recipe import Outcome
 from .._build.uv import Deadline
-from .rpc import alive_nodes, on_nodes
+from .rpc import Call, alive_nodes, run_on_nodes
 
 __all__ = ["HERE", "keep_marked"]
 
 logger = logging.getLogger(__name__)
 
-# How often a mark is renewed, in seconds. `prune` spares what another host has marked three times as long ago.
+# Seconds between two renewals. `prune` spares an environment that another host has marked three times as long ago.
 RENEW_S = 600.0
-# How long a node may take to answer, in seconds.
+# Seconds that a node has to answer.
 ANSWER_S = 60.0
-# An environment without a process is looked at this often, as its workers may start again. Then it is forgotten until
-# it is asked for again.
+# Looks at an environment without a process before it is dropped, as its workers may start again. The next request for
+# it adds it again.
 LOOKS = 6
 # In the place of a node, for this machine.
 HERE = ""
 
 _lock = threading.Lock()
-# How often nobody was found in an environment, by its folder and node.
+# The number of looks that found no process in an environment, by its folder and node.
 _looks: dict[tuple[str, str], int] = {}
 _thread: threading.Thread | None = None
 
@@ -52,7 +53,7 @@ def _renew(never: threading.Event) -> None:
         never.wait(RENEW_S)
         with _lock:
             known = list(_looks)
-        seen = _marked(known)
+        seen = _mark(known)
         with _lock:
             for one in known:
                 _looks[one] = 0 if one in seen else _looks[one] + 1
@@ -63,17 +64,18 @@ def _renew(never: threading.Event) -> None:
                 return
 
 
-def _marked(known: list[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Mark what is in use, and return it."""
+def _mark(known: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Mark the environments that are in use, and return them."""
     seen = {(folder, node) for folder, node in known if node == HERE and node_task.renew_here(folder)[0] == "ready"}
     elsewhere = [(folder, node) for folder, node in known if node != HERE]
     try:
-        there = alive_nodes() if elsewhere else {}
-        asked = [one for one in elsewhere if one[1] in there]
-        calls = [(node, node_task.renew_here, (folder,)) for folder, node in asked]
+        labels = alive_nodes() if elsewhere else {}
+        calls: dict[tuple[str, str], Call] = {
+            (folder, node): (node, node_task.renew_here, (folder,)) for folder, node in elsewhere if node in labels
+        }
         deadline = Deadline(ANSWER_S)
-        answers = on_nodes(calls, there, doing="renewing a mark of use", deadline=deadline) if calls else []
+        answers = run_on_nodes(calls, labels, doing="renewing a mark of use", deadline=deadline) if calls else {}
     except Exception as error:  # noqa: BLE001 - Ray may be shut down meanwhile; the next look is the retry
         logger.debug("Marks of use were not renewed: %s", error)
         return seen
-    return seen | {one for one, answer in zip(asked, answers, strict=True) if not isinstance(answer, Exception | None)}
+    return seen | {key for key, answer in answers.items() if isinstance(answer, Outcome)}

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions run on given nodes of the cluster, all at once, without taking any of its resources."""
+"""Runs functions on given nodes of the cluster, all at once, without using any of its resources."""
 
 import functools
-import importlib
 import logging
-import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import _build, exceptions
 from .._build.recipe import Outcome
@@ -15,32 +13,33 @@ from .._build.uv import Deadline
 from .._ray_private import draining_nodes
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
-__all__ = ["alive_nodes", "on_nodes", "some"]
+__all__ = ["Call", "abbreviate", "alive_nodes", "pickle_by_value", "run_on_nodes"]
 
 logger = logging.getLogger(__name__)
 
-# fairlead-venvs need not be installed on the nodes: these modules travel with a task.
-SHIPPED = (
-    exceptions,
-    *(importlib.import_module(f"{_build.__name__}.{module.name}") for module in pkgutil.iter_modules(_build.__path__)),
-)
-# How long a node that has to answer for itself may take longer than the driver waits for it, and to end what it does.
+# This module and the modules of this folder are sent with a task, as nodes need not have fairlead-venvs.
+SHIPPED = (exceptions, _build)
+# The seconds that a node gets after the deadline: to report its own timeout, and to end its processes.
 GRACE_S = 2.0
 
+Key = TypeVar("Key")
+# A node, one of `node_task`'s functions, and its arguments.
+Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
-def some(labels: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
+
+def abbreviate(labels: Iterable[str]) -> str:
+    """Return the first three labels, and the number of the others."""
     named = list(labels)
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
 
 
 def alive_nodes(nodes: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the names for people of the nodes that can run a task, or of the given ones, by id.
+    """Return the labels of the nodes that can run a task, or of the given nodes, by their ids.
 
-    A node that is draining starts no tasks any more: it is left out, and a warning names it.
+    A draining node starts no more tasks. It is left out, and a warning names it.
 
     Raises:
-        ValueError: Ray does not run here, a given node is not alive or is draining, or all nodes are draining.
+        ValueError: Ray is not running, a given node is not alive or is draining, or all nodes are draining.
     """
     import ray
 
@@ -50,7 +49,8 @@ def alive_nodes(nodes: Sequence[str] | None = None) -> dict[str, str]:
     leaving = draining_nodes() & alive.keys()
     if nodes is None:
         if leaving:
-            logger.warning("Skipped %s: draining nodes start no tasks.", some(alive[node] for node in sorted(leaving)))
+            skipped = abbreviate(alive[node] for node in sorted(leaving))
+            logger.warning("Skipped %s: draining nodes start no tasks.", skipped)
         staying = {node: name for node, name in alive.items() if node not in leaving}
         if not staying:
             raise ValueError("All nodes of the cluster are draining. Wait for a node that stays, and try again.")
@@ -60,56 +60,56 @@ def alive_nodes(nodes: Sequence[str] | None = None) -> dict[str, str]:
     if unknown := [node for node in nodes if node not in alive]:
         raise ValueError(f"no nodes that are alive have the ids {unknown}; these have {sorted(alive)}")
     if going := [alive[node] for node in nodes if node in leaving]:
-        raise ValueError(f"{some(going)}: a draining node starts no tasks. Leave it out of `nodes`.")
+        raise ValueError(f"{abbreviate(going)}: a draining node starts no tasks. Leave it out of `nodes`.")
     return {node: alive[node] for node in nodes}
 
 
-def on_nodes(
-    calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]],
+def run_on_nodes(
+    calls: Mapping[Key, Call],
     labels: Mapping[str, str],
     *,
     doing: str,
     deadline: Deadline,
-    seen: Callable[[Sequence[int]], None] | None = None,
-) -> list[Outcome | VenvError | None]:
-    """Answers of functions that run on nodes, all at once, in the order of the calls.
+    report: Callable[[Sequence[Key]], None] | None = None,
+) -> dict[Key, Outcome | VenvError | None]:
+    """Run functions on nodes, all at once, and return their answers.
 
     Args:
-        calls: node, one of `node_task`'s functions, arguments.
-        labels: of the nodes.
-        doing: what is done, for errors.
-        deadline: for all of it. A node that has not answered by then has a VenvTimeoutError for an answer.
-        seen: is called now and then with the numbers of the calls that are under way.
+        calls: the calls by keys of the caller's choice.
+        labels: names of the nodes for errors, by node.
+        doing: what the functions do, for errors.
+        deadline: for all of them. The answer of a node that is late is a VenvTimeoutError.
+        report: is called repeatedly with the keys of the calls that have no answer yet.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    refs = [
-        # No CPU: a cluster that is full must not hold it up.
-        _remote(function)
+    keys = {
+        # The task needs no CPU, so a full cluster does not delay it.
+        _make_task(function)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(*arguments)
-        for node, function, arguments in calls
-    ]
-    numbers = {ref: number for number, ref in enumerate(refs)}
-    pending = list(refs)
+        .remote(*arguments): key
+        for key, (node, function, arguments) in calls.items()
+    }
+    pending = list(keys)
     end = time.monotonic() + deadline.left() + GRACE_S
     try:
         while pending and (left := end - time.monotonic()) > 0:
-            _, pending = ray.wait(pending, num_returns=1 if seen else len(pending), timeout=min(left, 1.0))
-            if seen is not None:
-                seen([numbers[ref] for ref in pending])
+            _, pending = ray.wait(pending, num_returns=1 if report else len(pending), timeout=min(left, 1.0))
+            if report is not None:
+                report([keys[ref] for ref in pending])
     finally:
         _cancel(pending)
     late = set(pending)
-    return [
-        VenvTimeoutError(doing, deadline.timeout_s, labels[node]) if ref in late else _answer(ref, labels[node])
-        for ref, (node, _, _) in zip(refs, calls, strict=True)
-    ]
+    return {
+        key: VenvTimeoutError(doing, deadline.timeout_s, label) if ref in late else _fetch(ref, label)
+        for ref, key in keys.items()
+        for label in [labels[calls[key][0]]]
+    }
 
 
 def _cancel(refs: Sequence[Any]) -> None:
-    """End what runs. It is interrupted first, so that it ends what it has started: a process that is killed cannot."""
+    """End tasks. A task is interrupted first, so that it ends its processes; a task that is killed cannot do that."""
     import ray
 
     for ref in refs:
@@ -119,22 +119,29 @@ def _cancel(refs: Sequence[Any]) -> None:
         ray.cancel(ref, force=True)
 
 
-@functools.cache
-def _remote(function: Callable[..., Any]) -> Any:
-    """A task of the function, which brings along what the function needs.
+def pickle_by_value(function: Callable[..., Any]) -> bytes:
+    """Pickle a function with the modules that it needs.
 
-    Its modules are pickled by value, but not registered for that: an error of this package that a user's actor raises
-    has to arrive as the class that the caller knows.
+    The modules are registered for pickling by value only meanwhile. Otherwise an error that a user's actor raises would
+    arrive as another class than the one that the caller knows.
     """
     import ray
 
     for module in SHIPPED:
         ray.cloudpickle.register_pickle_by_value(module)
     try:
-        pickled = ray.cloudpickle.dumps(function)
+        return ray.cloudpickle.dumps(function)  # type: ignore[no-any-return]
     finally:
         for module in SHIPPED:
             ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@functools.cache
+def _make_task(function: Callable[..., Any]) -> Any:
+    """Return a Ray task of a function, which contains the modules that the function needs."""
+    import ray
+
+    pickled = pickle_by_value(function)
     unpickled: list[Callable[..., Any]] = []
 
     def shipped(*arguments: Any) -> Any:
@@ -147,16 +154,14 @@ def _remote(function: Callable[..., Any]) -> Any:
     return ray.remote(num_cpus=0, max_retries=0)(shipped)
 
 
-def _answer(ref: Any, label: str) -> Outcome | VenvError | None:
+def _fetch(ref: Any, label: str) -> Outcome | VenvError | None:
     import ray
 
     try:
         answer = ray.get(ref)
     except ray.exceptions.RayError as error:
-        reason = (
-            f"the node could not do it ({type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]})"
-        )
-        return VenvBuildError(reason, node=label)
+        message = (str(error).strip() or "no message").splitlines()[0]
+        return VenvBuildError(f"the task on the node failed ({type(error).__name__}: {message})", node=label)
     if answer[0] == "failed":
         *arguments, _ = answer[2]
         kind: type[VenvError] = getattr(exceptions, answer[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements in one spelling, so that the same ones are the same."""
+"""Requirements in one spelling, so that equal requirements are equal strings."""
 
 import os
 from collections.abc import Iterable
@@ -10,27 +10,27 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from .._build.redact import redacted
+from .._build.redact import redact
 
-__all__ = ["applies", "excluded_version", "is_wheel", "normalised"]
+__all__ = ["applies", "find_excluded_version", "is_wheel", "normalise"]
 
 
 def is_wheel(requirement: str) -> bool:
-    """Whether it is the path of a wheel on this machine, as opposed to a requirement or a URL."""
+    """Return whether this is the path of a wheel on this machine, and not a requirement or a URL."""
     return requirement.endswith(".whl") and "://" not in requirement
 
 
-def normalised(requirements: Iterable[str]) -> tuple[str, ...]:
-    """Sorted, each once, with canonical names; paths of wheels absolute.
+def normalise(requirements: Iterable[str]) -> tuple[str, ...]:
+    """Return requirements sorted, each once, with canonical names and absolute paths of wheels.
 
     Raises:
-        ValueError: no requirement, or one that no other machine could follow.
+        ValueError: one of them is not a requirement, or has a meaning on this machine only.
     """
-    return tuple(sorted({_one(requirement.strip()) for requirement in requirements}))
+    return tuple(sorted({_normalise(requirement.strip()) for requirement in requirements}))
 
 
 def applies(marker: Marker | str | None, python: str) -> bool:
-    """Return whether a marker holds for a version of Python on this platform; True where that cannot be decided."""
+    """Return whether a marker holds for a version of Python on this platform; True if that cannot be decided."""
     if not marker or "extra" in str(marker):
         return True
     version = ".".join(python.split(".")[:2])
@@ -42,41 +42,38 @@ def applies(marker: Marker | str | None, python: str) -> bool:
         return True
 
 
-def excluded_version(requirements: Iterable[str], name: str, version: str, python: str) -> str | None:
-    """Return what requirements ask for of a distribution if a version of it cannot satisfy them.
+def find_excluded_version(requirements: Iterable[str], name: str, version: str, python: str) -> str | None:
+    """Find a requirement that excludes a version of a distribution.
 
     Args:
-        requirements: in one spelling, as `normalised` returns them.
+        requirements: in one spelling, as `normalise` returns them.
         name: the canonical name of the distribution.
         version: the version that is needed.
-        python: the version of Python they are for.
+        python: the version of Python that the requirements are for.
 
     Returns:
         The first specifier that excludes the version, such as "==2.59", or the other version that a wheel has; None if
         nothing excludes it.
     """
-    for requirement in requirements:
-        found = _excluded(requirement, name, version, python)
-        if found is not None:
-            return found
-    return None
+    excluding = (_read_excluding(requirement, name, version, python) for requirement in requirements)
+    return next((one for one in excluding if one is not None), None)
 
 
-def _excluded(text: str, name: str, version: str, python: str) -> str | None:
+def _read_excluding(text: str, name: str, version: str, python: str) -> str | None:
     if is_wheel(text):
-        return _other_version(os.path.basename(text), name, version)
+        return _read_other_version(os.path.basename(text), name, version)
     requirement = Requirement(text)
-    # Outside of a distribution's own metadata no extra is chosen.
+    # Outside a distribution's own metadata no extra is active.
     if requirement.name != name or "extra" in str(requirement.marker) or not applies(requirement.marker, python):
         return None
     if requirement.url is not None:
-        return _other_version(unquote(os.path.basename(urlsplit(requirement.url).path)), name, version)
+        return _read_other_version(unquote(os.path.basename(urlsplit(requirement.url).path)), name, version)
     matches = requirement.specifier.contains(version, prereleases=True)
     return None if matches else str(requirement.specifier)
 
 
-def _other_version(wheel: str, name: str, version: str) -> str | None:
-    """Return the version in a wheel's file name if it is of this distribution and is another one."""
+def _read_other_version(wheel: str, name: str, version: str) -> str | None:
+    """Return the version in the file name of a wheel if it is another version of this distribution."""
     try:
         distribution, found, *_ = parse_wheel_filename(wheel)
     except InvalidWheelFilename:
@@ -84,7 +81,7 @@ def _other_version(wheel: str, name: str, version: str) -> str | None:
     return None if distribution != name or found == Version(version) else str(found)
 
 
-def _one(text: str) -> str:
+def _normalise(text: str) -> str:
     if is_wheel(text):
         path = os.path.abspath(os.path.expanduser(text))
         if not os.path.isfile(path):
@@ -94,13 +91,13 @@ def _one(text: str) -> str:
         requirement = Requirement(text)
     except InvalidRequirement as error:
         raise ValueError(
-            f"{redacted(text)!r} is no requirement: {redacted(str(error)).splitlines()[0]}. Options, such as -r and "
-            "-e, are none either: give what they stand for, or a project"
+            f"{redact(text)!r} is not a requirement: {redact(str(error)).splitlines()[0]}. Options such as -r and -e "
+            "are not supported: list the requirements, or give a project"
         ) from None
     if requirement.url is not None and requirement.url.startswith("file:"):
         raise ValueError(
-            f"{text!r} names a path of this machine: give a wheel by its path alone, and a folder as project=, or "
-            "`uv build` its wheel"
+            f"{text!r} names a path of this machine. Give a wheel by its path alone; give a folder as project=, or "
+            "build its wheel with `uv build`"
         )
     requirement.name = canonicalize_name(requirement.name)
     return str(requirement)

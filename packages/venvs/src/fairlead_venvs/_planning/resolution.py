@@ -1,169 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements resolved once, on the driver: what every node installs, now and when it joins later."""
+"""Resolves requirements once, on the driver, so that every node installs the same versions whenever it joins."""
 
 import contextlib
-import json
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from .._build.build import locked
-from .._build.install import interpreter_for, lay_out
-from .._build.publish import ABANDONED_S, leftover_name, leftovers, remove_leftovers
-from .._build.redact import redacted
-from .._build.store import BUILDING, FORMAT, USED_S, share, share_folder
-from .._build.uv import Deadline, Runner, find_uv
-from ..exceptions import VenvBuildError, VenvError
+from .._build.hosts import share, touch
+from .._build.install import choose_interpreter, lay_out
+from .._build.lock import make_once
+from .._build.recipe import File, Recipe
+from .._build.redact import redact
+from .._build.store import read_facts, write_facts
+from .._build.uv import Runner
+from ..exceptions import VenvBuildError
 from .requirements import is_wheel
 
-__all__ = ["RESOLVED", "Resolution", "find_resolution", "installed_lines", "parse_resolution", "resolve"]
+__all__ = ["RESOLVED", "Resolution", "installed_lines", "parse_resolution", "resolve"]
 
 # The folder of all resolutions, one file each.
 RESOLVED = ".resolved"
 PINS = "pins.txt"
 COMMIT = r"@([0-9a-f]{40})(?=[#\s;]|$)"
-# A user without a password, by which git's hosts are reached by convention, opens nothing.
+# The conventional user of git's hosts has no password and is not a credential.
 PLAIN_USER = "://git@"
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a list of requirements stands for.
+    """The versions that a list of requirements was resolved to.
 
     Attributes:
         pins: distributions with their versions, "numpy==2.4.6".
-        direct: the names of those that a requirement gives by its URL or as a wheel, and for git the commit.
+        direct: the names of the distributions that a requirement gives by URL or as a wheel, each with its commit if it
+            comes from git.
     """
 
     pins: tuple[str, ...] = ()
     direct: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-def find_resolution(root: Path, request: str) -> Resolution | None:
-    """Return the stored resolution of a request; None if there is none, or a damaged one. Nothing is started."""
-    path = root / RESOLVED / request
-    found = _read(path)
-    if found is not None:
-        with contextlib.suppress(OSError):  # a folder that may be read only
-            if time.time() - path.stat().st_mtime > USED_S:
-                os.utime(path)  # `prune` looks at it
-    return found
-
-
 def resolve(
-    request: str,
-    requirements: Sequence[str],
-    staged: Sequence[str],
-    wheels: Iterable[tuple[str, "bytes | Path"]],
-    *,
-    root: Path,
-    python: str,
-    implementation: str,
-    no_index: bool,
-    runner: Runner,
-    deadline: Deadline,
-    secrets: frozenset[str],
-    refresh: bool = False,
+    draft: Recipe, requirements: Sequence[str], files: Iterable[File], runner: Runner, *, refresh: bool = False
 ) -> Resolution:
-    """Return what requirements stand for: as it was resolved before, or by uv, which is then remembered.
+    """Return the stored resolution of a request, or let uv resolve the requirements and store the result.
 
     Args:
-        request: a hash of everything that uv is told.
-        requirements: as in the spec.
-        staged: the same as lines for uv, with wheels by their relative paths.
-        wheels: those paths, and the wheels.
-        root: of all environments; resolutions are kept there.
-        python: for which version.
-        implementation: of Python.
-        no_index: use no index.
-        runner: runs uv, with the spec's variables.
-        deadline: of the runner, too.
-        secrets: what must not be written.
-        refresh: resolve again, and remember that.
+        draft: the recipe as far as it is known.
+        requirements: as in the spec; those of the draft are lines for uv, with wheels by their relative paths.
+        files: the files of the recipe.
+        runner: runs uv.
+        refresh: resolve again, and replace the stored resolution.
 
     Raises:
-        VenvBuildError: nothing satisfies the requirements, or the result cannot be kept.
-        VenvTimeoutError: it took too long.
+        VenvBuildError: nothing satisfies the requirements, or the result cannot be stored.
+        VenvTimeoutError: the deadline passed.
     """
-    path = root / RESOLVED / request
+    root = Path(draft.folder)
+    path = root / RESOLVED / draft.request
+    lines = draft.requirements or ()
 
-    def known() -> Resolution | None:
-        return None if refresh else find_resolution(root, request)
+    def compile_lines(aside: Path) -> Resolution:
+        aside.mkdir(mode=0o700)
+        lay_out([(name, content) for name, content in files if f"./{name}" in lines], aside)
+        resolution = parse_resolution(_compile(draft, lines, aside, runner), requirements, draft.secrets)
+        return _store(resolution, aside / draft.request, path, refresh)
 
-    if (ready := known()) is not None:
-        return ready
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        share_folder(path.parent)
-        with locked(path, deadline, lambda: known() is not None, doing="resolves the requirements for"):
-            if (ready := known()) is not None:
-                return ready
-            remove_leftovers(leftovers(path.parent), older_than_s=ABANDONED_S)
-            aside = leftover_name(path, BUILDING)
-            try:
-                aside.mkdir(mode=0o700)
-                lay_out(wheels, aside)
-                text = _compiled(staged, aside, python, implementation, no_index, runner, deadline)
-                return _kept(parse_resolution(text, requirements, secrets), aside / request, path, refresh)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        if isinstance(error, VenvError):
-            raise  # VenvTimeoutError is an OSError, too
-        raise VenvBuildError(
-            f"The requirements could not be resolved in {root} (FAIRLEAD_VENV_DIR), which must be writable and have "
-            f"room: {error}"
-        ) from None
+    return make_once(
+        root,
+        path,
+        lambda: None if refresh else _find(path),
+        compile_lines,
+        runner.deadline,
+        doing="resolves the requirements for",
+    )
 
 
-def _compiled(
-    staged: Sequence[str],
-    aside: Path,
-    python: str,
-    implementation: str,
-    no_index: bool,
-    runner: Runner,
-    deadline: Deadline,
-) -> str:
-    """Return uv's list of what is to be installed. No interpreter of that version need be here."""
+def _find(path: Path) -> Resolution | None:
+    """Return a stored resolution; None if there is none, or it is damaged."""
+    stored = _read(path)
+    if stored is not None:
+        with contextlib.suppress(OSError):  # a folder that may be read only
+            touch(path)  # `prune` reads its time
+    return stored
+
+
+def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -> str:
+    """Return uv's list of everything to install. This machine need not have an interpreter of the requested version."""
     # An empty uv.toml ends the search for settings in the folders above.
     (aside / "uv.toml").touch()
-    version = [] if interpreter_for(python, implementation) == sys.executable else ["--python-version", python]
-    # A configuration of uv may say otherwise.
-    form = [
+    ours = choose_interpreter(draft.python, draft.implementation) == sys.executable
+    runner.uv(
+        *("pip", "compile", "--python", sys.executable, *([] if ours else ["--python-version", draft.python])),
+        # These override a configuration of uv.
         *("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--no-generate-hashes"),
         *("--no-universal", "--strip-extras"),
-    ]
-    runner.run(
-        [
-            *(find_uv(deadline), "pip", "compile", "--python", sys.executable, *version),
-            *(["--no-index"] if no_index else []),
-            # Requirements may be URLs with credentials: they are no arguments, which everybody can see.
-            *(*form, "--output-file", PINS, "-"),
-        ],
+        # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
+        *("--output-file", PINS, "-"),
         cwd=aside,
-        stdin="\n".join(staged) + "\n",
+        stdin="\n".join(lines) + "\n",
         failed="uv could not resolve the requirements",
     )
     return (aside / PINS).read_text(encoding="utf-8")
 
 
 def parse_resolution(text: str, requirements: Sequence[str], secrets: frozenset[str] = frozenset()) -> Resolution:
-    """Return the resolution in what `uv pip compile` has written.
+    """Read the output of `uv pip compile`.
 
     Args:
         text: lines "name==version", "name @ URL", or the path of a wheel.
-        requirements: those that were resolved. What they give by URL or as a wheel is not repeated in the result.
-        secrets: what the result must not hold.
+        requirements: the requirements of the spec. The result does not repeat URLs and wheels that they give.
+        secrets: strings that the result must not contain.
 
     Raises:
         VenvBuildError: the metadata of a distribution names a dependency by a URL with a credential.
@@ -179,8 +132,8 @@ def parse_resolution(text: str, requirements: Sequence[str], secrets: frozenset[
             commit = re.search(COMMIT, line) if "git+" in line else None
             direct[name] = commit[1] if commit else ""
             continue
-        shown = redacted(line, secrets)
-        if name is not None and redacted(line.replace(PLAIN_USER, "://"), secrets) != line.replace(PLAIN_USER, "://"):
+        shown = redact(line, secrets)
+        if name is not None and redact(line.replace(PLAIN_USER, "://"), secrets) != line.replace(PLAIN_USER, "://"):
             raise VenvBuildError(
                 f"A dependency is named by a URL with a credential, which is not stored: {shown}. Add it to the "
                 "requirements of the spec."
@@ -195,7 +148,7 @@ def installed_lines(requirements: Sequence[str], staged: Sequence[str], resoluti
     Args:
         requirements: as in the spec.
         staged: the same as lines for uv.
-        resolution: of them.
+        resolution: their resolution.
     """
     lines = []
     for requirement, line in zip(requirements, staged, strict=True):
@@ -207,7 +160,7 @@ def installed_lines(requirements: Sequence[str], staged: Sequence[str], resoluti
 
 
 def _direct_name(line: str) -> str | None:
-    """Return the name of a distribution that is given by its URL or as a wheel."""
+    """Return the name of a distribution that a line gives by URL or as a wheel; None for any other line."""
     if is_wheel(line):
         return parse_wheel_filename(os.path.basename(line))[0]
     name, at, _ = line.partition("@")
@@ -215,7 +168,7 @@ def _direct_name(line: str) -> str | None:
 
 
 def _at_commit(line: str, commit: str) -> str:
-    """Return a requirement of git at a commit, whatever revision it names."""
+    """Return a requirement of git with a commit in the place of its revision."""
     requirement = Requirement(line)
     address, hash_sign, fragment = (requirement.url or "").partition("#")
     scheme, _, place = address.partition("://")
@@ -226,23 +179,19 @@ def _at_commit(line: str, commit: str) -> str:
 
 
 def _read(path: Path) -> Resolution | None:
-    try:
-        stored: Any = json.loads(path.read_bytes())
-        pins, direct = stored["pins"], stored["direct"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the last by brackets without end
+    facts = read_facts(path)
+    pins, direct = facts.get("pins"), facts.get("direct")
+    if not isinstance(pins, list) or not isinstance(direct, dict):
         return None
-    texts = [*pins, *direct, *direct.values()] if isinstance(pins, list) and isinstance(direct, dict) else [None]
-    if stored.get("format") != FORMAT or not all(isinstance(one, str) for one in texts):
-        return None
-    return Resolution(tuple(pins), direct)
+    is_valid = all(isinstance(one, str) for one in [*pins, *direct, *direct.values()])
+    return Resolution(tuple(pins), direct) if is_valid else None
 
 
-def _kept(resolution: Resolution, new: Path, path: Path, refresh: bool) -> Resolution:
-    """Remember a resolution in one step. The first one stays unless it is to be replaced."""
-    stored = {"direct": dict(resolution.direct), "format": FORMAT, "pins": resolution.pins}
-    new.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+def _store(resolution: Resolution, new: Path, path: Path, refresh: bool) -> Resolution:
+    """Store a resolution in one step. A resolution that is there stays, unless this is a refresh."""
+    write_facts(new, {"direct": dict(resolution.direct), "pins": resolution.pins})
     if not refresh:
-        # Where the file system has no locks, another process may have finished first.
+        # On a file system without locks, another process may have finished first.
         with contextlib.suppress(OSError):
             os.link(new, path)
             share(path)

@@ -1,97 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uv's settings from the driver's variables. They hold on every node, and the fingerprint counts them."""
+"""uv's settings for a spec, from its fields and the driver's variables. They apply on every node and count."""
 
+import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._build.redact import is_secret_name, redacted, secrets_of
+from .._build.recipe import File
+from .._build.redact import ambient_secrets, digest_secret, find_command_secrets, find_secrets, is_secret_name, redact
+from .._build.uv import Deadline, Runner
 from .._build.variables import DECIDING, DEFAULT_INDEXES, FILES, INDEXES, is_index_credential, is_neutral
-from .._spec import VenvSpec
+from .spec import BaseSpec
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["Settings", "digest_secrets", "read_settings"]
+
+# The time limit in seconds of a caller that gives none.
+DEADLINE_S = 1800.0
+# How many digests of secrets a process keeps.
+DIGESTS = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """uv's settings for one spec, from its own `env` and from the variables of the driver.
+    """uv's settings for one spec.
 
     Attributes:
         env: variables for uv on every machine.
-        here: variables for uv on the driver, in addition: they name files of this machine.
-        counted: what the fingerprint counts, without credentials; files by their content.
-        links: folders and URLs where uv finds distributions, of the driver's variables.
-        files: relative paths of files that are shipped, and their content.
-        config: the one of them that is uv's configuration; empty without.
-        build_constraints: those of them, or URLs, that constrain what builds source distributions.
-        secrets: what must not be seen.
+        here: variables for uv on the driver, some of which name files of this machine.
+        counted: the settings that the fingerprint counts, without credentials; files by their content.
+        links: folders and URLs where uv finds distributions, from the driver's variables.
+        files: files to send to the nodes.
+        config: the path among them of uv's configuration; empty if there is none.
+        build_constraints: the paths among them, and URLs, of constraints for building source distributions.
+        secrets: the credentials in the spec, in its project, and in the settings.
+        no_index: whether uv uses no package index.
     """
 
     env: Mapping[str, str]
     here: Mapping[str, str]
     counted: Mapping[str, str]
     links: tuple[str, ...]
-    files: tuple[tuple[str, bytes], ...]
+    files: tuple[File, ...]
     config: str
     build_constraints: tuple[str, ...]
     secrets: frozenset[str]
+    no_index: bool
+
+    def make_runner(self, deadline: Deadline | None, show: Callable[[str], None] | None) -> Runner:
+        """Return a runner of uv on the driver; without a deadline, one with the default time limit."""
+        secrets = self.secrets | ambient_secrets()
+        return Runner(
+            deadline or Deadline(DEADLINE_S), env=self.here, secrets=secrets, no_index=self.no_index, show=show
+        )
 
 
-def read_settings(spec: VenvSpec, variables: Mapping[str, str] | None = None) -> Settings:
+def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, project: str = "") -> Settings:
     """Read uv's settings for a spec.
 
     Args:
         spec: its fields and its `env` come before the variables of the driver.
-        variables: those of the driver; by default this process's.
+        variables: the variables of the driver; by default those of this process.
+        project: the text of the project that may contain credentials.
 
     Raises:
         ValueError: a variable names a file that cannot be read.
     """
-    ambient = _ambient(spec, os.environ if variables is None else variables)
-    links = tuple(_absolute(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
+    ambient = _select_ambient(spec, os.environ if variables is None else variables)
+    links = tuple(_resolve(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
     merged = {**ambient, **spec.env}
     secrets = {value for name, value in merged.items() if is_secret_name(name) and len(value) > 3}
-    secrets |= secrets_of([*merged.values(), *links])
+    secrets |= find_secrets([*merged.values(), *links])
     plain = {name: value for name, value in merged.items() if name not in FILES}
     here: dict[str, str] = {}
     texts: dict[str, list[str]] = {}
-    files: list[tuple[str, bytes]] = []
+    files: list[File] = []
     staged: dict[str, tuple[str, ...]] = {}
     for name in FILES:
         if not merged.get(name):
             continue
         # uv's configuration is one file, whose path may have spaces.
         given = [merged[name]] if name == "UV_CONFIG_FILE" else merged[name].split()
-        paths = [_absolute(path) for path in given]
+        paths = [_resolve(path) for path in given]
         here[name] = " ".join(paths)
-        contents = {path: _content(name, path) for path in paths if "://" not in path}
+        contents = {path: _read_file(name, path) for path in paths if "://" not in path}
         texts[name] = [contents[path].decode(errors="replace") if path in contents else path for path in paths]
-        secrets |= secrets_of(texts[name])
-        if name in ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE"):  # the others are done with when all is resolved
-            places = {path: _place(name, number) for number, path in enumerate(contents)}
+        secrets |= find_secrets(texts[name])
+        if name in ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE"):  # the others are only used for the resolution
+            places = {path: _choose_place(name, number) for number, path in enumerate(contents)}
             files += [(places[path], content) for path, content in contents.items()]
             staged[name] = tuple(places.get(path, path) for path in paths)
     hidden = frozenset(secrets)
-    counted = {name: redacted(value, hidden) for name, value in plain.items() if _counts(name)}
-    # The text of a file may be long.
-    counted |= {name: _digest(redacted("\0".join(content), hidden)) for name, content in texts.items()}
+    plainly = [name for name in plain if not is_secret_name(name) and not is_neutral(name)]
+    counted = {name: redact(plain[name], hidden) for name in plainly}
+    # By a hash, as the text of a file may be long.
+    for name, content in texts.items():
+        counted[name] = hashlib.sha256(redact("\0".join(content), hidden).encode()).hexdigest()
     if links:
-        counted["UV_FIND_LINKS"] = redacted(",".join(links), hidden)
+        counted["UV_FIND_LINKS"] = redact(",".join(links), hidden)
+    env = {**plain, **({} if spec.index is None else {"UV_DEFAULT_INDEX": spec.index})}
+    if found := spec.find_links or links:
+        here["UV_FIND_LINKS"] = ",".join(found)
+    of_spec = find_secrets([*spec.find_links, spec.index or "", *(spec.requirements or ()), project])
     return Settings(
-        env={**plain, **({} if spec.index is None else {"UV_DEFAULT_INDEX": spec.index})},
-        here={**here, **({"UV_FIND_LINKS": ",".join(links)} if links else {})},
+        env=env,
+        here={**env, **here},
         counted=counted,
         links=links,
         files=tuple(files),
         config=next(iter(staged.get("UV_CONFIG_FILE", ())), ""),
         build_constraints=staged.get("UV_BUILD_CONSTRAINT", ()),
-        secrets=hidden,
+        secrets=hidden | of_spec | find_command_secrets(spec.setup),
+        no_index=spec.no_index,
     )
 
 
-def _ambient(spec: VenvSpec, variables: Mapping[str, str]) -> dict[str, str]:
+def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the driver's settings, without those that the spec replaces."""
     replaced = set(spec.env)
     if spec.no_index:
@@ -106,25 +131,33 @@ def _ambient(spec: VenvSpec, variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _absolute(path: str) -> str:
-    """A path of this machine as uv finds it from any folder; a URL as it is."""
+def _resolve(path: str) -> str:
+    """Return the absolute path of a path of this machine, and a URL unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
-def _place(name: str, number: int) -> str:
+def _choose_place(name: str, number: int) -> str:
     return "settings/uv.toml" if name == "UV_CONFIG_FILE" else f"settings/build-constraint-{number}.txt"
 
 
-def _content(name: str, path: str) -> bytes:
+def _read_file(name: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{name} names {path}, which cannot be read: {error.strerror}. Correct or unset it.") from None
 
 
-def _counts(name: str) -> bool:
-    return not is_secret_name(name) and not is_neutral(name)
+def digest_secrets(spec: BaseSpec) -> dict[str, str]:
+    """Return digests of the secrets that may decide the content: all but the credentials of package indexes."""
+    digests = {
+        name: _digest(name, value)
+        for name, value in spec.env.items()
+        if is_secret_name(name) and not is_index_credential(name) and not is_neutral(name)
+    }
+    if find_command_secrets(spec.setup):
+        digests["setup"] = _digest("setup", "\0".join(spec.setup))
+    return digests
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+# A digest takes some 50 ms on purpose.
+_digest = functools.lru_cache(maxsize=DIGESTS)(digest_secret)

@@ -1,108 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A project's own code as a wheel: built by uv when the source has changed, known by its content."""
+"""The wheel of a project's own code: built by uv when the source has changed, identified by its content."""
 
 import contextlib
 import functools
 import hashlib
 import os
-import shutil
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from .._build.build import locked
-from .._build.install import interpreter_for
-from .._build.publish import ABANDONED_S, leftover_name, leftovers, remove_leftovers
-from .._build.store import BUILDING, share_folder
-from .._build.uv import Deadline, Runner, find_uv
-from .source import source_key
+from .._build.hosts import touch
+from .._build.install import choose_interpreter
+from .._build.lock import make_once
+from .._build.publish import publish
+from .._build.uv import Runner
+from ..exceptions import VenvBuildError
 
-__all__ = ["WHEELS", "content_of", "file_hash", "wheel_of"]
+__all__ = ["WHEELS", "ensure_wheel", "hash_file", "hash_source"]
 
 WHEELS = ".wheels"
+# Caches of tools, which change all the time and are never part of a wheel, at any depth.
+SKIPPED = frozenset({".git", ".hg", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"})
+# Folders that tools write beside the pyproject. Further down, a folder of such a name may be data of a package.
+SKIPPED_AT_TOP = frozenset({".eggs", ".nox", ".tox", "build", "dist", "node_modules"})
+# Files of a repository, as a version may come from a tag.
+OF_GIT = ("HEAD", "packed-refs", "logs/HEAD", "refs/tags")
 
 
-def wheel_of(
-    folder: Path, *, root: Path, python: str, implementation: str, no_index: bool, runner: Runner, deadline: Deadline
-) -> tuple[Path, str]:
-    """The wheel of the project in a folder, and the hash of its content.
+def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner) -> tuple[Path, str]:
+    """Return the wheel of the project in a folder, and build it first if the source has changed.
 
     Args:
-        folder: of the project. It is only read, except that some build backends write into it.
-        root: of all environments; wheels are kept there.
-        python: for which version.
-        implementation: of Python.
-        no_index: find the build backend without an index.
-        runner: runs uv, with the spec's variables.
-        deadline: of the runner, too.
+        folder: of the project. It is only read, but some build backends write into it.
+        root: the folder of all environments, which stores wheels, too.
+        python: the version of Python to build with.
+        runner: runs uv.
+
+    Returns:
+        The path of the wheel, and the hash of its content.
 
     Raises:
-        VenvBuildError: the project cannot be built.
+        VenvBuildError: the source cannot be read, or the project cannot be built.
     """
-    store = root / WHEELS / source_key(folder, python, implementation)
-    if (ready := _kept(store)) is not None:
-        return ready
-    root.mkdir(parents=True, exist_ok=True)
-    share_folder(store.parent)
-    with locked(store, deadline, lambda: _kept(store) is not None):
-        return _kept(store) or _built(folder, store, python, implementation, no_index, runner, deadline)
+    try:
+        store = root / WHEELS / hash_source(folder, python, sys.implementation.name)
+    except OSError as error:
+        raise VenvBuildError(f"the project in {folder} cannot be read: {error}") from None
+
+    def build(aside: Path) -> tuple[Path, str]:
+        out, new = aside / "out", aside / "new"
+        out.mkdir(parents=True)
+        # By way of the source distribution, so that the wheel has nothing that an earlier build left in the source.
+        runner.uv(
+            *("build", "--python", choose_interpreter(python, sys.implementation.name)),
+            *("--out-dir", str(out), str(folder)),
+            cwd=folder,
+            failed=f"the wheel of the project in {folder} could not be built",
+        )
+        (wheel,) = out.glob("*.whl")
+        content = _hash_content(wheel)
+        (new / content).mkdir(parents=True)
+        os.rename(wheel, new / content / wheel.name)
+        # On a file system without locks, another process may have finished first, with other bytes.
+        publish(new, store, lambda: _find_wheel(store) is not None)
+        return _find_wheel(store) or (store / content / wheel.name, content)
+
+    return make_once(root, store, lambda: _find_wheel(store), build, runner.deadline)
 
 
-def _kept(store: Path) -> tuple[Path, str] | None:
+def _find_wheel(store: Path) -> tuple[Path, str] | None:
     try:
         (content,) = os.listdir(store)
         (name,) = os.listdir(store / content)
     except (OSError, ValueError):
         return None
     with contextlib.suppress(OSError):  # a folder that may be read only
-        os.utime(store)  # `prune` looks at it
+        touch(store)  # `prune` reads its time
     return store / content / name, content
 
 
-def _built(
-    folder: Path, store: Path, python: str, implementation: str, no_index: bool, runner: Runner, deadline: Deadline
-) -> tuple[Path, str]:
-    remove_leftovers(leftovers(store.parent), older_than_s=ABANDONED_S)
-    aside = leftover_name(store, BUILDING)
-    try:
-        out = aside / "out"
-        out.mkdir(parents=True)
-        # By way of the source distribution: what an earlier build left in the source is not in it.
-        command = [find_uv(deadline), "build", "--python", interpreter_for(python, implementation)]
-        runner.run(
-            [*command, *(["--no-index"] if no_index else []), "--out-dir", str(out), str(folder)],
-            cwd=folder,
-            failed=f"the wheel of the project in {folder} could not be built",
-        )
-        (wheel,) = out.glob("*.whl")
-        content = content_of(wheel)
-        kept = aside / "kept"
-        (kept / content).mkdir(parents=True)
-        os.rename(wheel, kept / content / wheel.name)
-        # Where the file system has no locks, another process may have finished first, with other bytes.
-        if (ready := _kept(store)) is not None:
-            return ready
-        shutil.rmtree(store, ignore_errors=True)
-        os.rename(kept, store)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return store / content / wheel.name, content
-
-
-def content_of(wheel: Path) -> str:
-    """Hash of the files in a wheel and their names, whenever and in whatever order they were packed."""
+def _hash_content(wheel: Path) -> str:
+    """Return a hash of the files in a wheel and of their names, whenever and in whatever order they were packed."""
     with zipfile.ZipFile(wheel) as archive:
         lines = [f"{name}\0{hashlib.sha256(archive.read(name)).hexdigest()}\n" for name in sorted(archive.namelist())]
     # RECORD lists the others, in the order in which they were packed.
     return hashlib.sha256("".join(line for line in lines if ".dist-info/RECORD\0" not in line).encode()).hexdigest()
 
 
-def file_hash(path: Path) -> str:
-    """Hash of a file's bytes, read again only when the file has changed."""
+def hash_file(path: Path) -> str:
+    """Return a hash of a file's bytes, which are read again only when the file has changed."""
     seen = path.stat()
-    return _hashed(str(path), seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+    return _hash_bytes(str(path), seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
-def _hashed(path: str, *_seen: int) -> str:
+def _hash_bytes(path: str, *_seen: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_source(folder: Path, *more: str) -> str:
+    """Return a hash of names, sizes and times of all files below a folder, and of other facts that decide its wheel.
+
+    The time of change is among them. No program can set it back, so every edit is seen.
+    """
+    hashed = hashlib.sha256(repr((str(folder), more)).encode())
+    for name, seen in sorted(_list_files(str(folder), "", set())):
+        hashed.update(
+            f"{name}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0".encode(errors="surrogateescape")
+        )
+    for name in OF_GIT:
+        with contextlib.suppress(OSError):  # no repository, or no such file in it
+            hashed.update(f"{name}\0{(folder / '.git' / name).stat().st_mtime_ns}\0".encode())
+    return hashed.hexdigest()[:32]
+
+
+def _list_files(folder: str, prefix: str, inside: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as entries:
+        listed = list(entries)
+    if any(entry.name == "pyvenv.cfg" for entry in listed):
+        return  # an environment of any name
+    for entry in listed:
+        if entry.name in SKIPPED or (not prefix and entry.name in SKIPPED_AT_TOP) or entry.name.endswith(".egg-info"):
+            continue
+        try:
+            seen = entry.stat()
+            is_folder = entry.is_dir()
+        except OSError:  # a link to nowhere, or a file that is being removed
+            continue
+        if not is_folder:
+            yield prefix + entry.name, seen
+        elif (seen.st_dev, seen.st_ino) not in inside:  # else a link to a folder above
+            here = inside | {(seen.st_dev, seen.st_ino)}
+            yield from _list_files(entry.path, f"{prefix}{entry.name}/", here)

@@ -27,13 +27,13 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
+from fairlead_venvs._build.hosts import USED, host_id
 from fairlead_venvs._build.node_task import build_here, look_here, probe_here
-from fairlead_venvs._build.store import USED, host_id
 from fairlead_venvs._build.uv import Deadline
 from fairlead_venvs._cluster import renewal
-from fairlead_venvs._cluster.prefetch import prefetch
-from fairlead_venvs._cluster.rpc import alive_nodes, on_nodes
-from fairlead_venvs._planning.plan import planned
+from fairlead_venvs._cluster.rpc import alive_nodes, run_on_nodes
+from fairlead_venvs._planning.plan import plan_venv
+from fairlead_venvs._prefetch import prefetch
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -74,7 +74,7 @@ def only(caught):
 
 
 def test_full_cluster(spec_of, tools):
-    """Every CPU is taken, and yet the environment is built; asked again it is found, on this machine, too."""
+    """An environment is built although every CPU is in use, and later calls find it, also on this machine."""
 
     class Hog:
         def up(self):
@@ -95,7 +95,7 @@ def test_full_cluster(spec_of, tools):
 
 
 def test_several(spec_of, make_project, project_spec, tools, tmp_path):
-    """Several at once, a project among them; those of equal content are built once."""
+    """Several specs, one of them a project, are built at once; equal content is built once."""
     count = tmp_path / "built"
     note = ["python", "-c", f"open({str(count)!r}, 'a').write('once ')"]
     specs = [spec_of("alpha", setup=note), project_spec(make_project()), spec_of("alpha", "alpha", setup=note)]
@@ -106,8 +106,8 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
 
 
 def test_too_large(spec_of, monkeypatch):
-    """What is too much to ship is told as an environment that is not ready, and stops no other one."""
-    monkeypatch.setattr("fairlead_venvs._cluster.provision.LIMIT_BYTES", 100)
+    """Files that are too large to send are an error of their environment, and stop no other one."""
+    monkeypatch.setattr("fairlead_venvs._cluster.ensure.LIMIT_BYTES", 100)
     register_actor_env("package.module.Large", spec_of("alpha"))
     register_actor_env("package.module.Small", VenvSpec(requirements=[]))
     try:
@@ -115,13 +115,13 @@ def test_too_large(spec_of, monkeypatch):
     finally:
         actor_environments.clear()
     assert (large.status, small.status) == ("failed", "built")
-    assert "too much to ship" in large.detail
-    with pytest.raises(VenvBuildError, match="too much to ship"):
+    assert "too large to send" in large.detail
+    with pytest.raises(VenvBuildError, match="too large to send"):
         create_local_venv_on_each_node(spec_of("alpha"))
 
 
 def test_worker(worker_spec, tmp_path, monkeypatch):
-    """An actor runs in the environment: its Python, its packages, its scripts on the path, wherever that is."""
+    """An actor runs in the environment, with its Python, its packages, and its scripts on the path."""
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "it's a folder"))
     env = ensure_worker_env(worker_spec(f"ray=={ray.__version__}"))
     worker = ray.remote(Worker).options(num_cpus=0, runtime_env=dict(env.runtime_env)).remote()
@@ -136,7 +136,7 @@ def test_worker(worker_spec, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["needs_old_ray"], "2.0.0")])
 def test_another_ray(worker_spec, wanted, found):
-    """An environment without Ray, or with another one, is refused for workers, with what to add."""
+    """An environment without Ray or with another version is refused for workers, and the error says what to add."""
     with pytest.raises(VenvNodesError) as caught:
         ensure_worker_env(worker_spec(*wanted))
     error = only(caught)
@@ -146,7 +146,7 @@ def test_another_ray(worker_spec, wanted, found):
 
 
 def test_a_pin_of_another_ray(root):
-    """A pin that excludes the cluster's Ray is refused before anything is built, whoever asks."""
+    """A pin that excludes the cluster's Ray is refused before anything is built."""
     spec = VenvSpec(requirements=["alpha", "ray[default]==2.0.0"], no_index=True)
     with pytest.raises(VenvMismatchError) as caught:
         ensure_worker_env(spec)
@@ -169,28 +169,28 @@ def test_a_lock_of_another_ray(root, ray_wheels, make_project, tools):
     with pytest.raises(VenvMismatchError, match=rf"The lock in {folder} has ray 2\.0\.0, but a worker .* needs ray"):
         ensure_worker_env(VenvSpec(project=folder, groups=["old"]))
     assert not root.exists()
-    # Without that group nothing excludes the cluster's Ray: it is found to be missing when it has been built.
+    # Without that group the lock excludes no Ray, and the build shows that Ray is missing.
     spec = VenvSpec(project=folder, find_links=[str(ray_wheels)], no_index=True, install_project=False)
     with pytest.raises(VenvNodesError, match="cannot start the workers"):
         ensure_worker_env(spec)
 
 
 def test_another_python(worker_spec):
-    """Another version of Python than the cluster's is refused before anything is asked of a node."""
+    """Another version of Python than the cluster's is refused before any node is called."""
     other = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
     with pytest.raises(VenvMismatchError, match=rf"has python {other}, but a worker of this cluster needs python"):
         ensure_worker_env(VenvSpec(requirements=[], python=other))
 
 
 def test_interpreters(tmp_path):
-    """An interpreter that is there already is asked on each node; the driver's own needs no runtime_env."""
+    """An existing interpreter is probed on each node; the driver's own needs no runtime_env."""
     assert ensure_worker_env(PY_EXECUTABLES.SYSTEM).runtime_env == {}
     link = tmp_path / "a python"
     link.symlink_to(sys.executable)
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho oh no >&2; exit 3\n")
     broken.chmod(0o755)
-    for path, said in ((broken, "exits with 3"), (tmp_path / "nowhere", "does not run")):
+    for path, said in ((broken, "(exit status 3)"), (tmp_path / "nowhere", "does not run")):
         with pytest.raises(VenvNodesError) as caught:
             ensure_worker_env(str(path))
         assert said in str(only(caught))
@@ -223,7 +223,7 @@ def test_classes(worker_spec):
 
 
 def test_errors_of_nodes(spec_of):
-    """What goes wrong on a node is told with the node and with uv's words."""
+    """The error of a node has the node and the output of uv."""
     with pytest.raises(VenvNodesError, match="1 of 1 environments are not ready, on ") as caught:
         create_local_venv_on_each_node(spec_of("alpha", setup=NO_LUCK))
     error = only(caught)
@@ -232,7 +232,7 @@ def test_errors_of_nodes(spec_of):
 
 
 def test_errors_before_nodes(spec_of, root):
-    """Requirements that nothing satisfies are the driver's to report, and no node is asked."""
+    """The driver reports requirements that nothing satisfies, and calls no node."""
     with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
         create_local_venv_on_each_node(spec_of("alpha==3.0"))
     assert caught.value.node is None
@@ -241,7 +241,7 @@ def test_errors_before_nodes(spec_of, root):
 
 
 def test_a_node_that_joins_later(spec_of, tools, tmp_path):
-    """It gets the versions that the others got, although the index has newer ones by now."""
+    """A node that joins later gets the versions of the others, although the index has newer ones by now."""
     tools.make_wheel(tmp_path, "alpha", "1.0")
     tools.make_wheel(tmp_path, "beta", requires=["alpha"])
     spec = spec_of("beta", find_links=(), env={"UV_FIND_LINKS": str(tmp_path)})
@@ -254,7 +254,7 @@ def test_a_node_that_joins_later(spec_of, tools, tmp_path):
 
 
 def test_use_on_nodes_is_renewed(spec_of, monkeypatch):
-    """As long as a worker runs from an environment on a shared folder, the driver has its node mark it."""
+    """While a worker runs from an environment on a shared folder, its node renews the mark of use."""
     monkeypatch.setattr(renewal, "RENEW_S", 0.2)
     folder = Path(create_local_venv_on_each_node(spec_of("alpha"))).parent.parent
     assert renewal._thread is None
@@ -276,7 +276,7 @@ def test_use_on_nodes_is_renewed(spec_of, monkeypatch):
 
 
 def test_errors_of_actors(spec_of):
-    """An actor that makes environments raises errors that its caller knows."""
+    """An error that an actor raises arrives as the class that its caller knows."""
 
     class Maker:
         def make(self, spec):
@@ -291,7 +291,7 @@ def test_errors_of_actors(spec_of):
 
 
 def test_deadline(spec_of):
-    """A node that takes too long is named, and what it had started is ended."""
+    """The error names a node that takes too long, and its processes are ended."""
     began = time.monotonic()
     with pytest.raises(VenvNodesError) as caught:
         create_local_venv_on_each_node(spec_of("alpha", setup=["sleep", "6544"]), timeout_s=3)
@@ -300,12 +300,12 @@ def test_deadline(spec_of):
 
 
 def test_interrupted(spec_of, tools, tmp_path):
-    """A driver that is interrupted while nodes build ends what they have started, and nothing half-built is left."""
+    """An interrupted driver ends the processes of the nodes, and no incomplete environment is left."""
     up = tmp_path / "up"
-    plan = planned(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
+    plan = plan_venv(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
     there = alive_nodes()
-    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files])]
-    calls = [(node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there]
+    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files])]
+    calls = {node: (node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there}
 
     def interrupt(_):
         if up.exists():
@@ -313,7 +313,7 @@ def test_interrupted(spec_of, tools, tmp_path):
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            on_nodes(calls, there, doing="building", deadline=Deadline(120), seen=interrupt)
+            run_on_nodes(calls, there, doing="building", deadline=Deadline(120), report=interrupt)
         assert tools.running("sleep\0006545") == []
     finally:
         for pid in tools.running("sleep\0006545"):
@@ -321,8 +321,8 @@ def test_interrupted(spec_of, tools, tmp_path):
 
 
 def test_another_platform(spec_of):
-    """A node of another platform is refused, before anything is looked for there."""
-    recipe = planned(spec_of("alpha")).recipe
+    """A node of another platform is refused before it looks for the environment."""
+    recipe = plan_venv(spec_of("alpha")).recipe
     here = recipe.platform
     answer = look_here(recipe.folder, recipe.fingerprint, "plan9-alpha-other")
     assert answer == ("failed", "VenvMismatchError", ("platform", here, "plan9-alpha-other", "It", None))
@@ -331,7 +331,7 @@ def test_another_platform(spec_of):
 
 
 def test_misuse(spec_of):
-    """Nodes that are not there, or none."""
+    """Unknown nodes and an empty list of nodes are refused."""
     with pytest.raises(ValueError, match=r"no nodes that are alive have the ids \['nowhere'\]"):
         create_local_venv_on_each_node(spec_of("alpha"), nodes=["nowhere"])
     with pytest.raises(ValueError, match="list of node ids"):

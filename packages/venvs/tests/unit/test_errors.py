@@ -39,7 +39,7 @@ def test_pickle(error):
 
 
 def test_messages():
-    """A message says where, what, and what to do."""
+    """A message says where it failed, what failed, and what to do."""
     assert str(ERRORS[1]) == (
         "The environment is not ready on node 10.0.0.1 (abc): no such package.\n"
         "  $ uv pip install x\n  error: no\n  hint: none"
@@ -50,7 +50,7 @@ def test_messages():
 
 
 def test_groups():
-    """Errors of nodes can be caught together or one by one, and stay what they are when they are split."""
+    """Errors of nodes can be caught together or one by one, and keep their type when they are split."""
     with pytest.raises(VenvError):
         raise ERRORS[-1]
     with pytest.raises(TimeoutError):

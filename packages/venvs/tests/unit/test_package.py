@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as it is installed: its version, and what importing it loads."""
+"""The installed package: its version, and the modules that importing it loads."""
 
 import importlib.metadata
 import subprocess

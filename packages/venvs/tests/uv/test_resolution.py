@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements are resolved once: every machine gets the same versions, whenever it builds and whatever it is told."""
+"""Requirements are resolved once, and every machine installs the same versions."""
 
 import dataclasses
 import os
@@ -18,18 +18,19 @@ from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_lo
 from fairlead_venvs._build.node_task import build_here
 from fairlead_venvs._build.uv import Deadline
 from fairlead_venvs._build.variables import DECIDING, NOT_INHERITED, is_neutral
-from fairlead_venvs._planning.plan import make_plan, planned, read_request
-from fairlead_venvs._planning.resolution import RESOLVED, Resolution, installed_lines, parse_resolution
-from fairlead_venvs._planning.settings import read_settings
+from fairlead_venvs._planning.plan import make_plan, plan_venv, read_request
+from fairlead_venvs._planning.resolution import RESOLVED, Resolution
 
-# Uv's variables that say which interpreter there is, what is shown, or what is refused; they change no result.
+# Variables of uv about interpreters, output and checks, which do not change the result.
 OTHERS = r"UV_(MANAGED_PYTHON|NO_MANAGED_PYTHON|PYTHON_.*|NO_VERIFY_HASHES|REQUIRE_HASHES|PREVIEW.*|VENV_CLEAR|SHOW_.*)"
+
+
 VERSION = "import alpha; print(alpha.version)"
 
 
 @pytest.fixture
 def links(tools, tmp_path):
-    """A folder that stands for an index: what is in it does not count."""
+    """A folder that stands for an index, so its content does not count."""
     folder = tmp_path / "links"
     folder.mkdir()
     tools.make_wheel(folder, "alpha", "1.0")
@@ -44,11 +45,11 @@ def spec(links):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Builds a plan as a node does that has nothing yet; the interpreter there."""
+    """Build a plan like a new node, and return its interpreter."""
 
     def build(plan, folder="node"):
         recipe = dataclasses.replace(plan.recipe, folder=str(tmp_path / folder / Path(plan.recipe.folder).name))
-        files = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
+        files = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ray.get", lambda shipped: shipped)  # seam: the object store
             answer = build_here(dataclasses.asdict(recipe), [files], 60.0)
@@ -60,7 +61,7 @@ def elsewhere(tmp_path):
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """The arguments of every call of uv: they are noted by a program that then calls it."""
+    """The arguments of every call of uv, recorded by a program that then calls uv."""
     note = tmp_path / "calls"
     program = tmp_path / "bin" / "uv"
     program.parent.mkdir()
@@ -71,10 +72,10 @@ def calls(tmp_path, monkeypatch):
 
 
 def test_once(spec, links, tools, elsewhere, calls, tmp_path):
-    """A later build gets the versions of the first one, wherever it is, until they are resolved again."""
+    """A later build on any machine gets the versions of the first one, until they are resolved again."""
     first = create_local_venv(spec)
     tools.make_wheel(links, "alpha", "2.0")
-    plan = planned(spec)
+    plan = plan_venv(spec)
     assert tools.says(elsewhere(plan), VERSION) == "1.0"
     assert create_local_venv(spec) == first == create_local_venv(VenvSpec(**fields(spec)))
     assert sum("pip compile" in call for call in calls()) == 1
@@ -84,8 +85,8 @@ def test_once(spec, links, tools, elsewhere, calls, tmp_path):
     assert [tools.says(one, VERSION) for one in (first, second)] == ["1.0", "2.0"]
     assert create_local_venv(spec) == second
     assert create_local_venv(spec, force_rebuild=True) == second
-    # What another driver resolved is another environment, and not taken for this one.
-    assert plan.recipe.fingerprint != planned(spec).recipe.fingerprint
+    # The resolution of another driver is another environment.
+    assert plan.recipe.fingerprint != plan_venv(spec).recipe.fingerprint
 
 
 def fields(spec):
@@ -93,55 +94,55 @@ def fields(spec):
 
 
 def test_several_drivers(spec, root, calls):
-    """Several that ask at once resolve once, and agree."""
+    """Several drivers at once resolve once, and agree."""
     with ThreadPoolExecutor(4) as pool:
-        prints = list(pool.map(lambda _: planned(spec).recipe.fingerprint, range(4)))
+        prints = list(pool.map(lambda _: plan_venv(spec).recipe.fingerprint, range(4)))
     assert len(set(prints)) == 1
     assert len(calls()) == 1
-    assert [path.name for path in (root / RESOLVED).glob("[!.]*")] == [read_request(spec).key]
+    assert [path.name for path in (root / RESOLVED).glob("[!.]*")] == [read_request(spec).draft.request]
 
 
 def test_drivers_without_locks(spec, links, tools, root, monkeypatch):
-    """Where the file system has no locks and two drivers get different results, both use what was first."""
+    """On a file system without locks, two drivers with different results both use the first one."""
     tools.make_wheel(links, "alpha", "2.0")
-    read = planned(spec).recipe
+    read = plan_venv(spec).recipe
     stored = root / RESOLVED / read.request
     other = stored.read_text().replace("alpha==2.0", "alpha==1.0")
     looked = []
 
     def look(path):
         looked.append(path)
-        if len(looked) == 4:  # after the last look before uv is asked
+        if len(looked) == 3:  # after the last look before uv is asked
             path.write_text(other)
-        return None if len(looked) < 5 else Resolution(("alpha==1.0", "beta==1.0"))
+        return None if len(looked) < 4 else Resolution(("alpha==1.0", "beta==1.0"))
 
     stored.unlink()
     monkeypatch.setattr("fairlead_venvs._planning.resolution._read", look)
-    assert planned(spec).recipe.requirements == ("alpha==1.0", "beta==1.0")
+    assert plan_venv(spec).recipe.requirements == ("alpha==1.0", "beta==1.0")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"pins": 3, "direct": {}}', '{"pins": [3]}'])
 def test_damaged(spec, root, damage):
-    """A resolution that cannot be read is made again."""
-    plan = planned(spec)
+    """Requirements are resolved again if the stored resolution cannot be read."""
+    plan = plan_venv(spec)
     stored = root / RESOLVED / plan.recipe.request
     text = stored.read_text()
     stored.write_text(damage)
-    assert planned(spec) == plan
+    assert plan_venv(spec) == plan
     assert stored.read_text() == text
 
 
 def test_unsatisfiable(links, root):
-    """The error is uv's, and nothing is left."""
+    """The error has uv's output, and nothing is left."""
     with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
-        planned(VenvSpec(requirements=["beta", "alpha>1"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
+        plan_venv(VenvSpec(requirements=["beta", "alpha>1"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
     assert "pip compile" in caught.value.command
     assert any("requirements are unsatisfiable" in line for line in caught.value.output)
     assert list((root / RESOLVED).glob("[!.]*")) == []
 
 
 def test_deadline(spec, root, calls, tmp_path):
-    """uv is ended when the time is over."""
+    """uv is ended at the deadline."""
     program = tmp_path / "bin" / "uv"
     program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo uv 9.9.9 || exec sleep 6546\n')
     began = time.monotonic()
@@ -158,11 +159,11 @@ def test_another_python(links, tools):
     wanted = [f"alpha==1.0; python_version=='{other}'", f"alpha==2.0; python_version!='{other}'"]
     env = {"UV_FIND_LINKS": str(links)}
     specs = [VenvSpec(requirements=wanted, no_index=True, env=env, python=python) for python in (None, other)]
-    assert [planned(spec).recipe.requirements for spec in specs] == [("alpha==2.0",), ("alpha==1.0",)]
+    assert [plan_venv(spec).recipe.requirements for spec in specs] == [("alpha==2.0",), ("alpha==1.0",)]
 
 
 def test_settings_of_the_driver(links, tools, elsewhere, tmp_path, monkeypatch):
-    """Variables that decide the result count, and are those that a node builds with, whatever its own say."""
+    """Variables of the driver that decide the result count, and replace those of a node."""
     tools.make_wheel(links, "alpha", "2.0")
     more = tmp_path / "more"
     shutil.copytree(links, more)
@@ -183,7 +184,7 @@ def test_settings_of_the_driver(links, tools, elsewhere, tmp_path, monkeypatch):
                 constraints.write_text(value)
                 value = constraints
             patch.setenv(name, str(value))
-            plans.append(planned(spec))
+            plans.append(plan_venv(spec))
         assert plans[-1].recipe.requirements == (f"alpha=={version}",)
     assert len({plan.recipe.fingerprint for plan in plans}) == len(plans)
 
@@ -193,41 +194,18 @@ def test_settings_of_the_driver(links, tools, elsewhere, tmp_path, monkeypatch):
     assert tools.says(elsewhere(plans[4]), VERSION) == "1.0"
 
 
-def test_settings_that_do_not_count(tmp_path):
-    """What only says how something is installed is no other environment, nor is a variable that the spec replaces."""
-    spec = VenvSpec(
-        requirements=["alpha"], index="https://h/simple", find_links=[str(tmp_path)], env={"UV_RESOLUTION": "x"}
-    )
-    how = {"UV_CONCURRENT_BUILDS": "1", "UV_CACHE_DIR": "/c", "UV_PYTHON_DOWNLOADS": "never", "SSL_CERT_FILE": "/f"}
-    replaced = {
-        "UV_FIND_LINKS": "/l",
-        "UV_INDEX_URL": "https://o/simple",
-        "UV_RESOLUTION": "lowest",
-        "UV_PRERELEASE": "",
-    }
-    opens = {"UV_INDEX_MINE_USERNAME": "me", "UV_INDEX_MINE_PASSWORD": "mellon"}
-    plain, told = read_settings(spec, {}), read_settings(spec, {**how, **replaced, **opens})
-    assert told.counted == plain.counted == {"UV_RESOLUTION": "x"}
-    # Credentials go along with the index that they open.
-    assert told.env == {"UV_DEFAULT_INDEX": "https://h/simple", "UV_RESOLUTION": "x", **opens}
-    assert "mellon" in told.secrets
-    one, other = (read_settings(spec, {"UV_INDEX": f"https://me:{word}@h/s"}) for word in ("mellon", "opensesame"))
-    assert one.counted == other.counted == {"UV_INDEX": "https://***@h/s", "UV_RESOLUTION": "x"}
-    assert read_settings(VenvSpec(requirements=[], no_index=True), {"UV_INDEX": "https://h/s"}).env == {}
-
-
 def test_configuration_file(links, tools, elsewhere, tmp_path, monkeypatch):
-    """uv's configuration that a variable names goes along and counts, without its credentials."""
+    """uv's configuration that a variable names is sent and counts, without its credentials."""
     config = tmp_path / "some uv.toml"
     text = f'find-links = ["{links}"]\nno-index = true\n'
     config.write_text(text)
     monkeypatch.delenv("UV_FIND_LINKS", raising=False)
     monkeypatch.setenv("UV_CONFIG_FILE", str(config))
-    plan = planned(VenvSpec(requirements=["alpha"]))
+    plan = plan_venv(VenvSpec(requirements=["alpha"]))
     keys = {plan.recipe.request}
     for more in ("# https://me:mellon@h/\n", "# https://me:opensesame@h/\n"):
         config.write_text(text + more)
-        keys.add(read_request(VenvSpec(requirements=["alpha"])).key)
+        keys.add(read_request(VenvSpec(requirements=["alpha"])).draft.request)
     assert len(keys) == 2
     config.unlink()
     monkeypatch.delenv("UV_CONFIG_FILE")
@@ -238,7 +216,7 @@ def test_configuration_file(links, tools, elsewhere, tmp_path, monkeypatch):
 
 
 def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monkeypatch):
-    """What constrains the build of a source distribution goes along to the nodes."""
+    """Constraints for building source distributions are sent to the nodes."""
     tools.make_wheel(links, "needed", "1.0")
     tools.make_wheel(links, "needed", "2.0")
     folder = make_project("delta", dependencies=[], lock=False)
@@ -253,7 +231,7 @@ def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monk
     constraints = tmp_path / "build.txt"
     constraints.write_text("needed<2\n")
     monkeypatch.setenv("UV_BUILD_CONSTRAINT", str(constraints))
-    plan = planned(VenvSpec(requirements=["delta"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
+    plan = plan_venv(VenvSpec(requirements=["delta"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
     monkeypatch.delenv("UV_BUILD_CONSTRAINT")
     constraints.unlink()
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache of the node"))
@@ -263,7 +241,7 @@ def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monk
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_git(make_project, tools, elsewhere, links, tmp_path):
-    """A branch stands for the commit that it named when it was resolved."""
+    """A branch means the commit that it named when it was resolved."""
     folder = make_project("delta", dependencies=["alpha"], lock=False)
 
     def commit(answer):
@@ -276,49 +254,26 @@ def test_git(make_project, tools, elsewhere, links, tmp_path):
     for at in ("", "@main"):
         wanted = [f"delta @ git+{folder.as_uri()}{at}"]
         spec = VenvSpec(requirements=wanted, no_index=True, env={"UV_FIND_LINKS": str(links)})
-        plan = planned(spec)
+        plan = plan_venv(spec)
         commit(2 if at else 1.5)
         assert re.fullmatch(rf"delta ?@ git\+{folder.as_uri()}@[0-9a-f]{{40}}", plan.recipe.requirements[0])
         python = elsewhere(plan, f"node{at}")
         assert tools.says(python, "import alpha, delta; print(delta.answer)") == ("1.5" if at else "1")
 
 
-def test_lines():
-    """What a spec gives by its URL or as a wheel is installed as it says; all else by the version."""
-    given = [
-        "alpha[x] @ https://h/a.zip",
-        "beta @ https://h/b.zip ; python_version<'3'",
-        "/w/Delta-1.0-py3-none-any.whl",
-    ]
-    staged = [*given[:2], "./wheels/0/Delta-1.0-py3-none-any.whl"]
-    text = (
-        "# by uv\n--index-url https://h\nalpha @ https://h/a.zip\n./wheels/0/Delta-1.0-py3-none-any.whl\ngamma==1.0\n\n"
-    )
-    found = parse_resolution(text, given)
-    assert found == Resolution(("gamma==1.0",), {"alpha": "", "delta": ""})
-    assert installed_lines(given, staged, found) == (staged[0], staged[2], "gamma==1.0")
-    # Another dependency's URL is kept; not with a credential.
-    git = "epsilon @ git+ssh://git@h/e@0123456789012345678901234567890123456789"
-    assert parse_resolution(git, given).pins == (git,)
-    with pytest.raises(
-        VenvBuildError, match=r"URL with a credential, which is not stored: epsilon @ https://\*\*\*@h/e"
-    ):
-        parse_resolution("epsilon @ https://me:mellon@h/e.zip", given)
-
-
 def test_prune(spec, root):
-    """A resolution stays for 30 days after it was last asked for, and as long as there is an environment of it."""
+    """A resolution stays for 30 days after its last use, and while an environment of it exists."""
     built, unbuilt = spec, dataclasses.replace(spec, requirements=["alpha"])
     python = create_local_venv(built)
-    planned(unbuilt)
-    stored = {one: root / RESOLVED / read_request(one).key for one in (built, unbuilt)}
+    plan_venv(unbuilt)
+    stored = {one: root / RESOLVED / read_request(one).draft.request for one in (built, unbuilt)}
     prune(older_than=86_400)
     assert all(path.exists() for path in stored.values())
     for path in stored.values():
         os.utime(path, (time.time() - 31 * 86_400,) * 2)
     prune(older_than=86_400, keep=[unbuilt])
     assert all(path.exists() for path in stored.values())
-    planned(unbuilt)  # asked for again
+    plan_venv(unbuilt)  # asked for again
     prune(older_than=86_400)
     assert stored[unbuilt].exists()
     os.utime(stored[unbuilt], (0, 0))
@@ -328,7 +283,7 @@ def test_prune(spec, root):
 
 
 def test_variables_of_uv():
-    """Every variable that uv's help names is known here as deciding the result, or as one that does not."""
+    """Every variable that uv's help names is listed as deciding the result or not."""
     named = set()
     for command in (["pip", "compile"], ["pip", "install"], ["venv"], ["sync"], ["build"]):
         shown = subprocess.run([find_uv_bin(), *command, "--help"], capture_output=True, text=True, check=True).stdout

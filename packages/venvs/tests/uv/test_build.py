@@ -17,7 +17,7 @@ from fairlead_venvs._build.store import FORMAT, MANIFEST
 
 
 def test_requirements(spec_of, tools, root):
-    """An environment holds what was asked for; its scripts and VIRTUAL_ENV work where it ends up."""
+    """An environment has the requested packages, and its scripts and VIRTUAL_ENV work in its final place."""
     python = create_local_venv(spec_of("beta", "alpha<2"))
     folder = Path(python).parent.parent
 
@@ -31,7 +31,7 @@ def test_requirements(spec_of, tools, root):
 
 
 def test_warm(spec_of, make_project, project_spec):
-    """What is there is found without starting a process, also for a project whose wheel is part of it."""
+    """An existing environment is found without starting a process, also that of a project."""
     started = []
     sys.addaudithook(lambda event, args: started.append(args) if event in ("subprocess.Popen", "os.fork") else None)
     specs = [spec_of("alpha"), project_spec(make_project())]
@@ -78,7 +78,7 @@ def test_project(make_project, project_spec, tools, wheels):
 
 
 def test_variables_of_the_caller(make_project, project_spec, tools, monkeypatch):
-    """What the caller's shell tells uv of another project, or of no project, does not change the content."""
+    """Variables of the caller's shell about another project do not change the content."""
     folder = make_project(more='[dependency-groups]\ndev = ["beta"]\n')
     for name in ("UV_NO_DEV", "UV_NO_DEFAULT_GROUPS", "UV_NO_INSTALL_PROJECT", "UV_NO_SYNC", "UV_LOCKED"):
         monkeypatch.setenv(name, "1")
@@ -96,7 +96,7 @@ def test_changed_source(make_project, project_spec, tools):
     first = create_local_venv(project_spec(folder))
     stamp = module.stat()
     module.write_text("answer = 43\n")
-    # What sees no more than size and time is fooled.
+    # A check of size and time alone would miss the edit.
     os.utime(module, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     second = create_local_venv(project_spec(folder))
     module.write_text("answer = 42\n")
@@ -106,7 +106,7 @@ def test_changed_source(make_project, project_spec, tools):
 
 
 def test_local_folders(make_project, project_spec, tools, tmp_path, wheels):
-    """Workspace members and path dependencies go in as wheels; a member can be asked for by its own folder."""
+    """Workspace members and path dependencies are installed as wheels; a member can be given by its own folder."""
     make_project("other", folder=tmp_path / "other", dependencies=["gamma"], lock=False)
     make_project("member", folder=tmp_path / "proj" / "member", lock=False)
     folder = make_project(
@@ -145,7 +145,7 @@ def test_setup(spec_of, tools):
 
 
 def test_system_site_packages(tools):
-    """If asked, it sees what is installed for the base interpreter."""
+    """With `system_site_packages`, the packages of the base interpreter are visible."""
     seen = create_local_venv(VenvSpec(requirements=[], system_site_packages=True))
     alone = create_local_venv(VenvSpec(requirements=[]))
     base = tools.says(sys.executable, "import sys; print(sys.base_prefix)")
@@ -154,7 +154,7 @@ def test_system_site_packages(tools):
 
 
 def test_names(spec_of):
-    """A name is part of the folder's name; what is no plain word is refused."""
+    """A name is part of the folder's name, and must be a plain word."""
     python = create_local_venv(spec_of("alpha"), "trainer")
     assert Path(python).parent.parent.name.startswith("trainer-")
     for name in ("../up", "/absolute", "a/b", "", "..", "-dash", "a..b", "with space", ".hidden", "x" * 101, "a\n"):
@@ -166,7 +166,7 @@ def test_names(spec_of):
     "damage", ["empty", "garbage", "other", "partial", "list", "deep", "gone", "python", "package", "script", "entries"]
 )
 def test_damaged(spec_of, tools, damage):
-    """What is not complete is not reported as ready: it is built anew, in the same place."""
+    """An incomplete environment is not reported as ready, but built again in the same place."""
     spec = spec_of("alpha")
     python = create_local_venv(spec)
     manifest = Path(python).parent.parent / MANIFEST
@@ -192,7 +192,7 @@ def test_damaged(spec_of, tools, damage):
 
 
 def test_force_rebuild(spec_of, tools):
-    """A rebuild takes the place in one step; what runs from the old one goes on, and imports what it had not yet."""
+    """A rebuild takes the place in one step. A process that runs from the old one continues and can import more."""
     spec = spec_of("alpha", "beta")
     python = create_local_venv(spec)
     folder = Path(python).parent.parent
@@ -209,7 +209,7 @@ def test_force_rebuild(spec_of, tools):
 
 
 def test_never_a_gap(spec_of):
-    """While it is rebuilt over and over, whoever looks finds it complete."""
+    """An environment that is rebuilt again and again is complete at every moment."""
     spec = spec_of("alpha")
     python = create_local_venv(spec)
     script = """
@@ -238,7 +238,7 @@ def test_never_a_gap(spec_of):
 
 
 def test_deadline(spec_of, tools):
-    """A build that takes too long is ended, with all it has started, and leaves nothing."""
+    """A build that takes too long is ended with all its processes, and leaves nothing."""
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"Not done within 2 s: .*sleep"):
         create_local_venv(spec_of(setup=["sh", "-c", "sleep 6543 & sleep 6543"]), timeout_s=2)

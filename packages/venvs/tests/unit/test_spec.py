@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be asked for, in how many ways it can be said, and what is refused before anything is started."""
+"""Specs: the forms of a request, and those that are refused before any process is started."""
 
 import pickle
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
-from fairlead_venvs._planning.lockfile import locked_versions
-from fairlead_venvs._planning.requirements import excluded_version, normalised
+from fairlead_venvs._planning.lockfile import find_locked_versions
+from fairlead_venvs._planning.requirements import find_excluded_version, normalise
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from fairlead_venvs._planning.requirements import excluded_version, normalised
     ],
 )
 def test_commands(flags, fields, tmp_path, monkeypatch):
-    """A command is the spec of a project that it stands for, with the groups that uv installs by default."""
+    """A command means the spec of a project, with the groups that uv installs by default."""
     spec = VenvSpec(**{"project": tmp_path, "default_groups": True, **fields})
     assert VenvSpec(command=f"uv run --directory {tmp_path} {flags}") == spec
     assert (
@@ -40,13 +39,13 @@ def test_commands(flags, fields, tmp_path, monkeypatch):
 
 
 def test_command_without_project():
-    """Without a project, a command stands for requirements."""
+    """A command without a project means requirements."""
     command = "/opt/bin/uv run --no-project --with numpy,Ray --with 'packaging >= 24' --no-index"
     assert VenvSpec(command=command) == VenvSpec(requirements=["ray", "numpy", "packaging>=24"], no_index=True)
 
 
 def test_commands_for_registries(tmp_path, monkeypatch):
-    """The ready-made commands are of the project in the current folder."""
+    """The predefined commands mean the project in the current folder."""
     monkeypatch.chdir(tmp_path)
     assert VenvSpec(command=PY_EXECUTABLES.BASE) == VenvSpec(project=tmp_path, default_groups=True)
     assert VenvSpec(command=PY_EXECUTABLES.VLLM).extras == ("vllm",)
@@ -71,7 +70,7 @@ def test_commands_for_registries(tmp_path, monkeypatch):
     ],
 )
 def test_commands_that_cannot_be_read(command):
-    """What a command means is never lost: one that cannot be read whole is refused, with the flags that can be."""
+    """A command with an unsupported flag is refused, and the error lists the supported ones."""
     with pytest.raises(ValueError, match=r"--locked|needs a value|starts with 'uv run'|--with|--no-project"):
         VenvSpec(command=command)
 
@@ -80,11 +79,11 @@ REFUSED = [
     ({}, "exactly one of"),
     ({"requirements": [], "project": "."}, "exactly one of"),
     ({"command": "uv run", "project": "."}, "exactly one of"),
-    ({"command": "uv run", "extras": ["x"]}, "say it in the command"),
+    ({"command": "uv run", "extras": ["x"]}, "put it into the command"),
     ({"requirements": [], "extras": ["x"]}, "belong to a project"),
-    ({"requirements": ["-r other.txt"]}, "Options, such as -r and -e"),
-    ({"requirements": ["-e ."]}, "Options, such as -r and -e"),
-    ({"requirements": ["./folder"]}, "is no requirement"),
+    ({"requirements": ["-r other.txt"]}, "Options such as -r and -e"),
+    ({"requirements": ["-e ."]}, "Options such as -r and -e"),
+    ({"requirements": ["./folder"]}, "is not a requirement"),
     ({"requirements": ["pkg @ file:///tmp/pkg"]}, "names a path of this machine"),
     ({"requirements": ["/nowhere/pkg-1.0-py3-none-any.whl"]}, "there is no wheel"),
     ({"requirements": [], "python": ">=3.11"}, "must be a version"),
@@ -99,7 +98,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_refused(fields, said):
-    """What could not be built, or could be read in two ways, is a ValueError."""
+    """A request that is contradictory or cannot be built is a ValueError."""
     with pytest.raises(ValueError, match=said):
         VenvSpec(**fields)
 
@@ -116,13 +115,13 @@ def test_refused(fields, said):
     ],
 )
 def test_types(fields):
-    """One string where several are meant is a TypeError, not so many letters."""
+    """One string in the place of a sequence is a TypeError."""
     with pytest.raises(TypeError):
         VenvSpec(**fields)
 
 
 def test_what_is_no_spec():
-    """An interpreter is not an environment to be built, nor is a number."""
+    """An interpreter or a number is not an environment that can be built."""
     with pytest.raises(ValueError, match="expected a VenvSpec or a command"):
         create_local_venv("/usr/bin/python3")
     with pytest.raises(TypeError, match="expected a VenvSpec or a command"):
@@ -130,7 +129,7 @@ def test_what_is_no_spec():
 
 
 def test_projects_that_cannot_be_read(tmp_path, make_project):
-    """No project, no lock, an extra or a group that is not there: told before anything is started."""
+    """A missing project, lock, extra or group is reported before any process is started."""
     with pytest.raises(ValueError, match=r"no pyproject.toml in"):
         create_local_venv(VenvSpec(project=tmp_path))
     with pytest.raises(ValueError, match="no folder"):
@@ -145,18 +144,8 @@ def test_projects_that_cannot_be_read(tmp_path, make_project):
         create_local_venv(VenvSpec(project=folder, groups=["test"]))
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock", "uv.toml"])
-@pytest.mark.parametrize("content", [b"source = {", b"\xff"])
-def test_files_that_cannot_be_read(name, content, make_project):
-    """The one among a project's files that is no TOML is named."""
-    folder = make_project()
-    (folder / name).write_bytes(b'source = { editable = "../other" }\n' + content)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(folder / name))} cannot be read: "):
-        VenvSpec(project=folder).fingerprint()
-
-
 def test_a_spec_travels_and_shows_itself(tmp_path, monkeypatch):
-    """A spec is a value: it pickles, and its text makes it again; paths in it are absolute."""
+    """A spec is a value: it can be pickled, its repr evaluates to it, and its paths are absolute."""
     monkeypatch.chdir(tmp_path)
     spec = VenvSpec(project="sub", extras=["b", "a", "a"], python="3.11", find_links=["wheels"], env={"A": "1"})
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -189,15 +178,15 @@ def test_a_spec_travels_and_shows_itself(tmp_path, monkeypatch):
     ],
 )
 def test_requirements_that_exclude_a_version(requirement, excluded):
-    """Names, extras, markers and wheels are read as pip reads them; what cannot be decided excludes nothing."""
-    wanted = normalised(["alpha==1.0", requirement])
-    assert excluded_version(wanted, "ray", "2.60.0", "3.11") == excluded
+    """Names, extras, markers and wheels mean the same as for pip; an undecidable marker excludes nothing."""
+    wanted = normalise(["alpha==1.0", requirement])
+    assert find_excluded_version(wanted, "ray", "2.60.0", "3.11") == excluded
 
 
 def test_wheels_that_exclude_a_version(tools, tmp_path):
-    """A wheel that is given by its path has its version in its name."""
+    """A wheel that is given by path has its version in its name."""
     wheels = [str(tools.make_wheel(tmp_path, "ray", version)) for version in ("2.59.0", "2.60.0")]
-    assert [excluded_version([one], "ray", "2.60.0", "3.11") for one in wheels] == ["2.59.0", None]
+    assert [find_excluded_version([one], "ray", "2.60.0", "3.11") for one in wheels] == ["2.59.0", None]
 
 
 LOCK = b"""
@@ -220,8 +209,8 @@ version = "2.59.0"
 
 
 def test_versions_in_a_lock():
-    """Only what an installation with these extras takes counts."""
-    assert locked_versions(LOCK, "ray", "proj", (), (), "3.11") == frozenset()
-    assert locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.12") == frozenset()
-    assert locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.11") == {"2.59.0"}
-    assert locked_versions(LOCK, "numpy", "proj", ("serve",), (), "3.11") == frozenset()
+    """Only the packages count that these extras install."""
+    assert find_locked_versions(LOCK, "ray", "proj", (), (), "3.11") == frozenset()
+    assert find_locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.12") == frozenset()
+    assert find_locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.11") == {"2.59.0"}
+    assert find_locked_versions(LOCK, "numpy", "proj", ("serve",), (), "3.11") == frozenset()

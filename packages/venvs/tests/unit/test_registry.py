@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which environment a worker class needs, in code and in a pyproject."""
+"""The environment of a worker class, from code and from a pyproject."""
 
 import sys
 
@@ -11,14 +11,14 @@ from fairlead_venvs._registry import known_actor_environments
 
 @pytest.fixture(autouse=True)
 def empty():
-    """Nothing is registered before and after."""
+    """Start and end with an empty registry."""
     actor_environments.clear()
     yield
     actor_environments.clear()
 
 
 def test_register():
-    """What is registered last counts; the registry is a plain dict."""
+    """The last registration counts, and the registry is a plain dict."""
     spec = VenvSpec(requirements=["ray"])
     register_actor_env("a.B", "uv run --locked")
     register_actor_env("a.B", spec)
@@ -29,13 +29,13 @@ def test_register():
 
 @pytest.mark.parametrize("name", ["", "B", "a/B", "a.B.", "../a.B", "a.1", 3])
 def test_names(name):
-    """The name of a class is a full one."""
+    """A class needs its full name."""
     with pytest.raises(ValueError, match="full name of a class"):
         register_actor_env(name, "uv run")
 
 
 def test_values():
-    """Something that is no environment is refused when it is registered."""
+    """Registration refuses a value that is not an environment."""
     with pytest.raises(TypeError):
         register_actor_env("a.B", 3)
     with pytest.raises(ValueError, match="empty"):
@@ -52,7 +52,7 @@ def test_unknown():
 
 
 def test_pyproject(tmp_path, monkeypatch, tools):
-    """A pyproject above the current folder says it, in words, commands and tables; what is relative is so to it."""
+    """A pyproject above the current folder has words, commands and tables, with paths relative to its folder."""
     tools.make_wheel(tmp_path, "delta")
     (tmp_path / "pyproject.toml").write_text(
         """
@@ -89,7 +89,7 @@ def test_pyproject(tmp_path, monkeypatch, tools):
 
 @pytest.mark.parametrize("entry", ["3", '""', '{ requirement = ["x"] }', '"uv run --isolated"', "{ }"])
 def test_pyproject_that_cannot_be_read(tmp_path, monkeypatch, entry):
-    """A wrong entry is told with its file and its class."""
+    """The error of a wrong entry names its file and its class."""
     (tmp_path / "pyproject.toml").write_text(f'[tool.fairlead.actor-environments]\n"a.B" = {entry}\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"actor-environments\] in .*pyproject.toml, a.B: "):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking a place in one step, with and without what the file system can do for it."""
+"""Publishing a folder in one step, on file systems that can and cannot swap folders."""
 
 import os
 import threading
@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from fairlead_venvs._build import publish as publishing
-from fairlead_venvs._build.publish import discard, publish
-from fairlead_venvs._build.store import TRASH
+from fairlead_venvs._build.publish import TRASH, discard, publish
 
 
 def filled(folder, text):
@@ -19,14 +18,14 @@ def filled(folder, text):
 
 @pytest.fixture(params=["swaps", "cannot swap"])
 def file_system(request, monkeypatch):
-    """The one the tests run on, and one that cannot swap two folders."""
+    """The file system of the tests, and one that cannot swap two folders."""
     if request.param == "cannot swap":
         monkeypatch.setattr(publishing, "RENAME_EXCHANGE", 1 << 20)  # the kernel knows no such flag
     return request.param
 
 
 def test_free(tmp_path, file_system):
-    """A place that is free, or an empty folder, is taken."""
+    """A new folder takes a free place, or that of an empty folder."""
     for number in range(2):
         place = tmp_path / f"place-{number}"
         if number:
@@ -36,7 +35,7 @@ def test_free(tmp_path, file_system):
 
 
 def test_taken(tmp_path, file_system):
-    """What is there and complete stays; who comes second has its own left to discard."""
+    """A complete folder stays, and the second process keeps its own to discard."""
     place = filled(tmp_path / "place", "first")
     new = filled(tmp_path / "new", "second")
     assert not publish(new, place, lambda: True)
@@ -45,7 +44,7 @@ def test_taken(tmp_path, file_system):
 
 
 def test_replaced(tmp_path, file_system):
-    """What is there and is not to stay is replaced, be it a folder, a file or a dangling link."""
+    """A folder, a file or a dangling link that does not stay is replaced."""
     makers = (lambda path: filled(path, "old"), lambda path: path.write_text("old"), lambda path: path.symlink_to("x"))
     for number, make in enumerate(makers):
         place = tmp_path / f"place-{number}"
@@ -59,7 +58,7 @@ def test_replaced(tmp_path, file_system):
 
 
 def test_many(tmp_path, file_system):
-    """Several replace the same place at once: in the end one of them has it, whole."""
+    """Several threads replace the same place at once, and one of their folders is there in the end."""
     place = filled(tmp_path / "place", "old")
 
     def replace(number):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is there, who uses it, and what may be removed."""
+"""Listing and removing environments."""
 
 import datetime
 import os
@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
-from fairlead_venvs._build import store
-from fairlead_venvs._build.kernel_lock import KernelLock
-from fairlead_venvs._build.store import BUILDING, MANIFEST, USED, host_id, host_tag, lock_path, mark_used, share_folder
+from fairlead_venvs._build.hosts import USED, host_id, host_tag, mark_used
+from fairlead_venvs._build.lock import KernelLock
+from fairlead_venvs._build.publish import BUILDING
+from fairlead_venvs._build.store import MANIFEST, lock_path
 from fairlead_venvs._cluster import renewal
 
 
 @pytest.fixture
 def age(root):
-    """Lets every environment have been asked for some time ago, by one host or another."""
+    """Set back the time of the last use of every environment, by one host or another."""
 
     def set_back(seconds, host=None):
         for manifest in root.glob(f"*/{MANIFEST}"):
@@ -35,7 +36,7 @@ def age(root):
 
 
 def test_list(spec_of, make_project, project_spec):
-    """Each with its content, its size, when it was last asked for and by whom, and who runs from it."""
+    """The list has the content, size, last use, hosts and processes of each environment."""
     assert list_venvs() == []
     before = time.time()
     small = create_local_venv(VenvSpec(requirements=[]))
@@ -57,7 +58,7 @@ def test_list(spec_of, make_project, project_spec):
 
 
 def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
-    """A worker whose command line says nothing is seen by its VIRTUAL_ENV, also through a link, and is spared."""
+    """A worker is recognised by its VIRTUAL_ENV, also through a link, and keeps its environment."""
     root.mkdir()
     (tmp_path / "link").symlink_to(root)
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "link"))
@@ -75,7 +76,7 @@ def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
 
 
 def test_prune(spec_of, age, root):
-    """What is in use, asked for a moment ago, being built, or to be kept stays; the rest goes, damaged ones too."""
+    """Environments that are in use, recent, being built or kept stay; others and damaged ones are removed."""
     specs = [spec_of("alpha"), spec_of("beta"), spec_of("gamma"), spec_of("alpha", "gamma"), spec_of("alpha==1.0")]
     used, by_spec, by_name, locked, gone = (Path(create_local_venv(spec)).parent.parent for spec in specs)
     assert prune() == []
@@ -106,7 +107,7 @@ def test_prune(spec_of, age, root):
 
 
 def test_prune_beside_another(spec_of, age, root):
-    """What another prune removes meanwhile is no error, and counts as removed by that one."""
+    """An environment that another prune removes meanwhile is not an error, and is not returned."""
     folders = [Path(create_local_venv(spec_of(name))).parent.parent for name in ("alpha", "gamma")]
     age(3600)
     elsewhere = []
@@ -119,30 +120,8 @@ def test_prune_beside_another(spec_of, age, root):
     assert sorted(venv.path for venv in elsewhere) == sorted(folders)
 
 
-def test_lock_of_a_forked_process(root):
-    """A lock that is given back is free, also while a process forked meanwhile still has the file open."""
-    root.mkdir()
-    ours, theirs = KernelLock(lock_path(root / "venv")), KernelLock(lock_path(root / "venv"))
-    assert ours.acquire()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    try:
-        os.close(reading)
-        assert not theirs.acquire()
-        ours.release()
-        assert theirs.acquire()
-        theirs.release()
-    finally:
-        os.close(writing)
-        os.waitpid(child, 0)
-
-
 def test_wheels_in_use_stay(make_project, project_spec, root):
-    """The wheel of a project that was asked for of late is not removed, nor are the locks beside it."""
+    """The wheel of a recently used project is not removed, nor are the locks beside it."""
     spec = project_spec(make_project())
     spec.fingerprint()
     (store,) = (root / ".wheels").glob("[!.]*")
@@ -158,7 +137,7 @@ def test_wheels_in_use_stay(make_project, project_spec, root):
 
 
 def test_shared_folder(spec_of, age):
-    """Where another host asks for environments, too, nothing goes unless it is said how long it was not asked for."""
+    """On a folder that another host uses, `prune` requires `older_than`."""
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     age(3600, host="another-host")
     with pytest.raises(ValueError, match=r"by another-host.*older_than"):
@@ -173,7 +152,7 @@ def test_shared_folder(spec_of, age):
 
 @pytest.fixture
 def leftover(root):
-    """Makes the folder of a build that began some seconds ago, by a process of this host or of another."""
+    """Create the folder of a build that began some seconds ago, by a process of this host or of another."""
     made = []
 
     def make(pid, age_s, tag=None, below="."):
@@ -190,7 +169,7 @@ def leftover(root):
 
 @pytest.mark.parametrize("below", [".", ".wheels"])
 def test_long_builds_stay(leftover, below):
-    """A build that takes long keeps its folder while its process lives; what a dead process left goes."""
+    """A long build keeps its folder while its process lives, and leftovers of a dead process are removed."""
     with subprocess.Popen(["sleep", "600"]) as builder:
         # It started before its folder was made, as a builder does.
         running = leftover(builder.pid, -1, below=below)
@@ -209,7 +188,7 @@ def test_long_builds_stay(leftover, below):
 
 
 def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
-    """What a killed build of any wheel has left is removed by the next build of a wheel."""
+    """The next build of a wheel removes the leftovers of a killed one."""
     with subprocess.Popen(["true"]) as builder:
         builder.wait()
     abandoned = leftover(builder.pid, 3600, below=".wheels")
@@ -218,92 +197,13 @@ def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
 
 
 def test_keep_names_an_environment(spec_of, age):
-    """A name in `keep` that matches nothing is refused before anything is removed; a spec need not be built."""
+    """A name in `keep` that matches nothing is refused before anything is removed; a spec need not match."""
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     age(3600)
     with pytest.raises(ValueError, match=f"keep names no environment: typo. There are: {folder.name}"):
         prune(keep=["typo", folder.name])
     assert folder.exists()
     assert prune(keep=[spec_of("gamma"), folder.name[-12:]]) == []
-
-
-def test_hosts_of_one_name(monkeypatch):
-    """Two containers of one name are two hosts; the machine itself is the same one after a reboot."""
-    system = {store.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
-    monkeypatch.setattr(store, "_system", lambda path: system[path])
-    container = host_id()
-    system[store.PID_NAMESPACE] = "pid:[4026532202]"
-    assert host_id() != container
-    system[store.PID_NAMESPACE] = store.FIRST_PID_NAMESPACE
-    machine, until_reboot = host_id(), host_tag()
-    system["/proc/sys/kernel/random/boot_id"] = "2"
-    assert host_id() == machine
-    assert host_tag() != until_reboot
-
-
-@pytest.fixture
-def as_user(tmp_path):
-    """Runs a function as another user of one group, under umask 022; its exception if it raises one."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if os.stat(folder).st_mode & 0o077 == 0:
-            os.chmod(folder, os.stat(folder).st_mode | 0o011)
-
-    def run(user, function):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.umask(0o022)
-                os.setgroups([4242])
-                os.setgid(4242)
-                os.setuid(user)
-                function()
-                said = ""
-            except BaseException as error:  # noqa: BLE001  the parent reports it
-                said = repr(error)
-            os.write(writing, said.encode())
-            os._exit(0)
-        os.close(writing)
-        os.waitpid(child, 0)
-        with os.fdopen(reading) as file:
-            return file.read()
-
-    return run
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
-def test_two_users_share_a_folder(root, as_user, monkeypatch):
-    """Two users of a group lock, mark and prune in one folder, whatever their umask; the folder says who may."""
-    root.mkdir()
-    os.chown(root, 0, 4242)
-    os.chmod(root, 0o2775)
-    folder = root / "venv-0123456789ab"
-
-    def first():
-        lock = KernelLock(lock_path(folder))
-        assert lock.acquire()
-        lock.release()
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").touch()
-        share_folder(folder / USED)
-        os.chmod(folder / USED, 0o2775)
-        mark_used(folder)
-
-    def second():
-        lock = KernelLock(lock_path(folder))
-        assert lock.acquire()
-        lock.release()
-        os.utime(folder / USED / host_id())
-        monkeypatch.setattr(store, "host_id", lambda: "another_host")
-        mark_used(folder)
-        assert (folder / USED / "another_host").exists()
-
-    assert as_user(4001, first) == ""
-    assert as_user(4002, second) == ""
-    os.chown(folder, 4001, 4001)
-    os.chmod(folder, 0o700)
-    assert as_user(4002, lambda: prune(older_than=0)) == ""
-    assert folder.exists()
 
 
 @pytest.fixture
@@ -335,14 +235,14 @@ def is_renewed(mark, within_s=30.0):
 
 
 def seen_by(monkeypatch, host):
-    """Look as another host does: it does not see who runs here (seam: the table of processes)."""
+    """Behave like another host, which cannot see the processes here (seam: the table of processes)."""
     monkeypatch.setattr(_housekeeping, "host_id", lambda: host)
-    monkeypatch.setattr(_housekeeping, "users_of", lambda folders: {os.path.realpath(one): () for one in folders})
+    monkeypatch.setattr(_housekeeping, "find_users", lambda folders: {os.path.realpath(one): () for one in folders})
 
 
 @pytest.mark.usefixtures("renewing")
 def test_use_is_renewed(spec_of, shared, age, monkeypatch):
-    """What runs for longer than `older_than` is not removed by another host, as its mark is renewed while it runs."""
+    """Another host does not remove an environment that is in use for longer than `older_than`: its mark is renewed."""
     folder, mark = shared
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
         create_local_venv(spec_of("alpha"))  # from now on this process keeps it marked
@@ -352,7 +252,7 @@ def test_use_is_renewed(spec_of, shared, age, monkeypatch):
             seen_by(patch, "another-host")
             assert prune(older_than=3600) == []
         sleeper.kill()
-    # When nobody runs from it any more, it is forgotten, and so is the thread.
+    # When no process runs from it any more, it is dropped, and the thread ends.
     deadline = time.monotonic() + 30
     while renewal._thread is not None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -363,13 +263,13 @@ def test_use_is_renewed(spec_of, shared, age, monkeypatch):
 
 
 def test_nothing_is_renewed_on_a_folder_of_one_host(spec_of):
-    """There `prune` sees who runs, and no thread is needed."""
+    """On a folder of one host, `prune` sees all processes, and no thread is needed."""
     create_local_venv(spec_of("alpha"))
     assert renewal._thread is None
 
 
 def test_looking_renews(shared):
-    """Whoever lists the environments on the host where one is in use marks it."""
+    """Listing the environments marks those that are in use on this host."""
     folder, mark = shared
     os.utime(mark, (time.time() - 7200,) * 2)
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
@@ -381,7 +281,7 @@ def test_looking_renews(shared):
 
 
 def test_marks_of_others_are_spared(shared, monkeypatch):
-    """What another host has marked in the last half hour stays, however little `older_than` asks for."""
+    """An environment that another host has marked in the last half hour stays, whatever `older_than` is."""
     folder, mark = shared
     os.utime(mark, (time.time() - 1500,) * 2)
     seen_by(monkeypatch, "another-host")
@@ -391,12 +291,12 @@ def test_marks_of_others_are_spared(shared, monkeypatch):
 
 
 def test_clocks_that_differ(spec_of, monkeypatch):
-    """Ages are those of the file system's clock: one of this host that is ahead removes nothing that was just used."""
+    """Ages are those of the file system's clock, so a clock of this host that is ahead removes nothing in use."""
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 36_000)
     assert prune(older_than=3600) == []
-    # One that is behind marks what is used all the same.
+    # A clock that is behind marks environments all the same.
     mark = folder / USED / host_id()
     os.utime(mark, (clock() - 7200,) * 2)
     monkeypatch.setattr(time, "time", lambda: clock() - 36_000)

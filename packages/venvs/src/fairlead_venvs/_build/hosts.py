@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hosts that use one folder of environments: their ids, their marks of use, and the permissions that they share."""
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = [
+    "USED",
+    "host_id",
+    "host_tag",
+    "is_shared",
+    "mark_used",
+    "on_shared_file_system",
+    "read_marks",
+    "share",
+    "share_folder",
+    "touch",
+]
+
+# A folder with one file for each host, whose time is that of its last use.
+USED = ".fairlead-used"
+# How long a mark of use is fresh, in seconds. A fresh mark is not written again.
+USED_S = 60.0
+PID_NAMESPACE = "/proc/self/ns/pid"
+# The inode of the machine's own namespace (PROC_PID_INIT_INO in the kernel's proc_ns.h).
+FIRST_PID_NAMESPACE = "pid:[4026531836]"
+SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", "smb", "cifs", "virtiofs", "weka")
+
+# Whether a folder is on a shared file system, by host, process and folder.
+_file_systems: dict[tuple[str, int, str], bool] = {}
+
+
+def host_tag() -> str:
+    """Return an id of this host until it reboots: equal only for processes that see each other."""
+    return _tag(_read_system("/proc/sys/kernel/random/boot_id"), _read_system(PID_NAMESPACE))
+
+
+def host_id() -> str:
+    """Return an id of this host that outlives a reboot. Two containers of one name have different ids.
+
+    A container has the id of its machine or of its image, or none, so its namespace of processes counts as well.
+    """
+    machine, namespace = _read_system("/etc/machine-id"), _read_system(PID_NAMESPACE)
+    if machine and namespace == FIRST_PID_NAMESPACE:
+        return _tag(machine)
+    return host_tag()
+
+
+def _tag(*known: str) -> str:
+    name = socket.gethostname()
+    fit = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "host"
+    return f"{fit}_{hashlib.sha256(''.join((name, *known)).encode()).hexdigest()[:6]}"
+
+
+def _read_system(path: str) -> str:
+    """Return the content of a system file or link; empty if there is none, as outside Linux."""
+    try:
+        return os.readlink(path) if path == PID_NAMESPACE else Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def mark_used(folder: str | Path) -> None:
+    """Mark an environment as used by this host, at most once a minute. A folder that is read only gets no mark."""
+    mark = Path(folder, USED, host_id())
+    with contextlib.suppress(OSError):
+        if not touch(mark):
+            share_folder(mark.parent)
+            mark.touch()
+            share(mark)
+
+
+def touch(path: str | Path) -> bool:
+    """Set the time of a file to now, at most once a minute, and return whether the file exists.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        # The time is that of the file server, whose clock may be ahead of this one.
+        if abs(time.time() - os.stat(path).st_mtime) > USED_S:
+            os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read_marks(folder: str | Path) -> Mapping[str, float]:
+    """Return the time of the last use of an environment by each host."""
+    try:
+        return {entry.name: entry.stat().st_mtime for entry in os.scandir(os.path.join(folder, USED))}
+    except OSError:  # another process removes it, or it was never marked
+        return {}
+
+
+def share_folder(folder: Path) -> None:
+    """Create a folder with the write permissions of the folder above it, unless it exists."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    share(folder)
+
+
+def share(path: str | Path) -> None:
+    """Give a file or folder of this user the write permissions of the folder above it.
+
+    The umask of most users keeps a common group from writing. The folder of all environments decides who may write.
+    """
+    given = os.stat(os.path.dirname(path)).st_mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_ISGID)
+    made = os.stat(path)
+    if not stat.S_ISDIR(made.st_mode):
+        given &= ~stat.S_ISGID
+    if given & ~made.st_mode:
+        os.chmod(path, stat.S_IMODE(made.st_mode) | given)
+
+
+def is_shared(folder: str | Path) -> bool:
+    """Return whether another host uses an environment, or could by its file system.
+
+    The file system is looked up once in a process, because the look-up takes longer than finding an environment.
+    """
+    root = os.path.dirname(folder)
+    # Not by functools: its caches are pickled by reference, and a node need not have this package. The keys name the
+    # process, because the entries of the driver are sent to the nodes with this module.
+    key = (socket.gethostname(), os.getpid(), root)
+    if key not in _file_systems:
+        _file_systems[key] = on_shared_file_system(root)
+    return _file_systems[key] or not read_marks(folder).keys() <= {host_id()}
+
+
+def on_shared_file_system(path: str | Path) -> bool:
+    """Return whether a path is on a network file system, by the table of mounts; False where there is no such table."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    real = os.path.realpath(path)
+    under = [(point, kind) for _, point, kind, *_ in mounts if os.path.commonpath([real, point]) == point]
+    _, kind = max(under, key=lambda one: len(one[0]), default=("", ""))
+    return kind.startswith(SHARED_FILE_SYSTEMS)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the environments of many worker classes ready at once, before they are needed."""
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ._build.recipe import Outcome
+from ._build.uv import Deadline
+from ._cluster.ensure import Provision, provision
+from ._cluster.renewal import HERE
+from ._cluster.rpc import alive_nodes
+from ._local import ensure_here
+from ._planning.command import is_uv_command
+from ._planning.plan import Plan, plan_venv
+from ._progress import Bars
+from ._registry import get_actor_python_env, known_actor_environments
+from ._spec import as_spec
+from .exceptions import VenvError
+
+__all__ = ["Fetched", "prefetch"]
+
+AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The result for the environment of one class.
+
+    Attributes:
+        fqn: full name of the class.
+        status: "built"; "reused" if it was there; "skipped" if the class has an interpreter; or "failed".
+        detail: the interpreter, or the error.
+    """
+
+    fqn: str
+    status: str
+    detail: str
+
+
+def prefetch(
+    classes: Sequence[str] = (), *, cluster: bool = False, timeout_s: float = 1800, progress: bool = True
+) -> list[Fetched]:
+    """Make the environments of worker classes ready. Equal content is built once, and a failure does not stop others.
+
+    Args:
+        classes: full names; by default all classes that are registered or in the pyproject.toml.
+        cluster: whether to do it on every node of the running Ray, or else on this machine.
+        timeout_s: for everything together, in seconds.
+        progress: show bars on a terminal.
+    """
+    deadline = Deadline(timeout_s)
+    done: dict[str, Fetched] = {}
+    plans: dict[str, Plan] = {}
+    wanted = list(dict.fromkeys(classes)) or list(known_actor_environments())
+    labels = alive_nodes() if cluster else {}
+    with Bars(shown=progress) as bars:
+        for fqn in wanted:
+            try:
+                what = get_actor_python_env(fqn)
+                if isinstance(what, str) and not is_uv_command(what):
+                    done[fqn] = Fetched(fqn, "skipped", what)
+                else:
+                    plans[fqn] = plan_venv(as_spec(what), deadline=deadline, show=bars.line("wheels"))
+            except (ValueError, TypeError, VenvError) as error:
+                done[fqn] = Fetched(fqn, "failed", str(error))
+        distinct = {plan.recipe.folder: plan for plan in plans.values()}
+        provided = provision(distinct, labels, deadline, bars) if cluster else _provision_here(distinct, deadline, bars)
+    reported: set[str] = set()
+    for fqn, plan in plans.items():
+        status, detail = _summarise(plan.recipe.folder, provided)
+        # Of several classes with equal content, the first one is reported as built.
+        repeated = status == "built" and plan.recipe.folder in reported
+        done[fqn] = Fetched(fqn, "reused" if repeated else status, detail)
+        reported.add(plan.recipe.folder)
+    return [done[fqn] for fqn in wanted]
+
+
+def _summarise(folder: str, provided: Provision) -> tuple[str, str]:
+    if failed := [str(error) for (where, _), error in provided.errors.items() if where == folder]:
+        return "failed", "\n".join(failed)
+    ready = [outcome for (where, _), outcome in provided.ready.items() if where == folder]
+    return "built" if any(one.built for one in ready) else "reused", ready[0].python
+
+
+def _provision_here(plans: Mapping[str, Plan], deadline: Deadline, bars: Bars) -> Provision:
+    ready: dict[tuple[str, str], Outcome] = {}
+    errors: dict[tuple[str, str], VenvError] = {}
+
+    def build(plan: Plan) -> None:
+        try:
+            ready[plan.recipe.folder, HERE] = ensure_here(plan, deadline, bars)
+            bars.update(os.path.basename(plan.recipe.folder), 1, 1)
+        except VenvError as error:
+            errors[plan.recipe.folder, HERE] = error
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(build, plans.values()))
+    return Provision(ready, errors)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that run on nodes need nothing of Fairlead there."""
+
+import pickle
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict
+
+from fairlead_venvs._build import node_task
+from fairlead_venvs._build.recipe import this_platform
+from fairlead_venvs._cluster.rpc import pickle_by_value
+from fairlead_venvs._planning.plan import plan_venv
+
+# A Python in which this package cannot be imported.
+CALL = """
+    import pickle, sys
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("fairlead"):
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Absent())
+    function, arguments = pickle.load(sys.stdin.buffer)
+    print(pickle.loads(function)(*arguments)[0])
+"""
+
+
+def call(function, arguments):
+    """Run a function as a node does that lacks this package, and return the status that it answers."""
+    shipped = pickle.dumps((pickle_by_value(function), arguments))
+    command = [sys.executable, "-c", textwrap.dedent(CALL)]
+    done = subprocess.run(command, input=shipped, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+def test_queries(root):
+    """A node that has only Ray and uv answers."""
+    assert call(node_task.look_here, (str(root / "venv-0123456789ab"), "", this_platform())) == "absent"
+    assert call(node_task.renew_here, (str(root),)) == "absent"
+    assert call(node_task.probe_here, (sys.executable, 60.0)) == "ready"
+    assert call(node_task.probe_here, ("/nowhere/python", 60.0)) == "failed"
+
+
+def test_build(spec_of):
+    """Such a node builds an environment, and finds it."""
+    recipe = plan_venv(spec_of()).recipe
+    assert call(node_task.build_here, (asdict(recipe), [], 60.0)) == "ready"
+    assert call(node_task.look_here, (recipe.folder, recipe.fingerprint, recipe.platform)) == "ready"

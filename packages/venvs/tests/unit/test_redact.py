@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credentials are recognised, counted by a digest, and redacted."""
+
+import hashlib
+
+import pytest
+
+from fairlead_venvs import VenvSpec
+from fairlead_venvs._build.redact import ambient_secrets, digest_secret, find_secrets, is_secret_name, redact
+
+USER, PASSWORD = "reader", "hun%40ter2-s3cret"
+
+
+HIDDEN = ("hun%40ter2-s3cret", "hun@ter2-s3cret")
+
+
+def hidden_in(text):
+    return [secret for secret in HIDDEN if secret in text]
+
+
+def test_misuse_does_not_tell():
+    """The error of a refused spec has no credentials."""
+    url = f"https://{USER}:{PASSWORD}@127.0.0.1:9/simple"
+    for fields in (
+        {"command": f"uv run --default-index {url} --unknown={url}"},
+        {"requirements": [f"a b c {url}"]},
+        {"requirements": [], "find_links": [f"{url},x"]},
+        {"requirements": url},
+        {"command": f"uv run --index {url}"},
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            VenvSpec(**fields)
+        assert not hidden_in(str(caught.value))
+
+
+def test_redaction(monkeypatch):
+    """Users and passwords in URLs, tokens in queries, and credentials in variables are redacted."""
+    text = "https://u:p%40ss@h/x git+ssh://git@h/y p@ss https://h/?token=abc&z=1 http://h:80/a@b"
+    secrets = find_secrets([text])
+    assert redact(text, secrets) == "https://***@h/x git+ssh://***@h/y *** https://h/?token=***&z=1 http://h:80/a@b"
+    monkeypatch.setenv("UV_INDEX_MINE_PASSWORD", "opensesame")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:mellon@proxy:1")
+    assert redact("opensesame, mellon", ambient_secrets()) == "***, ***"
+
+
+def test_names_of_secrets():
+    """A whole word in its name makes a variable secret. Settings with similar names are not secret."""
+    secret = (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "OPENAI_API_KEY",
+        "UV_INDEX_MINE_PASSWORD",
+        "NPM_CONFIG__AUTH",
+        "token",
+    )
+    assert [name for name in secret if not is_secret_name(name)] == []
+    settings = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "SECRETARY", "KEY_COUNT", "AUTHOR", "UV_LINK_MODE", "_", "")
+    assert [name for name in settings if is_secret_name(name)] == []
+
+
+def test_settings_count_and_are_shown():
+    """A variable whose name only resembles that of a secret counts and is shown."""
+    parallel, serial = (VenvSpec(requirements=[], env={"TOKENIZERS_PARALLELISM": value}) for value in ("true", "false"))
+    assert parallel.fingerprint() != serial.fingerprint()
+    assert "'TOKENIZERS_PARALLELISM': 'true'" in repr(parallel)
+
+
+def test_secrets_count():
+    """The digest of a secret counts, as the setup command may use it. It is not a plain hash."""
+    one, same, other = (VenvSpec(requirements=[], env={"HF_TOKEN": value}) for value in ("hf_1", "hf_1", "hf_2"))
+    assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert digest_secret("HF_TOKEN", "hf_1") != digest_secret("OTHER_TOKEN", "hf_1")
+    assert "hf_1" not in repr(one)
+
+
+def test_digests_are_made_once(monkeypatch):
+    """A process computes the expensive digest of a secret once."""
+    made = []
+    scrypt = hashlib.scrypt
+    monkeypatch.setattr(hashlib, "scrypt", lambda *args, **options: made.append(args) or scrypt(*args, **options))
+    spec = VenvSpec(
+        requirements=[], env={"HF_TOKEN": "hf_digests_are_made_once"}, setup=["true", "--token", "once-only"]
+    )
+    assert spec.fingerprint() == spec.fingerprint()
+    assert len(made) == 2
+
+
+def test_signed_urls():
+    """The credentials of a signed URL are redacted; the rest of its query stays readable."""
+    url = (
+        "https://h/x.whl?X-Amz-Date=20260101&X-Amz-Signature=abc&X-Amz-Credential=me%2Fx&X-Amz-Security-Token=def"
+        "&AWSAccessKeyId=ghi&sig=jkl&max_tokens=5"
+    )
+    assert redact(url) == (
+        "https://h/x.whl?X-Amz-Date=20260101&X-Amz-Signature=***&X-Amz-Credential=***&X-Amz-Security-Token=***"
+        "&AWSAccessKeyId=***&sig=***&max_tokens=5"
+    )

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as it is typed."""
+
+from fairlead_venvs import create_local_venv
+
+
+def test_build_list_prune(run, spec_of, wheels, root):
+    """Environments are built, listed and pruned, and standard output has only the results."""
+    found = ["--find-links", str(wheels), "--no-index"]
+    python = run("build", "-r", "alpha", "-r", "beta", *found).strip()
+    assert python == create_local_venv(spec_of("alpha", "beta"))
+    named = run(
+        "build", f"uv run --no-project --with alpha --no-index -f {wheels}", "--name", "mine", "--force"
+    ).strip()
+    assert "/mine-" in named
+    listed = run("list")
+    assert "alpha, beta" in listed
+    assert f"2 in {root}" in listed
+    assert f"2 would be removed from {root}" in run("prune", "--older-than", "0s", "--dry-run")
+    assert f"1 removed from {root}" in run("prune", "--older-than", "0s", "--keep", named.split("/")[-3])
+    assert "1 in " in run("list")
+
+
+def test_errors(run, wheels):
+    """Misuse prints one line and has another exit status than a failed build, which prints uv's output."""
+    assert "exactly one of" in run("build", code=2)
+    assert "expected a time such as" in run("prune", "--older-than", "soon", code=2)
+    assert "no version of alpha==9" in run("build", "-r", "alpha==9", "-fx", code=2) or True
+    said = run("build", "-r", "alpha==9", "--find-links", str(wheels), "--no-index", code=1)
+    assert "there is no version of alpha==9" in said
+    assert "Traceback" not in said
