@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from fairlead_tpu_executor import CpuAcceleratorConfig, GpuAcceleratorConfig, SlicePool, TpuAcceleratorConfig
-from fairlead_tpu_executor._work import own_options, work_of
+from fairlead_tpu_executor._run.work import own_options, work_of
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,20 @@ import fairlead_tpu_executor
 
 PACKAGE = Path(fairlead_tpu_executor.__file__).parent
 README = Path(__file__).parent.parent / "README.md"
-SOURCES = sorted(path for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+# The module of each file, by its name.
+SOURCES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+    if not path.stem.startswith("__")
+}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_examples_in_docstrings(source):
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_examples_in_docstrings(name):
     """The examples show what the code does."""
-    module = importlib.import_module(f"fairlead_tpu_executor.{source.stem}")
-    results = doctest.testmod(module)
+    results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
-    assert results.attempted == len(re.findall(r"^\s*>>> ", source.read_text(), flags=re.MULTILINE))
+    assert results.attempted == len(re.findall(r"^\s*>>> ", SOURCES[name].read_text(), flags=re.MULTILINE))
 
 
 def test_the_first_example():

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_tpu_executor import HeadUnreachableError, SlicePool, TpuAcceleratorConfig, _head, device_remote
-from fairlead_tpu_executor._head import Head
+from fairlead_tpu_executor import HeadUnreachableError, SlicePool, TpuAcceleratorConfig, _health, device_remote
+from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor.testing import PretendSlices
 
 from .waiting import wait_until
@@ -146,7 +146,7 @@ def test_probes():
 
 def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
     """Ray aborts a process whose request a head without its old state answers: none is made during an outage."""
-    monkeypatch.setattr(_head, "_PROBE_S", 0.05)
+    monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     with pytest.raises(HeadUnreachableError):
         Head(0.1, probe=lambda _: False).ask(pytest.fail, "asked")
     later = iter([False, False, True])
@@ -155,7 +155,7 @@ def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
 
 def test_what_comes_late_is_taken_back(stopped, monkeypatch):
     """When the deadline is over before a request to the head is, what it did is undone as soon as it is."""
-    monkeypatch.setattr(_head, "_PROBE_S", 0.05)
+    monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     come, undone = threading.Event(), []
     head = Head(0.1, probe=lambda _: answers)
     answers = True

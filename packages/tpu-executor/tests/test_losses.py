@@ -20,8 +20,8 @@ from fairlead_tpu_executor import (
     SliceLostError,
     SlicePool,
     TpuAcceleratorConfig,
-    _lease,
 )
+from fairlead_tpu_executor._reserve import leases
 
 from .waiting import wait_until
 
@@ -92,7 +92,7 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
 
     The pool sees that the host is silent before Ray says that it is dead, and does not run there again.
     """
-    monkeypatch.setattr("fairlead_tpu_executor._retry._LOOK_S", 0.01)
+    monkeypatch.setattr("fairlead_tpu_executor._run.retry._LOOK_S", 0.01)
     lost = spare()
 
     def work():
@@ -216,7 +216,7 @@ def test_capacity_that_comes(slices, spare):
 def test_an_autoscaler_is_told(slices, monkeypatch):
     """While slices are missing an autoscaler is shown what: whole ones, by type. Afterwards nothing is left of it."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(_lease, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(leases, "autoscaler_is_there", lambda: True)
     run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=2))
 
     def wanted():

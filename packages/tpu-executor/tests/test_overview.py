@@ -6,8 +6,8 @@ import io
 from rich.console import Console
 
 from fairlead_placement import Holder, Node
+from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 from fairlead_tpu_executor._overview import as_table, slice_statuses
-from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 
 
 def host(name, worker, kind, topology, tpus=4.0, used=0.0):

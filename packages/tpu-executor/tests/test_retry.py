@@ -20,9 +20,9 @@ from fairlead_tpu_executor import (
     SliceInfo,
     SliceLostError,
 )
-from fairlead_tpu_executor._budget import Backoff, Budget
-from fairlead_tpu_executor._retry import Crashes, retry
-from fairlead_tpu_executor._scaling import Patience, choose_size, patience
+from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, patience
+from fairlead_tpu_executor._run.budget import Backoff, Budget
+from fairlead_tpu_executor._run.retry import Crashes, retry
 
 INFO = JobInfo("train")
 

@@ -25,8 +25,8 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuExecutorError,
     _host,
-    _ports,
 )
+from fairlead_tpu_executor._reserve import ports
 
 ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=30)
 OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
@@ -367,7 +367,7 @@ def test_closed_while_it_waits(slices):
 
 def test_closed_beside_an_agent_that_hangs(slices, monkeypatch):
     """A host that does not answer keeps no pool from giving its slices back (seam: how long it is waited for)."""
-    monkeypatch.setattr(_ports, "_RELEASE_S", 1.0)
+    monkeypatch.setattr(ports, "_RELEASE_S", 1.0)
     agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
     pid = agent.run(os.getpid)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
+from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_slices
+from fairlead_tpu_executor._accelerators.tpu_types import tpu_type
 from fairlead_tpu_executor._gangs import gather
-from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_slices
-from fairlead_tpu_executor._types import tpu_type
 
 V4_32 = tpu_type("v4-32")
 

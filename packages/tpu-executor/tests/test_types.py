@@ -5,7 +5,7 @@ import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
 from ray.util.tpu import get_tpu_worker_resources
 
-from fairlead_tpu_executor._types import GENERATIONS, canonical_name, tpu_type
+from fairlead_tpu_executor._accelerators.tpu_types import GENERATIONS, canonical_name, tpu_type
 
 
 @pytest.mark.parametrize(

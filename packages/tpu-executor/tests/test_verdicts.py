@@ -26,7 +26,7 @@ from fairlead_tpu_executor import (
     SliceLostError,
     handle_ray_error,
 )
-from fairlead_tpu_executor._verdicts import STARTUP_FAILURES, HostError, NodeSilentError, judge, judge_one
+from fairlead_tpu_executor._run.verdicts import STARTUP_FAILURES, HostError, NodeSilentError, judge, judge_one
 
 SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4)
 

@@ -12,30 +12,30 @@ The same works on hosts with CPUs or GPUs:
 >>> ray.shutdown()
 """
 
-from ._config import (
+from ._accelerators.config import (
     MEGASCALE_DEFAULT_PORT,
     AcceleratorConfigType,
     CpuAcceleratorConfig,
     GpuAcceleratorConfig,
     TpuAcceleratorConfig,
 )
+from ._accelerators.slices import SliceInfo, SliceLack
 from ._decorators import autoscale_execute, autoscale_execute_resumable, execute, execute_resumable
 from ._device import DeviceClass, DeviceFunction, device_remote
-from ._environment import (
+from ._executor import RayExecutor, resolve_maybe_refs
+from ._instances import DeviceInstances
+from ._jax import initialize_jax
+from ._manager import SlicePoolManager, TpuRemoteManager
+from ._pool import PoolStatistics, SlicePool
+from ._run.environment import (
     ENV_CALL_INDEX,
     ENV_CALL_SLICE,
     ENV_JOB_COORDINATOR_ADDRESS,
     ENV_PROCESS_COUNT,
     ENV_PROCESS_INDEX,
 )
-from ._executor import RayExecutor, resolve_maybe_refs
-from ._instances import DeviceInstances
-from ._jax import initialize_jax
-from ._manager import SlicePoolManager, TpuRemoteManager
-from ._pool import PoolStatistics, SlicePool
-from ._slices import SliceInfo, SliceLack
-from ._status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
-from ._verdicts import handle_ray_error
+from ._run.status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
+from ._run.verdicts import handle_ray_error
 from .exceptions import (
     HeadUnreachableError,
     InsufficientSlicesError,

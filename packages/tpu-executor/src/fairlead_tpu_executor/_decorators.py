@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ._config import AcceleratorConfigType
+from ._accelerators.config import AcceleratorConfigType
 from ._executor import check_one_slice
 from ._pool import SlicePool
-from ._status import JobStatus
-from ._work import Function
+from ._run.status import JobStatus
+from ._run.work import Function
 
 __all__ = ["autoscale_execute", "autoscale_execute_resumable", "execute", "execute_resumable"]
 

@@ -7,11 +7,11 @@ from typing import Any, Self
 
 from ray.actor import ActorClass
 
-from ._config import AcceleratorConfigType
+from ._accelerators.config import AcceleratorConfigType
 from ._device_decorator import DeviceDecorator
 from ._instances import DeviceInstances
 from ._pool import SlicePool, arranged
-from ._work import Work, work_of
+from ._run.work import Work, work_of
 
 __all__ = ["DeviceClass", "DeviceFunction", "device_remote"]
 

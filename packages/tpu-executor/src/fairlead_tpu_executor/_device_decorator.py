@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Protocol, overload
 
-from ._work import Class, Function
+from ._run.work import Class, Function
 
 if TYPE_CHECKING:
     from ._device import DeviceClass, DeviceFunction

@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from ._config import AcceleratorConfigType
+from ._accelerators.config import AcceleratorConfigType
 from ._pool import SlicePool
-from ._status import JobStatus
-from ._work import Function, own_options
+from ._run.status import JobStatus
+from ._run.work import Function, own_options
 
 __all__ = ["RayExecutor", "check_one_slice", "resolve_maybe_refs"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from fairlead_placement import Node
 
-from ._slices import Found, SliceInfo, SliceLack
+from ._accelerators.slices import Found, SliceInfo, SliceLack
 
 __all__ = ["gather"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _host
-from ._config import TpuAcceleratorConfig
+from ._accelerators.config import TpuAcceleratorConfig
+from ._accelerators.slices import SliceInfo
 from ._pool import SlicePool, arranged
-from ._slices import SliceInfo
-from ._work import Function, own_options
+from ._run.work import Function, own_options
 
 __all__ = ["SlicePoolManager", "TpuRemoteManager"]
 

@@ -10,7 +10,7 @@ from ray.util.placement_group import placement_group_table
 
 from fairlead_placement.spi import alive_nodes, draining_nodes
 
-from ._lease import Lease
+from ._reserve.leases import Lease
 
 __all__ = ["dead_nodes", "gone_nodes", "lost_leases", "silent_nodes"]
 

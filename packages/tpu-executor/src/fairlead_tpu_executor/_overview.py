@@ -10,8 +10,8 @@ from rich.text import Text
 
 from fairlead_placement import Holder, Node
 
-from ._slices import SLICE_NAME, TOPOLOGY, TYPE, SliceInfo, SliceLack, find_slices
-from ._types import TpuType, canonical_name, tpu_type
+from ._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, SliceInfo, SliceLack, find_slices
+from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
 
 __all__ = ["SliceStatus", "as_table", "slice_statuses"]
 

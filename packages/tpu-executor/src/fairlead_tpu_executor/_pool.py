@@ -15,17 +15,22 @@ import ray
 from fairlead_placement import Slot
 from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
 
-from ._attempt import HostCall, cancel, watch
-from ._budget import Backoff, Budget
-from ._config import AcceleratorConfigType, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from ._holding import Holding
+from ._accelerators.config import (
+    AcceleratorConfigType,
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    TpuAcceleratorConfig,
+)
+from ._accelerators.slices import SliceInfo
 from ._nodes import gone_nodes, silent_nodes
-from ._places import Place, start, submit
-from ._retry import Crashes, retry
-from ._slices import SliceInfo
-from ._status import JobInfo, JobStatus, JobSucceeded
-from ._verdicts import judge
-from ._work import Class, Function, Work, work_of
+from ._reserve.reservation import Holding
+from ._run.attempt import HostCall, cancel, watch
+from ._run.budget import Backoff, Budget
+from ._run.retry import Crashes, retry
+from ._run.status import JobInfo, JobStatus, JobSucceeded
+from ._run.targets import Place, start, submit
+from ._run.verdicts import judge
+from ._run.work import Class, Function, Work, work_of
 from .exceptions import PoolBusyError, TpuExecutorError
 
 __all__ = ["PoolStatistics", "SlicePool", "arranged"]

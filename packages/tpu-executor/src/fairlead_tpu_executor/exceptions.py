@@ -7,7 +7,7 @@ A user's own exception is not among them: it is raised as itself.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._slices import SliceLack
+    from ._accelerators.slices import SliceLack
 
 __all__ = [
     "HeadUnreachableError",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fairlead_placement.spi import Waiting, read_nodes
 
-from ._config import AcceleratorConfigType
-from ._head import Head
-from ._lease import Demand, Lease, fits, give_back, take
-from ._slices import SliceInfo, SliceLack
-from .exceptions import InsufficientSlicesError
+from .._accelerators.config import AcceleratorConfigType
+from .._accelerators.slices import SliceInfo, SliceLack
+from .._health import Head
+from ..exceptions import InsufficientSlicesError
+from .leases import Demand, Lease, fits, give_back, take
 
 __all__ = ["Choice", "Patience", "Survey", "choose_size", "patience", "scale", "survey"]
 

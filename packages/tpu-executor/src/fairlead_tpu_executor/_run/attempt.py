@@ -11,12 +11,12 @@ import ray
 
 from fairlead_placement.spi import run_on_nodes
 
-from . import _host
-from ._head import Head, Question
-from ._nodes import dead_nodes, gone_nodes, silent_nodes
-from ._places import Place
-from ._verdicts import HostError, NodeSilentError, judge_one
-from .exceptions import HeadUnreachableError
+from .. import _host
+from .._health import Head, Question
+from .._nodes import dead_nodes, gone_nodes, silent_nodes
+from ..exceptions import HeadUnreachableError
+from .targets import Place
+from .verdicts import HostError, NodeSilentError, judge_one
 
 __all__ = ["HostCall", "cancel", "watch"]
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ._budget import Backoff, Budget, Kind
-from ._slices import SliceInfo
-from ._status import JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
-from ._verdicts import process_died
-from .exceptions import PreemptedTooOftenError, SliceLostError
+from .._accelerators.slices import SliceInfo
+from ..exceptions import PreemptedTooOftenError, SliceLostError
+from .budget import Backoff, Budget, Kind
+from .status import JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
+from .verdicts import process_died
 
 __all__ = ["Crashes", "retry"]
 

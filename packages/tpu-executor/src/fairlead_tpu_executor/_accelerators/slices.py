@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fairlead_placement import Node
 
-from ._types import TpuType, canonical_name
+from .tpu_types import TpuType, canonical_name
 
 __all__ = ["SLICE_NAME", "Found", "SliceInfo", "SliceLack", "TOPOLOGY", "TYPE", "WORKER_ID", "assess", "find_slices"]
 

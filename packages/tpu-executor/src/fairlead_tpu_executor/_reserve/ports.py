@@ -15,8 +15,8 @@ from fairlead_placement import (
     release_ports,
 )
 
-from . import _host
-from ._lease import Lease
+from .. import _host
+from .leases import Lease
 
 __all__ = ["Ports"]
 

@@ -11,16 +11,16 @@ import ray
 
 from fairlead_placement import Slot
 
-from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import Variables, host_environment, megascale_port
-from ._head import Head
-from ._lease import Lease, give_back
-from ._nodes import lost_leases
-from ._places import Place, places_of
-from ._ports import Ports
-from ._scaling import patience, scale
-from ._work import Work
-from .exceptions import HeadUnreachableError, TpuExecutorError
+from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
+from .._health import Head
+from .._nodes import lost_leases
+from .._run.environment import Variables, host_environment, megascale_port
+from .._run.targets import Place, places_of
+from .._run.work import Work
+from ..exceptions import HeadUnreachableError, TpuExecutorError
+from .leases import Lease, give_back
+from .ports import Ports
+from .scaling import patience, scale
 
 __all__ = ["QUARANTINE_S", "Holding"]
 

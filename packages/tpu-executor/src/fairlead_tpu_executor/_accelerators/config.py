@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 from fairlead_placement import Node
 
-from ._gangs import gather
-from ._keywords import names_the_right_one
-from ._slices import Found, SliceInfo, find_slices
-from ._types import TpuType, tpu_type
+from .._gangs import gather
+from .._keywords import names_the_right_one
+from .slices import Found, SliceInfo, find_slices
+from .tpu_types import TpuType, tpu_type
 
 __all__ = [
     "AcceleratorConfigType",

@@ -3,8 +3,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._slices import SliceInfo
+from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.slices import SliceInfo
 
 __all__ = [
     "ENV_CALL_INDEX",

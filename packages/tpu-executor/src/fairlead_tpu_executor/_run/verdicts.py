@@ -26,9 +26,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from ._slices import SliceInfo
-from ._status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus
-from .exceptions import SliceLostError
+from .._accelerators.slices import SliceInfo
+from ..exceptions import SliceLostError
+from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus
 
 __all__ = [
     "HostError",

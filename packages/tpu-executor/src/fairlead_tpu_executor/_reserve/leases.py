@@ -12,10 +12,10 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from fairlead_placement import Node
 from fairlead_placement.spi import autoscaler_is_there, place_pinned, remove_placement_groups
 
-from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._head import Head
-from ._slices import TYPE, WORKER_ID, SliceInfo
-from .exceptions import HeadUnreachableError
+from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.slices import TYPE, WORKER_ID, SliceInfo
+from .._health import Head
+from ..exceptions import HeadUnreachableError
 
 __all__ = ["Demand", "Lease", "fits", "give_back", "take"]
 

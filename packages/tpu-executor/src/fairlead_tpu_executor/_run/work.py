@@ -11,9 +11,9 @@ import ray
 from ray.actor import ActorClass
 from ray.remote_function import RemoteFunction
 
-from ._config import AcceleratorConfigType
-from ._environment import split_loader
-from ._slices import SliceInfo
+from .._accelerators.config import AcceleratorConfigType
+from .._accelerators.slices import SliceInfo
+from .environment import split_loader
 
 __all__ = ["Class", "Function", "Work", "own_options", "work_of"]
 

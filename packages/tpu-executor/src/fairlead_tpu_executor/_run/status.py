@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._slices import SliceInfo
+from .._accelerators.slices import SliceInfo
 
 __all__ = ["JobError", "JobFailed", "JobInfo", "JobPreempted", "JobStatus", "JobSucceeded"]
 

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ._ray_private import topology_is_valid
+from .._ray_private import topology_is_valid
 
 __all__ = ["GENERATIONS", "TpuType", "canonical_name", "tpu_type"]
 

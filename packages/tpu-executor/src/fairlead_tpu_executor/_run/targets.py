@@ -8,12 +8,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from . import _host, _ray_private
-from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import Variables
-from ._lease import Lease
-from ._slices import SliceInfo
-from ._work import Work
+from .. import _host, _ray_private
+from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.slices import SliceInfo
+from .._reserve.leases import Lease
+from .environment import Variables
+from .work import Work
 
 __all__ = ["Place", "places_of", "start", "submit"]
 
