@@ -8,21 +8,21 @@ import pytest
 import ray
 
 from fairlead_tpu_executor import CpuAcceleratorConfig, GpuAcceleratorConfig, SlicePool, TpuAcceleratorConfig
-from fairlead_tpu_executor._run.work import own_options, work_of
+from fairlead_tpu_executor._run.work import inspect_work, take_options
 
 
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (TpuAcceleratorConfig, {"num_slices": 2}, "did you mean pod_count"),
-        (TpuAcceleratorConfig, {"tpu_type": "v4-8"}, "did you mean tpu_version"),
-        (TpuAcceleratorConfig, {"chips_per_host": 4}, "did you mean chips_per_vm"),
+        (TpuAcceleratorConfig, {"num_slices": 2}, "Did you mean pod_count"),
+        (TpuAcceleratorConfig, {"tpu_type": "v4-8"}, "Did you mean tpu_version"),
+        (TpuAcceleratorConfig, {"chips_per_host": 4}, "Did you mean chips_per_vm"),
         (TpuAcceleratorConfig, {"env_vars": {}}, "execution_env="),
-        (TpuAcceleratorConfig, {"scale_timeout": 4}, "did you mean scale_timeout_s"),
-        (TpuAcceleratorConfig, {"zzz": 4}, "it has tpu_version"),
-        (GpuAcceleratorConfig, {"num_gpus": 4}, "did you mean device_count"),
-        (CpuAcceleratorConfig, {"core_cnt": 4}, "did you mean core_count"),
-        (CpuAcceleratorConfig, {"num_slices": 4}, "it has core_count|did you mean"),
+        (TpuAcceleratorConfig, {"scale_timeout": 4}, "Did you mean scale_timeout_s"),
+        (TpuAcceleratorConfig, {"zzz": 4}, "Its options are tpu_version"),
+        (GpuAcceleratorConfig, {"num_gpus": 4}, "Did you mean device_count"),
+        (CpuAcceleratorConfig, {"core_cnt": 4}, "Did you mean core_count"),
+        (CpuAcceleratorConfig, {"num_slices": 4}, "Its options are core_count|Did you mean"),
         (TpuAcceleratorConfig, {"pod_count": 2.0}, "pod_count"),
         (TpuAcceleratorConfig, {"pod_count": "2"}, "pod_count"),
         (TpuAcceleratorConfig, {"pod_count": True}, "pod_count"),
@@ -30,7 +30,7 @@ from fairlead_tpu_executor._run.work import own_options, work_of
         (TpuAcceleratorConfig, {"replace_timeout_s": None}, "replace_timeout_s"),
         (TpuAcceleratorConfig, {"head_timeout_s": True}, "head_timeout_s"),
         (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A": 1}}}, "Convert it"),
-        (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, "is a dict"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, "must be a dict"),
         (TpuAcceleratorConfig, {"execution_env": "A=1"}, "execution_env"),
         (TpuAcceleratorConfig, {"max_retries_failure": 1.5}, "max_retries_failure"),
     ],
@@ -44,7 +44,7 @@ def test_wrong_types(config, options, said):
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (TpuAcceleratorConfig, {"tpu_version": "v9-8"}, "no TPU type"),
+        (TpuAcceleratorConfig, {"tpu_version": "v9-8"}, "not a TPU type"),
         (TpuAcceleratorConfig, {"pod_count": 0}, "at least 1"),
         (TpuAcceleratorConfig, {"pod_count": []}, "empty"),
         (TpuAcceleratorConfig, {"pod_count": [1, 0]}, "at least 1"),
@@ -116,9 +116,9 @@ def test_what_is_not_a_function():
 
     for wrong, said in ((3, "got 3"), (int, "got <class"), (coroutine, "coroutine"), (generator, "generator")):
         with pytest.raises(TypeError, match=said):
-            work_of(wrong)
-    with pytest.raises(TypeError, match="a class is wanted"):
-        work_of(print, of_class=True)
+            inspect_work(wrong)
+    with pytest.raises(TypeError, match="Expected a class"):
+        inspect_work(print, of_class=True)
 
 
 def test_a_name_that_only_one_can_have():
@@ -131,8 +131,8 @@ def test_a_name_that_only_one_can_have():
         pass
 
     with pytest.raises(ValueError, match="Named sets name in "):
-        work_of(ray.remote(name="one")(Named), of_class=True)
-    assert work_of(ray.remote(name="all")(named)).options["name"] == "all"
+        inspect_work(ray.remote(name="one")(Named), of_class=True)
+    assert inspect_work(ray.remote(name="all")(named)).options["name"] == "all"
 
 
 def test_whose_keyword():
@@ -142,10 +142,10 @@ def test_whose_keyword():
         pass
 
     kwargs = {"x": 1}
-    assert own_options(theirs, {"flatten": False, "max_retries_failure": 2, "other": None}, kwargs) == {
+    assert take_options(theirs, {"flatten": False, "max_retries_failure": 2, "other": None}, kwargs) == {
         "max_retries_failure": 2
     }
     assert kwargs == {"x": 1, "flatten": False}
     kwargs = {}
-    assert own_options(lambda **rest: None, {"flatten": False}, kwargs) == {"flatten": False}
+    assert take_options(lambda **rest: None, {"flatten": False}, kwargs) == {"flatten": False}
     assert kwargs == {}

@@ -14,12 +14,12 @@ from fairlead_tpu_executor import (
     TpuExecutorError,
 )
 
-LACKS = (SliceLack("a", "1 of 2 hosts, worker 1 is not there"), SliceLack("b", "somebody else uses worker 0"))
+LACKS = (SliceLack("a", "1 of 2 hosts, worker 1 is missing"), SliceLack("b", "somebody else uses worker 0"))
 ERRORS = [
     TpuExecutorError("no"),
     InsufficientSlicesError("v4-16", (1, 2), 0, LACKS, 3.14),
     SliceLostError(("a", "b"), "worker 0 of a (10.0.0.1): NodeDiedError: gone"),
-    PreemptedTooOftenError("train", 3, 2, "slice(s) a were lost."),
+    PreemptedTooOftenError("train", 3, 2, "Slice(s) a were lost."),
     PoolBusyError("train", 0.0),
 ]
 
@@ -37,13 +37,13 @@ def test_pickle(error):
 def test_messages():
     """What each of them says."""
     assert str(ERRORS[1]) == (
-        "1 or 2 whole slice(s) of v4-16 were asked for, and 0 were free after 3.1 s. The others:\n"
-        "  a: 1 of 2 hosts, worker 1 is not there\n"
+        "1 or 2 whole slice(s) of v4-16 were requested, and 0 were free after 3.1 s. The others:\n"
+        "  a: 1 of 2 hosts, worker 1 is missing\n"
         "  b: somebody else uses worker 0\n"
         "Free or add slices, allow smaller numbers (pod_count=[1, 2]), or wait longer (scale_timeout_s; "
         "replace_timeout_s for the replacement of a lost one)."
     )
-    assert "none other was seen" in str(InsufficientSlicesError("v4-8", (1,), 0, (), 0.0))
-    assert str(ERRORS[2]).startswith("slice(s) a, b were lost: worker 0 of a (10.0.0.1)")
+    assert "there are no others" in str(InsufficientSlicesError("v4-8", (1,), 0, (), 0.0))
+    assert str(ERRORS[2]).startswith("Slice(s) a, b were lost: worker 0 of a (10.0.0.1)")
     assert "train was preempted 3 time(s), 2 were allowed" in str(ERRORS[3])
     assert "train runs in this pool" in str(ERRORS[4])

@@ -148,9 +148,9 @@ def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
     """Ray aborts a process whose request a head without its old state answers: none is made during an outage."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     with pytest.raises(HeadUnreachableError):
-        Head(0.1, probe=lambda _: False).ask(pytest.fail, "asked")
+        Head(0.1, probe=lambda _: False).call(pytest.fail, "asked")
     later = iter([False, False, True])
-    assert Head(20, probe=lambda _: next(later)).ask(lambda: "asked") == "asked"
+    assert Head(20, probe=lambda _: next(later)).call(lambda: "asked") == "asked"
 
 
 def test_what_comes_late_is_taken_back(stopped, monkeypatch):
@@ -167,7 +167,7 @@ def test_what_comes_late_is_taken_back(stopped, monkeypatch):
         return "taken"
 
     with pytest.raises(HeadUnreachableError):
-        head.ask(ask, undo=undone.append)
+        head.call(ask, undo=undone.append)
     assert undone == []
     come.set()
     wait_until(lambda: undone == ["taken"], 10)

@@ -6,17 +6,17 @@ import subprocess
 import sys
 import uuid
 
-from fairlead_tpu_executor._host import _wait_for_predecessor, are_over, clear_lock_file
+from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, wait_for_end
 
 
 def test_lock_files_that_stay(tmp_path, monkeypatch):
     """What is not there, is no plain file, or cannot be opened is left alone, with a word about it."""
     assert clear_lock_file(str(tmp_path / "nothing")) == ""
-    assert "no plain file" in clear_lock_file(str(tmp_path))
+    assert "not a regular file" in clear_lock_file(str(tmp_path))
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
     (tmp_path / "target").touch()
-    assert "no plain file" in clear_lock_file(str(link))
+    assert "not a regular file" in clear_lock_file(str(link))
     assert (tmp_path / "target").exists()
 
     def denied(*_):
@@ -46,13 +46,13 @@ HOLD = """if True:
 def test_one_process_at_a_time():
     """A host is held from a process's first line until the kernel has ended it, however it ends."""
     name = uuid.uuid4().hex
-    assert are_over([name], 0.1)
+    assert wait_for_end([name], 0.1)
     process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"held\n"
-        assert not are_over([name], 0.1)
+        assert not wait_for_end([name], 0.1)
         process.kill()
-        assert are_over([name], 30.0)
+        assert wait_for_end([name], 30.0)
     finally:
         process.kill()
         process.wait()

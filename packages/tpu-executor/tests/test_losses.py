@@ -21,7 +21,7 @@ from fairlead_tpu_executor import (
     SlicePool,
     TpuAcceleratorConfig,
 )
-from fairlead_tpu_executor._reserve import leases
+from fairlead_tpu_executor._reserve import scaling
 
 from .waiting import wait_until
 
@@ -196,9 +196,9 @@ def test_never_on_a_part(slices, spare):
     with pytest.raises(InsufficientSlicesError) as caught:
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=0.5))
     assert {lack.slice_name: lack.what for lack in caught.value.missing} == {
-        "no-worker-0": "1 of 2 hosts, worker 0 is not there",
-        "no-worker-1": "1 of 2 hosts, worker 1 is not there",
-        "two-types": "its hosts say different things of it: v5p-16, v5p-32",
+        "no-worker-0": "1 of 2 hosts, worker 0 is missing",
+        "no-worker-1": "1 of 2 hosts, worker 1 is missing",
+        "two-types": "its hosts have different labels: v5p-16, v5p-32",
     }
     with pytest.raises(InsufficientSlicesError, match="two-types"):
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v5p-32", scale_timeout_s=0.5))
@@ -216,7 +216,7 @@ def test_capacity_that_comes(slices, spare):
 def test_an_autoscaler_is_told(slices, monkeypatch):
     """While slices are missing an autoscaler is shown what: whole ones, by type. Afterwards nothing is left of it."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(leases, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
     run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=2))
 
     def wanted():
@@ -227,7 +227,7 @@ def test_an_autoscaler_is_told(slices, monkeypatch):
     (row,) = wanted()
     assert row["bundles"][0] == {"CPU": 2.0, "TPU": 4.0, "TPU-v6e-16-head": 1.0}
     assert [row["bundles"][at] for at in (1, 2, 3)] == [{"CPU": 2.0, "TPU": 4.0}] * 3
-    with pytest.raises(InsufficientSlicesError, match="none other was seen"):
+    with pytest.raises(InsufficientSlicesError, match="there are no others"):
         run.answer()
     assert wanted() == []
 

@@ -6,8 +6,8 @@ import io
 from rich.console import Console
 
 from fairlead_placement import Holder, Node
+from fairlead_tpu_executor.__main__ import make_table, slice_statuses
 from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
-from fairlead_tpu_executor._overview import as_table, slice_statuses
 
 
 def host(name, worker, kind, topology, tpus=4.0, used=0.0):
@@ -18,7 +18,7 @@ def host(name, worker, kind, topology, tpus=4.0, used=0.0):
 
 def shown(statuses):
     console = Console(file=io.StringIO(), width=120)
-    console.print(as_table(statuses))
+    console.print(make_table(statuses))
     return console.file.getvalue()
 
 
@@ -37,9 +37,9 @@ def test_statuses():
     rows = slice_statuses(nodes, [group])
     assert [(row.slice_name, row.kind, row.present, row.expected, row.state) for row in rows] == [
         ("b", "v4-16", 2, 2, "whole"),
-        ("a", "v4-16", 1, 2, "1 of 2 hosts, worker 1 is not there"),
+        ("a", "v4-16", 1, 2, "1 of 2 hosts, worker 1 is missing"),
         ("small", "v6e-8", 2, 2, "whole"),
-        ("hosts of type v99-8", "v99-8", 1, 0, "its type is not known"),
+        ("hosts of type v99-8", "v99-8", 1, 0, "its type is unknown"),
     ]
     assert [row.users for row in rows] == [
         ("placement group train[/b] (job 01000000): 8 TPU",),

@@ -20,9 +20,8 @@ from fairlead_tpu_executor import (
     SliceInfo,
     SliceLostError,
 )
-from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, patience
-from fairlead_tpu_executor._run.budget import Backoff, Budget
-from fairlead_tpu_executor._run.retry import Crashes, retry
+from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, make_patience
+from fairlead_tpu_executor._run.retry import Backoff, CrashPolicy, RetryBudget, retry
 
 INFO = JobInfo("train")
 
@@ -55,7 +54,7 @@ def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after
         return {"f": JobFailed, "e": JobError, "p": JobPreempted}[kind](info, error[kind])
 
     try:
-        budget = Budget(failures, preemptions, healthy_after_s)
+        budget = RetryBudget(failures, preemptions, healthy_after_s)
         came = retry(attempt, budget, Backoff(), sleep=clock.sleep, clock=clock)
     except (ValueError, OSError, PreemptedTooOftenError) as raised:
         came = raised
@@ -93,7 +92,7 @@ def test_what_an_attempt_raises_is_not_repeated():
         assert number == 1
         raise KeyboardInterrupt
 
-    budget = Budget(5, 5)
+    budget = RetryBudget(5, 5)
     with pytest.raises(KeyboardInterrupt):
         retry(attempt, budget, Backoff(), sleep=pytest.fail)
     assert (budget.failures, budget.preemptions) == (0, 0)
@@ -135,7 +134,7 @@ SLICES = {name: SliceInfo(name, "v4-16", "", (f"{name}0", f"{name}1"), ("1", "2"
 
 def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
     """Attempts, each (slices that it runs on, seconds, error or None); (the result or error, budget, clock)."""
-    clock, budget = Clock(), Budget(failures, 100)
+    clock, budget = Clock(), RetryBudget(failures, 100)
 
     def attempt(number):
         names, seconds, error = attempts[number - 1]
@@ -145,7 +144,7 @@ def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
             return JobSucceeded(info, [number])
         return (JobPreempted if isinstance(error, SliceLostError) else JobFailed)(info, error)
 
-    crashes = Crashes(grace_s, lambda slices: lost(clock.now, slices)) if grace_s else Crashes()
+    crashes = CrashPolicy(grace_s, lambda slices: lost(clock.now, slices)) if grace_s else CrashPolicy()
     try:
         came = retry(attempt, budget, Backoff(base_s=0.1), crashes=crashes, sleep=clock.sleep, clock=clock)
     except Exception as error:  # noqa: BLE001 - the tests look at it
@@ -185,16 +184,16 @@ def test_the_last_crash_is_looked_into():
 def test_patience():
     """A replacement is waited for much longer than the first slices, but a smaller allowed number is not refused."""
     limits = {"scale_s": 600.0, "replace_s": 86400.0}
-    assert patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
-    assert patience([2], 1, 1, **limits) == patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
-    assert patience([1, 2], 1, 0, **limits) == Patience(0.0, 0.0)
-    assert patience([2], 1, 1, scale_s=600.0, replace_s=5.0) == Patience(5.0, 5.0)
+    assert make_patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
+    assert make_patience([2], 1, 1, **limits) == make_patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
+    assert make_patience([1, 2], 1, 0, **limits) == Patience(0.0, 0.0)
+    assert make_patience([2], 1, 1, scale_s=600.0, replace_s=5.0) == Patience(5.0, 5.0)
 
 
 @given(st.sets(st.integers(1, 8), min_size=1), st.integers(0, 8), st.integers(0, 8), st.booleans())
 def test_sizes(sizes, held, free, waited_out):
     """The largest size at once, when it can be had; after the wait the largest that can; never another."""
-    size = choose_size(sorted(sizes), held, free, waited_out=waited_out).size
+    size = choose_size(sorted(sizes), held, free, waited_out=waited_out)
     possible = {one for one in sizes if one <= held + free}
     if max(sizes) in possible:
         assert size == max(sizes)

@@ -235,7 +235,7 @@ def test_bad_configuration(slices, record):
         RayExecutor.execute_resumable(unpicklable, ONE)
     with pytest.raises(ValueError, match="one slice"):
         RayExecutor.execute(fine, TpuAcceleratorConfig("v4-16", 2))
-    with pytest.raises(ValueError, match="wide asks for 8 CPU"):
+    with pytest.raises(ValueError, match="wide requests 8 CPU"):
         RayExecutor.execute(ray.remote(num_cpus=8)(wide), ONE)
     with pytest.raises(ValueError, match="num_returns"):
         RayExecutor.execute(ray.remote(num_returns=2)(fine), ONE)
@@ -404,7 +404,7 @@ def test_a_quarantined_host_without_tpus(slices):
     """Workers without TPUs go to other hosts: they need not be on any in particular."""
     with SlicePool(CpuAcceleratorConfig(scale_timeout_s=1)) as pool:
         first = pool.slots()[0].node_id
-        pool._holding.quarantine([first])
+        pool._reservation.quarantine([first])
         assert pool.slots()[0].node_id != first
 
 
@@ -432,15 +432,15 @@ def test_options_of_ray_remote(slices):
 
 def test_hosts_need_only_ray(slices, tmp_path):
     """What is sent to a host unpickles where nothing of Fairlead is installed."""
-    sent = (_host.call, _host.call_raw, _host.HostActor, _host.are_over, _host.describe_port, _host.call_method)
+    sent = (_host.call, _host.call_raw, _host.HostActor, _host.wait_for_end, _host.describe_port, _host.call_method)
     (tmp_path / "sent").write_bytes(ray.cloudpickle.dumps(sent))
     code = """if True:
         import sys, ray
         sys.modules.update(fairlead_tpu_executor=None, fairlead_placement=None)
-        call, call_raw, actor, are_over, describe_port, call_method = ray.cloudpickle.load(open("sent", "rb"))
-        assert are_over(["nobody"], 1.0)
+        call, call_raw, actor, wait_for_end, describe_port, call_method = ray.cloudpickle.load(open("sent", "rb"))
+        assert wait_for_end(["nobody"], 1.0)
         assert call_method(str, (5,), {}, "zfill", 3) == "005"
-        assert describe_port(1) == "a process that cannot be seen from here"
+        assert describe_port(1) == "a process that is not visible from here"
     """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 

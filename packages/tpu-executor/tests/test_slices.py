@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
-from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_slices
+from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_room, find_slices
 from fairlead_tpu_executor._accelerators.tpu_types import tpu_type
-from fairlead_tpu_executor._gangs import gather
 
 V4_32 = tpu_type("v4-32")
 
@@ -60,17 +59,17 @@ def test_only_whole_ones(members):
 
 def test_a_host_is_missing():
     """The missing worker is named, be it the first or another."""
-    assert said(whole()[1:]) == {"a": "3 of 4 hosts, worker 0 is not there"}
-    assert said(whole()[:2]) == {"a": "2 of 4 hosts, worker 2, 3 is not there"}
+    assert said(whole()[1:]) == {"a": "3 of 4 hosts, worker 0 is missing"}
+    assert said(whole()[:2]) == {"a": "2 of 4 hosts, worker 2, 3 is missing"}
 
 
 def test_hosts_that_disagree():
     """Hosts of different types or topologies are no slice, and none of either."""
     mixed = [*whole()[:3], host("a", 3, kind="v4-16")]
-    assert said(mixed) == {"a": "its hosts say different things of it: v4-16, v4-32"}
-    assert said(mixed, tpu_type("v4-16")) == {"a": "its hosts say different things of it: v4-16, v4-32"}
+    assert said(mixed) == {"a": "its hosts have different labels: v4-16, v4-32"}
+    assert said(mixed, tpu_type("v4-16")) == {"a": "its hosts have different labels: v4-16, v4-32"}
     assert said([*whole()[:3], host("a", 3, topology="4x4x1")]) == {
-        "a": "its hosts say different things of it: 2x2x4, 4x4x1"
+        "a": "its hosts have different labels: 2x2x4, 4x4x1"
     }
 
 
@@ -80,7 +79,9 @@ def test_fractured():
     assert "it has a worker 9" in said([*whole()[:3], host("a", 9)])["a"]
     assert WORKER_ID in said([*whole()[:3], without(host("a", 3), WORKER_ID)])["a"]
     nameless = f"hosts without the label {SLICE_NAME}"
-    assert said([without(one, SLICE_NAME) for one in whole()]) == {nameless: "nothing says which of them are one slice"}
+    assert said([without(one, SLICE_NAME) for one in whole()]) == {
+        nameless: "no label tells which of them form a slice"
+    }
 
 
 def test_chips():
@@ -120,12 +121,12 @@ def test_single_hosts():
 def test_gangs(count, places):
     """Without TPUs workers fill the nodes in order, as far as these have room."""
     nodes = [Node(name, name, {"CPU": 8.0}, {"CPU": 4.5, "GPU": 2.0}, {}) for name in "ab"]
-    found = gather(nodes, {"CPU": 2.0, "GPU": 1.0}, count, "gpu")
+    found = find_room(nodes, {"CPU": 2.0, "GPU": 1.0}, count, "gpu")
     assert "".join(found.intact[0].node_ids) == places
 
 
 def test_no_room_for_a_gang():
     """What is missing is said in numbers."""
     nodes = [Node("a", "a", {"CPU": 8.0}, {"CPU": 4.0}, {})]
-    (lack,) = gather(nodes, {"CPU": 3.0}, 2, "cpu").lacking
+    (lack,) = find_room(nodes, {"CPU": 3.0}, 2, "cpu").lacking
     assert str(lack) == "cpu: room for 1 of 2 workers of 3 CPU each"

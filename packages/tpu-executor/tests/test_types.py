@@ -62,8 +62,8 @@ def test_old_single_hosts():
     ("name", "options", "said"),
     [
         ("v9-8", {}, "the generations are v2, v3, v4"),
-        ("v4", {}, "is no TPU type"),
-        ("a100", {}, "is no TPU type"),
+        ("v4", {}, "is not a TPU type"),
+        ("a100", {}, "is not a TPU type"),
         ("v4-0", {}, "TensorCores"),
         ("v4-17", {}, "TensorCores"),
         ("v5litepod-0", {}, "counts chips"),
@@ -72,7 +72,7 @@ def test_old_single_hosts():
         ("v4-16", {"chips_per_vm": True}, "1, 2, 4 or 8"),
         ("v4-16", {"topology": "2x2x4"}, "has 8 chips"),
         ("v4-16", {"topology": "2x4"}, "Ray's table of v4"),
-        ("v4-16", {"topology": "big"}, "no topology"),
+        ("v4-16", {"topology": "big"}, "not a topology"),
     ],
 )
 def test_refused(name, options, said):

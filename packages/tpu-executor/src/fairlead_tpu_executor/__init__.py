@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes on TPU slices, from a pool that survives preemption.
 
-The same works on hosts with CPUs or GPUs:
+It also works on hosts with CPUs or GPUs:
 
 >>> import ray
 >>> from fairlead_tpu_executor import CpuAcceleratorConfig, SlicePool
@@ -20,10 +20,15 @@ from ._accelerators.config import (
     TpuAcceleratorConfig,
 )
 from ._accelerators.slices import SliceInfo, SliceLack
-from ._decorators import autoscale_execute, autoscale_execute_resumable, execute, execute_resumable
-from ._device import DeviceClass, DeviceFunction, device_remote
-from ._executor import RayExecutor, resolve_maybe_refs
-from ._instances import DeviceInstances
+from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
+from ._executor import (
+    RayExecutor,
+    autoscale_execute,
+    autoscale_execute_resumable,
+    execute,
+    execute_resumable,
+    resolve_maybe_refs,
+)
 from ._jax import initialize_jax
 from ._manager import SlicePoolManager, TpuRemoteManager
 from ._pool import PoolStatistics, SlicePool

@@ -1,35 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_tpu_executor status`: the slices of a cluster, and who uses them."""
+"""`python -m fairlead_tpu_executor status`: a table of the slices of a cluster and their users."""
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import ray
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from fairlead_placement import PlacementError, init_ray
+from fairlead_placement import Holder, Node, PlacementError, init_ray
 from fairlead_placement.spi import read_holders, read_nodes
 
-from ._overview import as_table, slice_statuses
+from ._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, SliceInfo, SliceLack, find_slices
+from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    status = commands.add_parser("status", help="the slices of a cluster, and who uses them")
-    status.add_argument("--address", default="auto", help="of the cluster; by default the one of RAY_ADDRESS or here")
+    status = commands.add_parser("status", help="show the slices of a cluster and their users")
+    status.add_argument(
+        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
+    )
     address: str = parser.parse_args(argv).address
     try:
         init_ray(address=address)
     except (PlacementError, ValueError) as error:
-        print(error, file=sys.stderr)  # noqa: T201 - it is a program
+        print(error, file=sys.stderr)  # noqa: T201 - this is a program
         return 1
     try:
-        Console().print(as_table(slice_statuses(read_nodes(), read_holders())))
+        Console().print(make_table(slice_statuses(read_nodes(), read_holders())))
     finally:
         ray.shutdown()
     return 0
+
+
+@dataclass(frozen=True)
+class SliceStatus:
+    """A slice, as its hosts describe it.
+
+    Attributes:
+        slice_name: the name of the slice.
+        kind: the type.
+        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
+        present: the number of its hosts that are present.
+        expected: the number of hosts of a whole slice; 0 if the type is unknown.
+        state: "whole", or what is missing or wrong.
+        users: who holds TPUs of the slice.
+    """
+
+    slice_name: str
+    kind: str
+    topology: str
+    present: int
+    expected: int
+    state: str
+    users: tuple[str, ...]
+
+
+def slice_statuses(nodes: Sequence[Node], holders: Sequence[Holder]) -> tuple[SliceStatus, ...]:
+    """Return every slice with at least one host, by type and name. Pure.
+
+    Args:
+        nodes: the nodes that are alive and not draining.
+        holders: who holds which resources on them.
+    """
+    rows: dict[str, SliceStatus] = {}
+    for kind in sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels}):
+        members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]
+        per_vm = int(max(node.total.get("TPU", 0) for node in members))
+        wanted = _type(kind, per_vm) or _type(kind, None)
+        if wanted is None:
+            name = f"hosts of type {kind}"
+            rows[name] = SliceStatus(name, kind, "", len(members), 0, "its type is unknown", _users(members, holders))
+            continue
+        found = find_slices(nodes, wanted)
+        every: list[SliceInfo | SliceLack] = [*found.intact, *found.lacking]
+        for one in every:
+            hosts = [node for node in nodes if _belongs(node, one.slice_name)]
+            topology = ", ".join(sorted({node.labels.get(TOPOLOGY, "") for node in hosts}))
+            state = one.what if isinstance(one, SliceLack) else "whole"
+            rows[one.slice_name] = SliceStatus(
+                one.slice_name, kind, topology, len(hosts), wanted.hosts, state, _users(hosts, holders)
+            )
+    return tuple(rows.values())
+
+
+def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
+    try:
+        return tpu_type(kind, chips_per_vm=chips_per_vm)
+    except ValueError:
+        return None
+
+
+def _belongs(node: Node, name: str) -> bool:
+    own = node.labels.get(SLICE_NAME, "")
+    return TYPE in node.labels and name in (own, node.node_id[:8], f"{own}/{node.node_id[:8]}")
+
+
+def _users(hosts: Sequence[Node], holders: Sequence[Holder]) -> tuple[str, ...]:
+    users = []
+    named = 0.0
+    for holder in holders:
+        held = sum(bundle.get("TPU", 0) for node in hosts for bundle in holder.bundles.get(node.node_id, ()))
+        named += held
+        if held:
+            users.append(f"{holder.kind} {holder.name or 'without a name'} (job {holder.job_id}): {held:g} TPU")
+    used = sum(node.total.get("TPU", 0) - node.free.get("TPU", 0) for node in hosts)
+    return (*users, f"tasks: {used - named:g} TPU") if used - named > 1e-4 else tuple(users)
+
+
+def make_table(statuses: Sequence[SliceStatus]) -> RenderableType:
+    """Return a table for a terminal."""
+    if not statuses:
+        return Text("No host of this cluster has the labels of a TPU slice.")
+    table = Table("slice", "type", "topology", "hosts", "state", "used by", title="TPU slices", title_justify="left")
+    for one in statuses:
+        hosts = f"{one.present}/{one.expected or '?'}"
+        # As Text, because a name may contain what looks like markup.
+        cells = (one.slice_name, one.kind, one.topology, hosts, one.state, "\n".join(one.users) or "nobody")
+        table.add_row(*map(Text, cells))
+    return table
 
 
 if __name__ == "__main__":

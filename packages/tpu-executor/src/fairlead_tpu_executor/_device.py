@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes that run on every host of slices: called they give values, by `.remote(...)` references."""
+"""Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Protocol, Self, overload
 
-from ray.actor import ActorClass
+import ray
+
+from fairlead_placement.spi import SlotClaim
 
 from ._accelerators.config import AcceleratorConfigType
-from ._device_decorator import DeviceDecorator
-from ._instances import DeviceInstances
-from ._pool import SlicePool, arranged
-from ._run.work import Work, work_of
+from ._pool import SlicePool, arrange
+from ._ray_private import unwrap_remote
+from ._run.work import Class, Function, Work, inspect_work
 
-__all__ = ["DeviceClass", "DeviceFunction", "device_remote"]
+__all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
 
 
 class _OnDevices:
-    """A function or a class with the slices that it runs on: taken on first use, kept until `close()`.
+    """A function or a class with its slices, which are taken on first use and kept until `close()`.
 
     Attributes:
-        target: what was decorated.
-        work: what could be said of it before anything was reserved.
+        target: the function or class as it was decorated.
+        work: what is known about it before anything is reserved.
         pool: the slices, as a `SlicePool`.
     """
 
     def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
-        self.work: Work = work_of(target, of_class=of_class)
+        self.work: Work = inspect_work(target, of_class=of_class)
         self.target = target
         self.pool: SlicePool = SlicePool(config)
         self.__doc__ = self.work.function.__doc__
@@ -43,63 +44,140 @@ class _OnDevices:
 
 
 class DeviceFunction(_OnDevices):
-    """A function that runs on every host, each time in a fresh process."""
+    """A function that runs on every host, each time in a new process."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run it once, and return what it returns, in the order of the hosts.
+        """Run the function once, and return its results in the order of the hosts.
 
         Raises:
-            InsufficientSlicesError: as of `remote`.
+            InsufficientSlicesError: as `remote` raises it.
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
-            Exception: what the function raised, or Ray's error of a host that was lost; the first in that order.
+            Exception: the function's exception, or Ray's error for a lost host; the first in that order.
         """
         return self.pool.get(self.pool.submit(self.target, *args, **kwargs))
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start it; references to what it returns, in the order of the hosts. Calls on one host run in turn.
+        """Start the function, and return references in the order of the hosts. Calls on one host run one by one.
 
         Raises:
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
         """
-        return arranged(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
+        return arrange(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
 
 class DeviceClass(_OnDevices):
-    """A class of which every host has an instance, with state, for as long as it is wanted."""
+    """A class with an instance on every host, which keeps its state until it is closed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
-        """Make the instances, as `remote`. Closing them gives the slices back too.
+        """Make the instances, like `remote`. Closing them also gives the slices back.
 
         Raises:
-            Exception: as of `remote`.
+            Exception: the errors of `remote`.
         """
-        return self._made(args, kwargs, self.close)
+        return self._make(args, kwargs, self.close)
 
     def remote(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
-        """Make the instances. There is one set of them at a time: close the one before.
+        """Make the instances. There is one set of them at a time: close the previous one first.
 
         Raises:
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             ResourceInsufficientError: there are instances already.
         """
-        return self._made(args, kwargs, None)
+        return self._make(args, kwargs, None)
 
-    def _made(
+    def _make(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], give_back: Callable[[], object] | None
     ) -> "DeviceInstances":
         actors, claim = self.pool.start(self.target, args, kwargs)
         return DeviceInstances(self.work.function, actors, claim, self.pool, give_back)
 
 
+class DeviceInstances:
+    """An instance on every host: `instances.method(...)` calls it on all, and returns the values in order.
+
+    `instances.method.remote(...)` returns references instead. State is kept from call to call, in one process per host.
+    When a host is lost, so is its state: values and references raise Ray's errors. Close the instances and make others.
+    """
+
+    def __init__(
+        self,
+        cls: Callable[..., Any],
+        actors: list[list[Any]],
+        claim: SlotClaim,
+        pool: SlicePool,
+        give_back: Callable[[], object] | None = None,
+    ) -> None:
+        self._cls, self._actors, self._claim, self._pool = cls, actors, claim, pool
+        self._give_back = give_back
+
+    def __getattr__(self, method: str) -> "_Method":
+        if method.startswith("_") or not callable(getattr(self._cls, method, None)):
+            raise AttributeError(f"{getattr(self._cls, '__name__', self._cls)} has no public method {method!r}.")
+        return _Method(self._actors, method, self._pool)
+
+    def close(self) -> None:
+        """End the instances. Can be repeated.
+
+        Instances that were made by a call of the class give its slices back. After `remote` the slices stay with the
+        class until the class is closed.
+        """
+        for actor in (actor for of_slice in self._actors for actor in of_slice):
+            ray.kill(actor)
+        self._claim.release()
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Method:
+    """A method of all instances."""
+
+    def __init__(self, actors: list[list[Any]], method: str, pool: SlicePool) -> None:
+        self._actors, self._method, self._pool = actors, method, pool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method on every instance, and return its results in the order of the hosts.
+
+        Raises:
+            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
+            Exception: the method's exception, or Ray's error for a lost host; the first in that order.
+        """
+        return self._pool.get(self._start(args, kwargs))
+
+    def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method on every instance, and return references in the order of the hosts."""
+        return arrange(self._start(args, kwargs), self._pool.config.flatten)
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+        payload = ray.put((None, args, kwargs))
+        return [[actor.invoke.remote(self._method, [payload]) for actor in of_slice] for of_slice in self._actors]
+
+
+class DeviceDecorator(Protocol):
+    """Makes a `DeviceClass` of a class, and a `DeviceFunction` of a function."""
+
+    @overload
+    def __call__(self, target: Class, /) -> DeviceClass: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def __call__(self, target: Function, /) -> DeviceFunction: ...
+
+
 def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> DeviceDecorator:
-    """Decorate a function (gives a `DeviceFunction`) or a class (a `DeviceClass`).
+    """Decorate a function, which gives a `DeviceFunction`, or a class, which gives a `DeviceClass`.
 
     Args:
         accelerator_config: what to run on.
-        flatten: one list of references instead of one per slice.
+        flatten: return one list of values or references instead of one list per slice.
 
     Raises:
-        TypeError, ValueError: here or when it decorates: what cannot be run. Nothing is reserved before it is used.
+        TypeError, ValueError: here or by the decorator: the target cannot be run. Nothing is reserved before its use.
 
     >>> from fairlead_tpu_executor import CpuAcceleratorConfig
     >>> @device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))
@@ -111,7 +189,7 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
     config = replace(accelerator_config, flatten=flatten)
 
     def decorate(target: Any) -> Any:
-        of_class = isinstance(target, (type, ActorClass))
+        of_class = isinstance(unwrap_remote(target)[0], type)
         return (DeviceClass if of_class else DeviceFunction)(target, config, of_class=of_class)
 
     return decorate

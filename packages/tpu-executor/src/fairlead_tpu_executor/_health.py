@@ -1,104 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to Ray's head, each with a deadline: Ray itself waits for as long as the head does not answer."""
+"""Whether Ray's head and the hosts answer.
+
+Ray waits for its head without a deadline, and notices the death of a node after 15 s to a minute. Requests to the head
+go through `Head`, which gives them a deadline.
+"""
 
 import math
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 import ray
 
-from fairlead_placement.spi import never_connect
+from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
 
-__all__ = ["Head", "Question"]
+__all__ = ["Head", "HeadRequest", "dead_nodes", "gone_nodes", "silent_nodes"]
 
 _T = TypeVar("_T")
 _PROBE_S = 1.0
 # Probes that are further apart than this belong to different outages.
 _GAP_S = 10.0
+_CONNECT_S = 1.0
 
 
-class Question(Generic[_T]):
-    """A function that asks the head, on a thread of its own: the call cannot be interrupted while the head is silent.
+class HeadRequest(Generic[_T]):
+    """A function that makes a request to the head, on its own thread: nothing interrupts it while the head is silent.
 
     Args:
-        head: the head that is asked.
+        head: the head.
         function: the function.
         args: its arguments.
-        undo: takes back what the function did if it returns after everybody has stopped waiting for it.
+        undo: reverses what the function did if it returns after the deadline.
     """
 
     def __init__(
         self, head: "Head", function: Callable[..., _T], args: tuple[Any, ...], undo: Callable[[_T], object] | None
     ) -> None:
         self._head, self._function, self._args, self._undo = head, function, args, undo
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._abandoned = False
-        self._value: _T | None = None
-        self._error: BaseException | None = None
+        self._future: Future[_T] = Future()
         threading.Thread(target=self._run, name="fairlead-head", daemon=True).start()
 
     @property
     def done(self) -> bool:
         """Whether `result` returns at once."""
-        return self._over.is_set()
+        return self._future.done()
 
     def result(self) -> _T:
-        """Wait for what the function returns.
+        """Wait for the function, and return its result.
 
         Raises:
             HeadUnreachableError: the head did not answer in time.
             Exception: what the function raised.
         """
         try:
-            while not self._over.wait(_PROBE_S):
+            while not self._wait():
                 self._head.check()
-        except HeadUnreachableError:
-            self._abandon()
+        except BaseException as error:
+            # After an interrupt the request still finishes, so that it can be reversed here.
+            if self._undo is not None and not isinstance(error, HeadUnreachableError):
+                while not self._wait() and not self._head.is_silent():
+                    pass
+            self._future.add_done_callback(self._reverse)
             raise
-        except BaseException:  # an interrupt: what was begun is finished, and then taken back
-            while self._undo is not None and not self._over.wait(_PROBE_S) and not self._head.is_silent():
-                pass
-            self._abandon()
-            raise
-        if self._error is not None:
-            if _timed_out(self._error) and self._head.is_silent():
-                raise HeadUnreachableError(self._head.silent_s) from self._error
-            raise self._error
-        self._head.heard()
-        return self._value  # type: ignore[return-value]
+        failure = self._future.exception()
+        if failure is not None:
+            if _is_timeout(failure) and self._head.is_silent():
+                raise HeadUnreachableError(self._head.silent_s) from failure
+            raise failure
+        self._head.note_answer()
+        return self._future.result()
+
+    def _wait(self) -> bool:
+        return bool(wait((self._future,), _PROBE_S).done)
 
     def _run(self) -> None:
         never_connect()
         try:
-            self._value = self._function(*self._args)
+            self._future.set_result(self._function(*self._args))
         except BaseException as error:  # noqa: BLE001 - `result` raises it
-            self._error = error
-        with self._lock:
-            self._over.set()
-            late = self._abandoned
-        if late:
-            self._take_back()
+            self._future.set_exception(error)
 
-    def _abandon(self) -> None:
-        with self._lock:
-            self._abandoned = True
-            over = self._over.is_set()
-        if over:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        if self._undo is not None and self._error is None and ray.is_initialized():
-            self._undo(self._value)  # type: ignore[arg-type]
+    def _reverse(self, future: "Future[_T]") -> None:
+        if self._undo is not None and future.exception() is None and ray.is_initialized():
+            self._undo(future.result())
 
 
-def _timed_out(error: BaseException) -> bool:
-    """Whether Ray gave up a request to its head, some of which have deadlines of their own."""
+def _is_timeout(error: BaseException) -> bool:
+    """Return whether Ray gave up a request to its head; some of its requests have their own deadlines."""
     kinds = (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError)
     return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
 
@@ -107,9 +101,9 @@ class Head:
     """Ray's head (its GCS), as one pool sees it.
 
     Args:
-        timeout_s: seconds for which it may be silent before questions end as `HeadUnreachableError`.
-        probe: returns whether it answers within so many seconds; for tests.
-        clock: for tests.
+        timeout_s: seconds for which the head may be silent before requests raise `HeadUnreachableError`.
+        probe: returns whether the head answers within the given seconds; for tests.
+        clock: returns the time in seconds; for tests.
     """
 
     def __init__(
@@ -123,47 +117,47 @@ class Head:
         self._probe, self._clock = probe, clock
         self._silent_since: float | None = None
         self._probed_at = clock()
-        self._heard_at = -math.inf
+        self._answered_at = -math.inf
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the head did not answer for the first time; 0 if it answered the last time."""
+        """Seconds since the first probe without an answer; 0 if the head answered the last probe."""
         return 0.0 if self._silent_since is None else self._clock() - self._silent_since
 
-    def ask(self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None) -> _T:
-        """Call a function that asks the head, and return what it returns, however long that takes.
+    def call(self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None) -> _T:
+        """Call a function that makes a request to the head, and return its result, however long that takes.
 
-        It is called only once the head answers a probe, or has answered within the last second: Ray aborts a process
-        whose request for the nodes is answered by a head that has lost its state (`Check failed ... WrongClusterID` in
-        Ray 2.60).
+        The function is called only after the head has answered a probe, or anything else within the last second. Ray
+        aborts a process whose request for the nodes reaches a head that has lost its state (`Check failed ...
+        WrongClusterID` in Ray 2.60).
 
         Args:
             function: the function.
             args: its arguments.
-            undo: takes back what the function did if it returns after the deadline.
+            undo: reverses what the function did if it returns after the deadline.
 
         Raises:
             HeadUnreachableError: the head did not answer for `timeout_s`.
             Exception: what the function raised.
         """
-        if not ray.is_initialized():  # Ray connects in the main thread only
+        if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)
-        while self._clock() - self._heard_at >= _PROBE_S and self.is_silent():
+        while self._clock() - self._answered_at >= _PROBE_S and self.is_silent():
             self._raise_if_late()
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
         return self.start(function, *args, undo=undo).result()
 
     def start(
         self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None
-    ) -> Question[_T]:
-        """As `ask`, without a probe before, and without waiting for the result."""
-        return Question(self, function, args, undo)
+    ) -> HeadRequest[_T]:
+        """Start a request like `call`, without a probe before it, and return it without waiting for its result."""
+        return HeadRequest(self, function, args, undo)
 
     def is_silent(self) -> bool:
         """Probe the head once, which takes at most about a second, and return whether it did not answer."""
         began = self._clock()
         if self._probe(_PROBE_S):
-            self.heard()
+            self.note_answer()
         elif self._silent_since is None or began - self._probed_at > _GAP_S:
             self._silent_since = began
         self._probed_at = self._clock()
@@ -173,7 +167,7 @@ class Head:
         """Probe the head once.
 
         Raises:
-            HeadUnreachableError: it has not answered for `timeout_s`.
+            HeadUnreachableError: the head has not answered for `timeout_s`.
         """
         if self.is_silent():
             self._raise_if_late()
@@ -182,7 +176,38 @@ class Head:
         if self.silent_s >= self.timeout_s:
             raise HeadUnreachableError(self.silent_s)
 
-    def heard(self) -> None:
-        """Note that the head has answered."""
+    def note_answer(self) -> None:
+        """Record that the head has answered."""
         self._silent_since = None
-        self._heard_at = self._clock()
+        self._answered_at = self._clock()
+
+
+def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:
+    """Return the nodes that Ray has declared dead."""
+    return frozenset(node_ids) - alive_nodes()
+
+
+def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:
+    """Return the nodes that are dead or draining."""
+    return frozenset(node_ids) - (alive_nodes() - draining_nodes())
+
+
+def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:
+    """Return the nodes that are alive for Ray, but whose raylet accepts no connection.
+
+    Tasks on the other nodes fail at once when a node dies. This check finds that node before Ray does.
+    """
+    rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] in node_ids]
+    if not rows:
+        return frozenset()
+    with ThreadPoolExecutor(min(64, len(rows))) as pool:
+        answers = pool.map(lambda row: _accepts(row["NodeManagerAddress"], row["NodeManagerPort"]), rows)
+        return frozenset(row["NodeID"] for row, answered in zip(rows, answers, strict=True) if not answered)
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
+            return True
+    except OSError:
+        return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on a host, in a fresh process: its environment first, then the user's function.
+"""The code that runs on a host, in a new process: it sets the environment, then calls the user's function.
 
-Shipped by value, so that hosts need nothing but Ray: this module imports the standard library, Ray, and
-`_ray_private`, which is shipped by value too.
+This module is shipped by value, so that hosts need nothing but Ray. It imports the standard library, Ray, and
+`_ray_private`, which is also shipped by value.
 """
 
 import contextlib
@@ -21,18 +21,20 @@ import ray
 
 from ._ray_private import process_is_fresh
 
-__all__ = ["HostActor", "are_over", "call", "call_method", "call_raw", "clear_lock_file", "describe_port"]
+__all__ = ["HostActor", "call", "call_method", "call_raw", "clear_lock_file", "describe_port", "wait_for_end"]
 
 logger = logging.getLogger(__name__)
 _PREDECESSOR_S = 30.0
-_mine: list[socket.socket] = []
+_INVISIBLE = "a process that is not visible from here"
+# The sockets that hold this host until the process ends.
+_held: list[socket.socket] = []
 
 
 def call(facts: dict[str, Any], payload: list[Any]) -> tuple[bool, Any]:
-    """(True, what the function returns), or (False, None) in a process in which something else ran before.
+    """Return (True, the function's result), or (False, None) in a process in which something else ran before.
 
-    Ray hands a task to an idle process of the job if there is one. An accelerator that was opened in it, or a module
-    that was imported, cannot be undone; this task ends the process, and its successor gets another one.
+    Ray gives a task to an idle process of the job if there is one. An accelerator that was opened there, or a module
+    that was imported, cannot be undone. Therefore this task ends the process, and the next task gets another one.
     """
     if not facts["dedicated"] and not process_is_fresh():
         return False, None
@@ -40,35 +42,38 @@ def call(facts: dict[str, Any], payload: list[Any]) -> tuple[bool, Any]:
 
 
 def call_raw(facts: dict[str, Any], payload: list[Any]) -> Any:
-    """What the function returns. The payload is a reference in a list, so that it is unpickled only here."""
-    _enter(facts)
-    function, args, kwargs = _resolved(payload)
+    """Return the function's result. The payload is a reference in a list, so that it is unpickled only here."""
+    _prepare_process(facts)
+    function, args, kwargs = _resolve(payload)
     return function(*args, **kwargs)
 
 
 class HostActor:
-    """Holds an instance of the user's class on a host, for as long as it is wanted."""
+    """Holds an instance of the user's class on a host."""
 
     def __init__(self, facts: dict[str, Any], payload: list[Any]) -> None:
         self._facts, self._payload = facts, payload
         self._instance: Any = None
         self._made = False
-        # With max_concurrency the first calls may come at the same time.
+        # With max_concurrency the first calls may come together.
         self._making = threading.Lock()
 
     def invoke(self, method: str, payload: list[Any]) -> Any:
-        """Call a method of it. It is made on the first call, so that what its constructor raises keeps its type."""
+        """Call a method of the instance.
+
+        The first call makes the instance, so that an exception of its constructor keeps its type.
+        """
         with self._making:
             if not self._made:
-                _enter(self._facts)
-                cls, args, kwargs = _resolved(self._payload)
+                _prepare_process(self._facts)
+                cls, args, kwargs = _resolve(self._payload)
                 self._instance, self._made = cls(*args, **kwargs), True
-        _, args, kwargs = _resolved(payload)
+        _, args, kwargs = _resolve(payload)
         return getattr(self._instance, method)(*args, **kwargs)
 
 
-def _resolved(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """The function and its arguments; references among these are replaced by values, as Ray does for a task."""
+def _resolve(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """Return the function and its arguments, with values in place of references, as Ray does for a task."""
     function, args, kwargs = ray.get(payload[0])
     refs = [value for value in (*args, *kwargs.values()) if isinstance(value, ray.ObjectRef)]
     values = dict(zip(refs, ray.get(refs), strict=True))
@@ -79,15 +84,14 @@ def _resolved(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[s
     )
 
 
-def _enter(facts: dict[str, Any]) -> None:
-    """Wait for the process before this one, clear what the dead left, set the environment."""
+def _prepare_process(facts: dict[str, Any]) -> None:
+    """Wait for the previous process, remove stale lock files, and set the environment."""
     held = _wait_for_predecessor(facts["name"])
     if held is not None:
-        _mine.append(held)
+        _held.append(held)
     for path in facts["lock_files"]:
-        said = clear_lock_file(path)
-        if said:
-            logger.warning("%s", said)
+        if problem := clear_lock_file(path):
+            logger.warning("%s", problem)
     zone = os.environ.get("TPU_ZONE") or facts["zone"]
     for name, value in facts["env"].items():
         if value is None:
@@ -99,7 +103,7 @@ def _enter(facts: dict[str, Any]) -> None:
 
 
 def _address(name: str) -> str:
-    """An abstract socket: no file, and the kernel closes it with the process, however that ends."""
+    """Return the address of an abstract socket: it needs no file, and the kernel closes it with the process."""
     return f"\0fairlead-tpu-{name}"
 
 
@@ -116,18 +120,18 @@ def _try_to_hold(name: str) -> socket.socket | None:
 
 
 def _wait_for_predecessor(name: str) -> socket.socket | None:
-    """Ray takes a bundle's resources to be free a moment before the process that had them is gone."""
+    """Hold this host; wait for the previous process first, because Ray frees its resources before it is gone."""
     deadline = time.monotonic() + _PREDECESSOR_S
     while (held := _try_to_hold(name)) is None:
         if time.monotonic() >= deadline:
-            logger.warning("what ran on this host before has not ended within %g s", _PREDECESSOR_S)
+            logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
             return None
         time.sleep(0.02)
     return held
 
 
-def are_over(names: list[str], timeout_s: float) -> bool:
-    """For a node's agent: whether what runs in some bundles is gone, waiting for it if need be."""
+def wait_for_end(names: list[str], timeout_s: float) -> bool:
+    """Wait until the processes with these names are gone, and return whether they are. A node's agent calls it."""
     deadline = time.monotonic() + timeout_s
     for name in names:
         while (held := _try_to_hold(name)) is None:
@@ -139,67 +143,64 @@ def are_over(names: list[str], timeout_s: float) -> bool:
 
 
 def clear_lock_file(path: str) -> str:
-    """Remove a lock file that nothing alive holds; what there is to say if it stays.
+    """Remove a lock file that no living process holds; return why it stays, or "" if it does not.
 
-    Nobody is signalled. Whether it is held is asked of the kernel, which knows the locks of all processes, and of the
-    open files of those that can be looked at.
+    No process is signalled. The kernel knows the locks of all processes; the open files are those of the processes that
+    this one may inspect.
     """
     try:
-        there = os.stat(path, follow_symlinks=False)
+        present = os.stat(path, follow_symlinks=False)
     except OSError:
         return ""
-    if not stat.S_ISREG(there.st_mode):
-        return f"{path} is no plain file, and stays"
+    if not stat.S_ISREG(present.st_mode):
+        return f"{path} stays: it is not a regular file."
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        return f"{path} belongs to somebody else, and stays: {error.strerror}"
+        return f"{path} stays: it belongs to somebody else ({error.strerror})."
     try:
-        # Both kinds of locks: libtpu's is one, tools' may be the other. They are let go with the file.
+        # Both kinds of locks: libtpu uses one, tools may use the other. Closing the file releases them.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = os.fstat(file)
-        users = _who_has_open(there.st_dev, there.st_ino)
-        if users:
-            return f"{path} is open in process(es) {', '.join(map(str, users))}, and stays"
+        if users := _find_users(file):
+            return f"{path} stays: it is open in process(es) {', '.join(map(str, users))}."
         os.unlink(path)
     except BlockingIOError:
-        there = os.fstat(file)
-        users = _who_has_open(there.st_dev, there.st_ino)
-        by = f"process(es) {', '.join(map(str, users))}" if users else "a process that cannot be seen from here"
-        return f"{path} is locked by {by}, and stays. If an accelerator does not start, it is in use there."
+        users = _find_users(file)
+        by = f"process(es) {', '.join(map(str, users))}" if users else _INVISIBLE
+        return f"{path} stays: {by} locked it. If an accelerator does not start, it is in use there."
     except OSError as error:
-        return f"{path} cannot be removed: {error.strerror}"
+        return f"{path} stays: it cannot be removed ({error.strerror})."
     finally:
         os.close(file)
     return ""
 
 
-def _who_has_open(device: int, inode: int) -> list[int]:
-    """Other processes that have a file open, as far as this one may look."""
-    found = []
+def _find_users(file: int) -> list[int]:
+    """Return the other processes that have a file open, among those that this process may inspect."""
+    wanted = os.fstat(file)
+    users = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
-        # It may end meanwhile, or be somebody else's.
+        # The process may end meanwhile, or belong to another user.
         with contextlib.suppress(OSError):
             for one in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    there = os.stat(one.path)
-                    if (there.st_dev, there.st_ino) == (device, inode):
-                        found.append(pid)
+                    if os.path.samestat(os.stat(one.path), wanted):
+                        users.append(pid)
                         break
-    return sorted(found)
+    return sorted(users)
 
 
 def describe_port(port: int) -> str:
-    """For a node's agent: which process listens on a port, or has it bound."""
-    import psutil  # Ray brings it
+    """Return which process listens on a port, or has it bound. A node's agent calls it."""
+    import psutil  # Ray depends on it.
 
     for one in psutil.net_connections(kind="tcp"):
         if one.laddr and one.laddr.port == port and one.pid:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(one.pid)
                 return f"process {one.pid} ({' '.join(process.cmdline())[:200] or process.name()})"
-    return "a process that cannot be seen from here"
+    return _INVISIBLE
 
 
 def call_method(
@@ -211,5 +212,5 @@ def call_method(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Make an instance and call a method of it."""
+    """Make an instance, and call one of its methods."""
     return getattr(cls(*init_args, **init_kwargs), method)(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX over all hosts of all slices, from inside a function that runs on them."""
+"""JAX over all hosts of all slices, set up inside a function that runs on them."""
 
 import math
 import os
@@ -17,24 +17,24 @@ def initialize_jax(*, timeout_s: float = 300.0, **options: Any) -> None:
     """Join all hosts of all slices in one JAX cluster; call it first in a function that a pool runs.
 
     It imports jax and calls `jax.distributed.initialize` with the coordinator on worker 0 of slice 0, the number of
-    hosts, and the index of this host in the order of the results. Every host of the run has to call it: not a function
-    under `run_on_first_hosts`.
+    hosts, and the index of this host in the order of the results. Every host of the run has to call it, so it does not
+    work under `run_on_first_hosts`.
 
     Args:
-        timeout_s: seconds that the hosts have to find each other, above 0.
+        timeout_s: seconds to wait for all hosts, above 0.
         options: further arguments of `jax.distributed.initialize`, such as `local_device_ids`.
 
     Raises:
         JaxUnavailableError: jax is not installed here, or this process does not run a function of a pool.
-        ValueError: a timeout that is not above 0.
-        Exception: what jax raises, for example when a host is missing at the end of the timeout.
+        ValueError: the timeout is not above 0.
+        Exception: jax raises its own exceptions, for example when a host is missing at the end of the timeout.
 
     >>> initialize_jax()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     fairlead_tpu_executor.exceptions.JaxUnavailableError: initialize_jax needs the variables that a run sets, ...
     """
     if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s is a number of seconds above 0, got {timeout_s!r}")
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
     missing = [name for name in _NEEDED if not os.environ.get(name)]
     if missing:
         raise JaxUnavailableError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices that are held from call to call, under the two names that users know for it."""
+"""Managers that hold slices from call to call: `TpuRemoteManager` and `SlicePoolManager`."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 from . import _host
 from ._accelerators.config import TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
-from ._pool import SlicePool, arranged
-from ._run.work import Function, own_options
+from ._pool import SlicePool, arrange
+from ._run.work import Function, take_options
 
 __all__ = ["SlicePoolManager", "TpuRemoteManager"]
 
@@ -17,25 +17,25 @@ __all__ = ["SlicePoolManager", "TpuRemoteManager"]
 class TpuRemoteManager:
     """Calls functions and methods on every host of slices that are kept from call to call.
 
-    Each call is in a fresh process, so that no handle of an accelerator outlives it.
+    Each call runs in a new process, so that no handle of an accelerator outlives it.
 
     Args:
-        tpu_version: type of the slices.
-        pod_count: how many, or a list of allowed numbers.
-        base_env: variables of every call.
-        runtime_env: a Ray runtime_env of every call.
-        coord_port: port of the coordinator of several slices.
+        tpu_version: the type of the slices.
+        pod_count: the number of slices, or a list of allowed numbers.
+        base_env: environment variables for every call.
+        runtime_env: a Ray runtime_env for every call.
+        coord_port: the port of the coordinator of several slices.
         options: the further arguments of `TpuAcceleratorConfig`.
 
     Raises:
-        TypeError, ValueError: as of the configuration.
+        TypeError, ValueError: the configuration raises them.
 
     Attributes:
-        tpu_version: type of the slices.
-        pod_count: how many are wanted, as given.
-        base_env: variables of every call.
+        tpu_version: the type of the slices.
+        pod_count: the number of slices, or the list of allowed numbers.
+        base_env: the environment variables of every call.
         runtime_env: the Ray runtime_env of every call.
-        coord_port: port of the coordinator of several slices, as given.
+        coord_port: the port of the coordinator of several slices; None for the default.
         pool: the slices, as a `SlicePool`.
     """
 
@@ -64,14 +64,14 @@ class TpuRemoteManager:
         self.pool: SlicePool = SlicePool(config.with_environment_variables(base_env))
 
     def ensure(self) -> "TpuRemoteManager":
-        """Reserve healthy slices, and replace lost ones. Raises as `SlicePool.reserve`."""
+        """Reserve healthy slices, and replace lost ones. Raises the errors of `SlicePool.reserve`."""
         self.pool.reserve()
         return self
 
     def run_function(self, fn: Function, /, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
-        """Call a function on every host. Arguments, results and errors as of `SlicePool.run`."""
-        given = own_options(fn, {"flatten": flatten}, kwargs)
-        return arranged(self.pool.run(fn, *args, **kwargs), given.get("flatten", True))
+        """Call a function on every host. Arguments, results and errors are those of `SlicePool.run`."""
+        given = take_options(fn, {"flatten": flatten}, kwargs)
+        return arrange(self.pool.run(fn, *args, **kwargs), given.get("flatten", True))
 
     def run_class_method(
         self,
@@ -83,11 +83,14 @@ class TpuRemoteManager:
         flatten: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Make an instance on every host and call one method of it. Results and errors as of `run_function`."""
+        """Make an instance on every host and call one of its methods.
+
+        Results and errors are those of `run_function`.
+        """
         function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
         function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
-        given = own_options(getattr(cls_obj, method_name), {"flatten": flatten}, kwargs)
-        return arranged(self.pool.run(function, *args, **kwargs), given.get("flatten", True))
+        given = take_options(getattr(cls_obj, method_name), {"flatten": flatten}, kwargs)
+        return arrange(self.pool.run(function, *args, **kwargs), given.get("flatten", True))
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next call reserves again."""
@@ -101,14 +104,14 @@ class TpuRemoteManager:
 
 
 class SlicePoolManager:
-    """A pool of slices whose size is set after it is made.
+    """A pool of slices whose number of slices is set after it is made.
 
     Args:
-        tpu_type: type of the slices.
+        tpu_type: the type of the slices.
         options: the further arguments of `TpuAcceleratorConfig`.
 
     Raises:
-        TypeError, ValueError: as of the configuration.
+        TypeError, ValueError: the configuration raises them.
 
     Attributes:
         pool: the slices, as a `SlicePool`.
@@ -118,28 +121,31 @@ class SlicePoolManager:
         self.pool: SlicePool = SlicePool(tpu_type, **{**options, "flatten": False})
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
-        """Reserve `num_slices` slices; of a list the largest number that is free. Raises as `SlicePool.reserve`."""
+        """Reserve `num_slices` slices; a list means its largest number that is free.
+
+        Raises the errors of `SlicePool.reserve`.
+        """
         self.pool.scale(num_slices)
 
     def prepare_all_slices(self) -> None:
-        """Look at all hosts, and replace the slices that were lost. Raises as `SlicePool.reserve`."""
+        """Check all hosts, and replace lost slices. Raises the errors of `SlicePool.reserve`."""
         self.pool.reserve()
 
     def get_all_pool_members(self) -> list[SliceInfo]:
-        """The slices that are held, in order."""
+        """Return the slices that are held, in order."""
         return list(self.pool.slices)
 
     def execute_on_each_slice(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on worker 0 of each slice; one result per slice. Raises as `SlicePool.run`."""
-        return arranged(self.pool.run_on_first_hosts(fn, *args, **kwargs), True)
+        """Call a function on worker 0 of each slice. Results are one per slice, errors those of `SlicePool.run`."""
+        return arrange(self.pool.run_on_first_hosts(fn, *args, **kwargs), True)
 
     def execute_on_each_host(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
-        """Call a function on every host; one list of results per slice. Raises as `SlicePool.run`."""
+        """Call a function on every host; return one list of results per slice. Raises the errors of `SlicePool.run`."""
         return self.pool.run(fn, *args, **kwargs)
 
     def execute_on_each_host_flat(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on every host; one list of results. Raises as `SlicePool.run`."""
-        return arranged(self.pool.run(fn, *args, **kwargs), True)
+        """Call a function on every host; return one list of results. Raises the errors of `SlicePool.run`."""
+        return arrange(self.pool.run(fn, *args, **kwargs), True)
 
     def drain_actor_pool(self) -> None:
         """Give all slices back. Can be repeated; the next use reserves again."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one engine: slices that are held, and runs on them."""
+"""A pool: slices that are held from run to run, and the runs on them."""
 
 import contextlib
 import functools
@@ -22,30 +22,30 @@ from ._accelerators.config import (
     TpuAcceleratorConfig,
 )
 from ._accelerators.slices import SliceInfo
-from ._nodes import gone_nodes, silent_nodes
-from ._reserve.reservation import Holding
+from ._health import gone_nodes, silent_nodes
+from ._ray_private import unwrap_remote
+from ._reserve.reservation import Reservation, Snapshot
 from ._run.attempt import HostCall, cancel, watch
-from ._run.budget import Backoff, Budget
-from ._run.retry import Crashes, retry
+from ._run.retry import Backoff, CrashPolicy, RetryBudget, retry
 from ._run.status import JobInfo, JobStatus, JobSucceeded
-from ._run.targets import Place, start, submit
+from ._run.targets import Target, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import judge
-from ._run.work import Class, Function, Work, work_of
-from .exceptions import PoolBusyError, TpuExecutorError
+from ._run.work import Class, Function, Work, inspect_work
+from .exceptions import PoolBusyError
 
-__all__ = ["PoolStatistics", "SlicePool", "arranged"]
+__all__ = ["PoolStatistics", "SlicePool", "arrange"]
 
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """What a pool has done so far.
+    """Counts of what a pool has done so far.
 
     Attributes:
-        attempts: how often something was started on all hosts.
-        failures: how many of these the function or the system failed, those included that turned out to be the first
-            sign of a preemption.
-        preemptions: how many of these ended by the loss of a slice.
-        reservations: how many slices were taken, replacements included.
+        attempts: how often work was started on all hosts.
+        failures: how many attempts failed by the function or the system, including those that turned out to be the
+            first sign of a preemption.
+        preemptions: how many attempts ended with the loss of a slice.
+        reservations: how many slices were taken, including replacements.
     """
 
     attempts: int = 0
@@ -55,21 +55,21 @@ class PoolStatistics:
 
 
 class SlicePool:
-    """Whole slices that are kept from run to run; a run goes to every host of every slice.
+    """Whole slices that are kept from run to run. A run goes to every host of every slice.
 
-    Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. One run at a time:
-    a second one queues.
+    Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. A pool has one run
+    at a time; a second run queues.
 
         with SlicePool("v4-16", 2) as pool:
             results = pool.run(train, "gs://data", steps=1000)  # a result per host, slice by slice
 
     Args:
-        tpu_type: such as "v4-16"; or a whole configuration, of whatever accelerators.
-        num_slices: how many, or a list of allowed numbers.
+        tpu_type: the type of the slices, such as "v4-16"; or a whole configuration, also of other accelerators.
+        num_slices: the number of slices, or a list of allowed numbers.
         options: the further arguments of `TpuAcceleratorConfig`.
 
     Raises:
-        TypeError, ValueError: as of the configuration.
+        TypeError, ValueError: the configuration raises them.
 
     Attributes:
         config: the configuration.
@@ -88,68 +88,75 @@ class SlicePool:
             config = replace(tpu_type, **options) if options else tpu_type
             if num_slices is not None:
                 raise TypeError(
-                    "give the number of slices with the type, or in the configuration (pod_count), not both"
+                    "Give the number of slices with the type or in the configuration (pod_count), not both."
                 )
         else:
             config = TpuAcceleratorConfig(tpu_type, 1 if num_slices is None else num_slices, **options)
         self.config: AcceleratorConfigType = config
-        self._holding = Holding(config)
+        self._reservation = Reservation(config)
         self._turn = threading.Lock()
         self._running = ""
         self._counts = PoolStatistics()
-        release_when_dropped(self, self._holding.leak, self._holding.give_back)
+        release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
 
     def __repr__(self) -> str:
-        sizes = " or ".join(map(str, self._holding.sizes))
-        return f"SlicePool({sizes} x {self.config.kind}, {len(self._holding.leases)} held)"
+        sizes = " or ".join(map(str, self._reservation.sizes))
+        return f"SlicePool({sizes} x {self.config.kind}, {len(self.slices)} held)"
 
     def reserve(self) -> "SlicePool":
-        """Have healthy slices: those that are held, and new ones in the place of lost ones.
+        """Reserve healthy slices: keep those that are held, and replace lost ones.
 
         Raises:
             InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
-            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            PortUnavailableError: a requested port is taken; nothing is held then.
             PoolBusyError: something runs here, and the time to queue is over.
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
         """
-        with self._my_turn("reserve"):
-            self._holding.ready()
+        with self._take_turn("reserve"):
+            self._reservation.ensure()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
-        """Have another number of slices from now on. Raises as `reserve`; TypeError, ValueError: no such number."""
+        """Hold another number of slices from now on.
+
+        Raises:
+            TypeError, ValueError: the number is not allowed.
+            Exception: the errors of `reserve`.
+        """
         sizes = TpuAcceleratorConfig(pod_count=num_slices).sizes
         if not isinstance(self.config, TpuAcceleratorConfig) and sizes != self.config.sizes:
             raise ValueError(
-                f"a pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size"
+                f"A pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size."
             )
-        with self._my_turn("scale"):
-            self._holding.sizes = sizes
-            self._holding.ready()
+        with self._take_turn("scale"):
+            self._reservation.resize(sizes)
         return self
 
     @property
     def slices(self) -> tuple[SliceInfo, ...]:
-        """What is held, in order; nothing before the first use."""
-        return tuple(lease.slice for lease in self._holding.leases)
+        """The slices that are held, in order; none before the first use."""
+        return self._reservation.slices
 
     def slots(self) -> tuple[Slot, ...]:
-        """Every host as a slot of fairlead-placement, in the order of slices and TPU worker ids. Raises as `reserve`.
+        """Return every host as a slot of fairlead-placement, in the order of slices and TPU worker ids.
 
-        What runs in a slot has the variables in its `env`. While a worker group is there, runs are refused.
+        A process in a slot has the variables in its `env`. While a worker group is on the slots, runs are refused.
+
+        Raises:
+            Exception: the errors of `reserve`.
         """
         self.reserve()
-        return self._holding.slots()
+        return self._make_slots(self._reservation.snapshot())
 
     def statistics(self) -> PoolStatistics:
-        """What has been done so far."""
-        return replace(self._counts, reservations=self._holding.reservations)
+        """Return counts of what the pool has done so far."""
+        return replace(self._counts, reservations=self._reservation.taken)
 
     def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on every host, again and again as the budgets allow, and return what it returns.
+        """Call a function on every host, repeat it as the budgets allow, and return its results.
 
         Args:
-            function: plain or `@ray.remote`.
+            function: the function, plain or `@ray.remote`.
             args: its arguments. References to objects are replaced by their values.
             kwargs: its arguments by name.
 
@@ -157,19 +164,19 @@ class SlicePool:
             One result per host, in the order of slices and TPU worker ids; with `flatten=False` one list per slice.
 
         Raises:
-            TypeError, ValueError: what cannot be run. Nothing was started.
+            TypeError, ValueError: the function cannot be run. Nothing was started.
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
-            PortUnavailableError: a port that was asked for is taken; nothing is held then.
+            PortUnavailableError: a requested port is taken; nothing is held then.
             ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
             PreemptedTooOftenError: slices were lost once more than allowed.
             PoolBusyError: something else runs here, and the time to queue is over.
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`; no budget was used for that.
-            BaseException: what the function raised the last time.
+            BaseException: the function's last exception.
         """
         return self._run(function, args, kwargs)
 
     def run_on_first_hosts(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `run`, on worker 0 of each slice only."""
+        """Call a function like `run`, on worker 0 of each slice only."""
         return self._run(function, args, kwargs, first_hosts=True)
 
     def attempt(self, function: Function, /, *args: Any, **kwargs: Any) -> JobStatus:
@@ -178,37 +185,33 @@ class SlicePool:
         A process that died is a failure of the function unless its host is lost within `grace_s`.
 
         Raises:
-            Exception: as of `run`, but for what becomes of the function.
+            Exception: the errors of `run`, except those of the function and of lost slices.
         """
-        with self._my_turn(_name(function)) as work_on:
-            return work_on(function, args, kwargs, False)(1)
+        with self._take_turn(_name(function)):
+            return self._make_attempts(function, args, kwargs, first_hosts=False)(1)
 
     def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
 
-        Nothing is watched or repeated: `ray.get` raises Ray's errors. What is submitted while something runs waits for
-        it, host by host.
+        Nothing is watched or repeated: `ray.get` raises Ray's errors. A function that is submitted while something runs
+        waits for it, host by host.
 
         Raises:
-            TypeError, ValueError: what cannot be run. Nothing was started.
-            Exception: as of `reserve`.
+            TypeError, ValueError: the function cannot be run. Nothing was started.
+            Exception: the errors of `reserve`.
         """
         work = self.checked(function)
         payload = work.put(args, kwargs)
-        closed = self._holding.closed
+        epoch = self._reservation.epoch
         self.reserve()
-        places = self._holding.places(work)
-        self._holding.check_open(closed)
-
-        def submit_all() -> list[list[Any]]:
-            return [[submit(place, payload, raw=True) for place in of_slice] for of_slice in places]
-
-        return self._holding.head.ask(submit_all, undo=_cancel_late)
+        targets = make_targets(work, self.config, self._reservation.snapshot())
+        self._reservation.check_open(epoch)
+        return self._start_all(targets, lambda target: submit(target, payload, raw=True), _cancel)
 
     def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
         """Wait for references that `submit` returned, and return their values in the order of `run`.
 
-        `ray.get` does the same, but does not end when Ray's head does not answer.
+        `ray.get` does the same, but has no deadline when Ray's head does not answer.
 
         Args:
             refs: a list of references per slice.
@@ -218,42 +221,38 @@ class SlicePool:
 
         Raises:
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
-            Exception: what the function raised, or Ray's error of a host that was lost; the first in that order.
+            Exception: the function's exception, or Ray's error for a lost host; the first in that order.
         """
-        flat = [ref for of_slice in refs for ref in of_slice]
-        values = iter(self._holding.head.ask(ray.get, flat))
-        return arranged([[next(values) for _ in of_slice] for of_slice in refs], self.config.flatten)
+        values = iter(self._reservation.head.call(ray.get, [ref for of_slice in refs for ref in of_slice]))
+        return arrange([[next(values) for _ in of_slice] for of_slice in refs], self.config.flatten)
 
     def start(self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[list[Any]], SlotClaim]:
-        """Have an actor for a class on every host, a list per slice, and the claim that says so.
+        """Start an actor for a class on every host; return the actors, a list per slice, and the claim on their slots.
 
         Raises:
-            TypeError, ValueError: what cannot be run. Nothing was started.
-            ResourceInsufficientError: somebody is there already.
-            Exception: as of `reserve`.
+            TypeError, ValueError: the class cannot be run. Nothing was started.
+            ResourceInsufficientError: the slots are in use.
+            Exception: the errors of `reserve`.
         """
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)
         self.reserve()
-        claim = claim_slots(self._holding.slots(), f"instances of {work.name}")
-        places = self._holding.places(work)
-
-        def start_all() -> list[list[Any]]:
-            return [[start(place, payload) for place in of_slice] for of_slice in places]
-
+        held = self._reservation.snapshot()
+        claim = claim_slots(self._make_slots(held), f"instances of {work.name}")
         try:
-            return self._holding.head.ask(start_all, undo=_kill_late), claim
+            targets = make_targets(work, self.config, held)
+            return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill), claim
         except BaseException:
             claim.release()
             raise
 
     def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
-        """What can be said of a function or a class before anything is reserved.
+        """Check a function or a class before anything is reserved, and return what is known about it.
 
         Raises:
-            TypeError, ValueError: what cannot be run here.
+            TypeError, ValueError: it cannot be run here.
         """
-        work = work_of(function, of_class=of_class)
+        work = inspect_work(function, of_class=of_class)
         work.remote_options(self.config, self.config.nominal())
         return work
 
@@ -261,13 +260,12 @@ class SlicePool:
         """Give everything back. Can be repeated; the next use reserves again.
 
         When Ray's head does not answer within `head_timeout_s`, a warning names the slices that are still held: close
-        the pool again when the head answers. Ray returns them, too, when the driver ends.
+        the pool again when the head answers. Ray also returns them when the driver ends.
 
         Returns:
             Whether Ray had everything back in time.
         """
-        self._holding.closed += 1
-        return self._holding.give_back()
+        return self._reservation.close()
 
     def __enter__(self) -> "SlicePool":
         return self.reserve()
@@ -280,24 +278,17 @@ class SlicePool:
     ) -> list[Any]:
         config = self.config
         healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
-        budget = Budget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
-        with self._my_turn(_name(function)) as work_on:
-            crashes = Crashes(config.crash_grace_s, functools.partial(self._lost, self._holding.closed))
-            attempts = work_on(function, args, kwargs, first_hosts)
+        budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
+        with self._take_turn(_name(function)):
+            crashes = CrashPolicy(
+                config.crash_grace_s, functools.partial(self._find_lost_slices, self._reservation.epoch)
+            )
+            attempts = self._make_attempts(function, args, kwargs, first_hosts=first_hosts)
             return list(retry(attempts, budget, Backoff(), crashes=crashes).result)
 
-    def _lost(self, closed: int, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
-        """Return those slices that have lost a host. The next attempt does not use them."""
-        self._holding.check_open(closed)
-        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
-        gone, silent = self._holding.head.ask(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
-        # Ray takes a host that is silent to be alive for some time yet.
-        self._holding.quarantine(silent - gone)
-        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
-
     @contextlib.contextmanager
-    def _my_turn(self, name: str) -> Iterator[Callable[..., Callable[[int], JobStatus]]]:
-        """One at a time; gives what turns a function and its arguments into something to attempt."""
+    def _take_turn(self, name: str) -> Iterator[None]:
+        """Wait until nothing else runs in the pool, within the time to queue."""
         limit = self.config.queue_timeout_s
         began = time.monotonic()
         running = self._running
@@ -305,42 +296,55 @@ class SlicePool:
             raise PoolBusyError(running or "something", time.monotonic() - began)
         self._running = name
         try:
-            yield self._attempts
+            yield
         finally:
             self._running = ""
             self._turn.release()
 
-    def _attempts(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], first_hosts: bool
+    def _find_lost_slices(self, epoch: int, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
+        """Return those slices that have lost a host. The next attempt does not use them."""
+        self._reservation.check_open(epoch)
+        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
+        gone, silent = self._reservation.head.call(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
+        # For some time Ray still regards a silent host as alive.
+        self._reservation.quarantine(silent - gone)
+        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
+
+    def _make_attempts(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool
     ) -> Callable[[int], JobStatus]:
+        """Return a function that runs one attempt, given its number."""
         work = self.checked(function)
         payload = work.put(args, kwargs)
-        closed = self._holding.closed
-        return lambda number: self._attempt(work, payload, number, closed, first_hosts)
+        return functools.partial(self._attempt, work, payload, self._reservation.epoch, first_hosts)
 
-    def _attempt(self, work: Work, payload: Any, number: int, closed: int, first_hosts: bool) -> JobStatus:
-        if self._holding.closed != closed:
-            raise TpuExecutorError(f"the pool was closed while {work.name} ran. Run it in a pool that stays open.")
-        self._holding.ready(closed)
+    def _attempt(self, work: Work, payload: Any, epoch: int, first_hosts: bool, number: int) -> JobStatus:
+        reservation, head = self._reservation, self._reservation.head
+        reservation.check_open(epoch, f"{work.name} ran")
+        reservation.ensure(epoch)
+        held = reservation.snapshot()
         accelerators = isinstance(self.config, TpuAcceleratorConfig)
-        head = self._holding.head
-        info = JobInfo(work.name, "running", self.config.kind, self.slices, number)
-        claim = claim_slots(self._holding.slots(), f"run of {work.name}")
+        info = JobInfo(work.name, "running", self.config.kind, held.slices, number)
+        claim = claim_slots(self._make_slots(held), f"run of {work.name}")
         began = time.monotonic()
         calls: list[HostCall] = []
+
+        def start_call(target: Target) -> HostCall:
+            calls.append(HostCall(target, submit(target, payload)))
+            return calls[-1]
+
+        def submit_again(call: HostCall) -> Any:
+            return head.call(functools.partial(submit, call.target, payload, dedicated=True), undo=_cancel)
+
         try:
-            everywhere = [place for of_slice in self._holding.places(work) for place in of_slice]
-            places = [place for place in everywhere if place.worker == 0 or not first_hosts]
-            self._holding.check_open(closed)  # else there would be fewer places, or none
+            targets = [
+                [target for target in of_slice if target.worker == 0 or not first_hosts]
+                for of_slice in make_targets(work, self.config, held)
+            ]
+            reservation.check_open(epoch, f"{work.name} started")
             self._count(attempts=1)
-            head.ask(_submit_all, calls, places, payload, undo=lambda _: _cancel_late([[one.ref for one in calls]]))
-            errors = watch(
-                calls,
-                lambda call: head.ask(functools.partial(submit, call.place, payload, dedicated=True), undo=_cancel_one),
-                head,
-                grace_s=self.config.grace_s,
-                accelerators=accelerators,
-            )
+            self._start_all(targets, start_call, lambda call: _cancel(call.ref))
+            errors = watch(calls, submit_again, head, grace_s=self.config.grace_s, accelerators=accelerators)
         finally:
             try:
                 cancel(calls, head)
@@ -348,52 +352,39 @@ class SlicePool:
                 claim.release()
         info = replace(info, seconds=time.monotonic() - began)
         if not errors:
-            return JobSucceeded(replace(info, state="succeeded"), self._arranged(calls))
-        gone = head.ask(gone_nodes, {place.node_id for place in places})
+            nested = [[call.value for call in calls if call.target.at == at] for at in range(len(held.slices))]
+            return JobSucceeded(replace(info, state="succeeded"), arrange(nested, self.config.flatten))
+        gone = head.call(gone_nodes, {call.target.node_id for call in calls})
         verdict = judge(errors, gone, accelerators=accelerators)
-        self._holding.quarantine(verdict.quarantine)
-        lost = verdict.kind == "infrastructure"
-        self._count(**{"preemptions" if lost else "failures": 1})
-        return verdict.status(replace(info, state=_STATES[verdict.kind]))
+        reservation.quarantine(verdict.quarantine)
+        self._count(**{"preemptions" if verdict.kind == "infrastructure" else "failures": 1})
+        return verdict.status(info)
 
-    def _arranged(self, calls: Sequence[HostCall]) -> list[Any]:
-        nested: list[list[Any]] = [[] for _ in self.slices]
-        for call in calls:
-            nested[call.place.at].append(call.value)
-        return arranged(nested, self.config.flatten)
+    def _start_all(
+        self, targets: Sequence[Sequence[Target]], start: Callable[[Target], Any], end: Callable[[Any], object]
+    ) -> list[list[Any]]:
+        """Start something on every host, a list per slice; `end` ends what starts after the head's deadline."""
+        return self._reservation.head.call(
+            lambda: [[start(target) for target in of_slice] for of_slice in targets],
+            undo=lambda started: [end(one) for of_slice in started for one in of_slice],
+        )
+
+    def _make_slots(self, held: Snapshot) -> tuple[Slot, ...]:
+        rows = self._reservation.head.call(ray.nodes)
+        return make_slots(self.config, held, {row["NodeID"]: row.get("Labels") or {} for row in rows})
 
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
 
-_STATES: dict[str, Any] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
-
-
-def _submit_all(calls: list[HostCall], places: Sequence[Place], payload: Any) -> None:
-    for place in places:
-        calls.append(HostCall(place, submit(place, payload)))
-
-
-def _cancel_one(ref: Any) -> None:
+def _cancel(ref: Any) -> None:
     ray.cancel(ref, force=True)
 
 
-def _cancel_late(refs: Sequence[Sequence[Any]]) -> None:
-    """End what was submitted after everybody had stopped waiting for it."""
-    for ref in (ref for of_slice in refs for ref in of_slice):
-        _cancel_one(ref)
-
-
-def _kill_late(actors: Sequence[Sequence[Any]]) -> None:
-    """End the actors that were started after everybody had stopped waiting for them."""
-    for actor in (actor for of_slice in actors for actor in of_slice):
-        ray.kill(actor)
-
-
-def arranged(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:
-    """One list of all hosts, or one per slice."""
+def arrange(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:
+    """Return the values of all hosts in one list, or in one list per slice."""
     return [value for of_slice in nested for value in of_slice] if flatten else [list(one) for one in nested]
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or getattr(function, "_function_name", None) or "a function")
+    return str(getattr(unwrap_remote(function)[0], "__name__", "a function"))

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call on Ray that is not public, each with its reason and what happens without it."""
+"""Every use of Ray that is not public, each with its reason and its fallback."""
+
+from typing import Any
 
 import ray
+from ray.actor import ActorClass
+from ray.remote_function import RemoteFunction
 
-__all__ = ["head_answers", "process_is_fresh", "topology_is_valid"]
+__all__ = ["head_answers", "process_is_fresh", "topology_is_valid", "unwrap_remote"]
 
 
 def topology_is_valid(generation: str, topology: str) -> bool:
-    """Whether Ray's table of TPU topologies has this one.
+    """Return whether Ray's table of TPU topologies has this one.
 
-    Ray's own table is what its label selectors go by, and nothing public reads it. Without it every topology with the
-    right number of chips is taken.
+    Ray's label selectors use this table, and nothing public reads it. Fallback: every topology with the right number of
+    chips is valid.
     """
     try:
         from ray._private.accelerators import TPUAcceleratorManager
@@ -24,8 +28,8 @@ def topology_is_valid(generation: str, topology: str) -> bool:
 def head_answers(timeout_s: float) -> bool:
     """Return whether Ray's head answers a small request within `timeout_s` seconds.
 
-    The public requests have no deadline. Without this one the head is taken to answer, and a request waits for as long
-    as Ray does.
+    The public requests have no deadline. Fallback: the head counts as answering, and a request waits as long as Ray
+    does.
     """
     client = getattr(ray._private.worker.global_worker, "gcs_client", None)
     try:
@@ -38,12 +42,33 @@ def head_answers(timeout_s: float) -> bool:
 
 
 def process_is_fresh() -> bool:
-    """In a task: whether no other task ran in this process.
+    """Return, in a task, whether no other task ran in this process.
 
-    Ray keeps a counter for each function that was loaded to be run, and says nowhere how many there are. Without these
-    no process is taken to be fresh, and runs pay for processes of their own.
+    Ray keeps a counter for each function that a process has loaded, and has no public number of them. Fallback: no
+    process counts as fresh, and each run starts new processes.
     """
     manager = getattr(ray._private.worker.global_worker, "function_actor_manager", None)
     counters = getattr(manager, "_num_task_executions", None)
-    # The one is that of the task that asks. It has max_calls=1, so it cannot have run here before.
+    # The one counter is that of this task. It has max_calls=1, so it cannot have run here before.
     return counters is not None and len(counters) == 1
+
+
+def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function or class under `@ray.remote` and its options; anything else as it is, without options.
+
+    Nothing public reads either of them. Fallback: what is under `@ray.remote` is refused.
+
+    Raises:
+        TypeError: this version of Ray hides them.
+    """
+    try:
+        if isinstance(target, RemoteFunction):
+            return target._function, dict(target._default_options)
+        if isinstance(target, ActorClass):
+            return target.__ray_actor_class__, dict(target._default_options)
+    except AttributeError as error:
+        raise TypeError(
+            f"This version of Ray does not show what is under the @ray.remote of {target!r}. "
+            "Pass the plain function or class."
+        ) from error
+    return target, {}

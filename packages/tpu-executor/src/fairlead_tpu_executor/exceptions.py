@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with runs on slices, one class per situation.
+"""The errors of runs on slices, one class per situation.
 
-A user's own exception is not among them: it is raised as itself.
+The exceptions of a user's function are raised as they are.
 """
 
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ __all__ = [
 
 
 class TpuExecutorError(RuntimeError):
-    """Base of everything this package raises once Ray has been asked for something.
+    """Base of all errors that this package raises after its first request to Ray.
 
-    Misuse that can be seen without asking Ray is a ValueError or a TypeError instead.
+    Misuse that is found without Ray is a ValueError or a TypeError instead.
     """
 
 
@@ -31,11 +31,11 @@ class InsufficientSlicesError(TpuExecutorError):
     """Too few whole slices were free within the scale timeout; nothing stays reserved.
 
     Attributes:
-        kind: what was asked for, such as "v4-16".
+        kind: the requested type, such as "v4-16".
         wanted: the allowed numbers of slices.
-        found: how many could have been had.
-        missing: what each of the others lacks.
-        waited_s: for how long they were waited for, in seconds.
+        found: how many slices were available.
+        missing: why each of the other slices was not available.
+        waited_s: how long the pool waited, in seconds.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class InsufficientSlicesError(TpuExecutorError):
 
     def __str__(self) -> str:
         sizes = " or ".join(map(str, self.wanted))
-        lacks = "".join(f"\n  {lack}" for lack in self.missing) or "\n  none other was seen"
+        lacks = "".join(f"\n  {lack}" for lack in self.missing) or "\n  there are no others"
         return (
-            f"{sizes} whole slice(s) of {self.kind} were asked for, and {self.found} were free after "
+            f"{sizes} whole slice(s) of {self.kind} were requested, and {self.found} were free after "
             f"{self.waited_s:.1f} s. The others:{lacks}\nFree or add slices, allow smaller numbers "
             "(pod_count=[1, 2]), or wait longer (scale_timeout_s; replace_timeout_s for the replacement of a lost one)."
         )
@@ -61,10 +61,10 @@ class InsufficientSlicesError(TpuExecutorError):
 class HeadUnreachableError(TpuExecutorError):
     """Ray's head (its GCS) has not answered for `head_timeout_s`.
 
-    No host is taken to be lost because of that, and no budget is used. What the pool holds may still be held.
+    No host counts as lost because of that, and no budget is used. The pool may still hold its slices.
 
     Attributes:
-        silent_s: for how long the head has not answered, in seconds.
+        silent_s: how long the head has not answered, in seconds.
     """
 
     def __init__(self, silent_s: float) -> None:
@@ -74,8 +74,8 @@ class HeadUnreachableError(TpuExecutorError):
     def __str__(self) -> str:
         return (
             f"Ray's head (GCS) has not answered for {self.silent_s:.1f} s, so it is unknown which hosts are alive. "
-            "Slices may still be reserved and functions may still run on them. Look at the head node and its "
-            "gcs_server.out. Ray ends this process when it is without its head for "
+            "Slices may still be reserved and functions may still run on them. Check the head node and its "
+            "gcs_server.out. Ray ends this process when it has been without its head for "
             "RAY_gcs_rpc_server_reconnect_timeout_s (60 s). If the head comes back by then, close the pool and run "
             "again; to bridge longer outages raise head_timeout_s and that setting."
         )
@@ -85,7 +85,7 @@ class JaxUnavailableError(TpuExecutorError):
     """`initialize_jax` was called outside of a run, or jax is not installed where it was called.
 
     Attributes:
-        reason: which of the two, and what to do.
+        reason: which of the two happened, and what to do.
     """
 
     def __init__(self, reason: str) -> None:
@@ -104,7 +104,7 @@ class SliceLostError(TpuExecutorError):
 
     Attributes:
         slices: names of the slices that were lost.
-        reason: what is known, one line per host.
+        reason: the errors, one per host.
     """
 
     def __init__(self, slices: tuple[str, ...], reason: str) -> None:
@@ -113,17 +113,17 @@ class SliceLostError(TpuExecutorError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"slice(s) {', '.join(self.slices)} were lost: {self.reason}. Run again to have them replaced."
+        return f"Slice(s) {', '.join(self.slices)} were lost: {self.reason}. Run again on replacements."
 
 
 class PreemptedTooOftenError(TpuExecutorError):
     """Slices were lost more often than `max_retries_preemption` allows.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         preemptions: how often slices were lost.
-        limit: how often it was allowed to be repeated after a loss.
-        last: what happened the last time.
+        limit: how many repetitions after a loss were allowed.
+        last: the last loss.
     """
 
     def __init__(self, name: str, preemptions: int, limit: int, last: str) -> None:
@@ -136,18 +136,18 @@ class PreemptedTooOftenError(TpuExecutorError):
     def __str__(self) -> str:
         return (
             f"{self.name} was preempted {self.preemptions} time(s), {self.limit} were allowed. The last time: "
-            f"{self.last} Allow more (max_retries_preemption), or use slices that are not preempted."
+            f"{self.last} Allow more (max_retries_preemption), or use slices that are not preemptible."
         )
 
 
 class PoolBusyError(TpuExecutorError):
     """Something runs in the pool, and the time to queue for it is over.
 
-    You do not get this with the default `queue_timeout_s=None`, which waits for as long as the run before takes.
+    It is not raised with the default `queue_timeout_s=None`, which waits as long as the previous run takes.
 
     Attributes:
-        running: what runs there.
-        waited_s: for how long it was waited for, in seconds.
+        running: the name of the function that runs there.
+        waited_s: how long this run waited, in seconds.
     """
 
     def __init__(self, running: str, waited_s: float) -> None:
@@ -157,6 +157,6 @@ class PoolBusyError(TpuExecutorError):
 
     def __str__(self) -> str:
         return (
-            f"{self.running} runs in this pool, waited {self.waited_s:.1f} s for it. Wait for its end, use a pool of "
-            "your own, or queue longer (queue_timeout_s)."
+            f"{self.running} runs in this pool, and did not end within {self.waited_s:.1f} s. Wait for its end, use "
+            "another pool, or queue longer (queue_timeout_s)."
         )

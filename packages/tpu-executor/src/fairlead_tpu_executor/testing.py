@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of code that runs on TPU slices: slices without TPUs, detected by Ray as real ones are."""
+"""Slices without TPUs, for tests of code that runs on TPU slices. Ray detects them like real ones."""
 
 import contextlib
 import os
@@ -21,10 +21,10 @@ _QUICK_DEATHS = {
 
 
 class PretendSlices:
-    """A cluster on this machine: a head without TPUs, to which hosts of slices are added, and killed, one by one.
+    """A cluster on this machine: a head without TPUs, and hosts of slices that tests add and kill one by one.
 
-    Each host is a raylet with the variables that a TPU VM has, so Ray gives it the labels and resources of one. All
-    share one address. This process is attached to the cluster, until `close()`.
+    Each host is a raylet with the variables of a TPU VM, so Ray gives it the labels and resources of one. All hosts
+    share one address. This process is attached to the cluster until `close()`.
 
         with PretendSlices() as slices:
             name = slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
@@ -48,13 +48,13 @@ class PretendSlices:
 
     @property
     def address(self) -> str:
-        """For `ray.init` of another driver."""
+        """The address for `ray.init` of another driver."""
         address: str = self._cluster.address
         return address
 
     @property
     def head_pid(self) -> int:
-        """The process id of Ray's head (`gcs_server`), for tests that stop it or end it."""
+        """The process id of Ray's head (`gcs_server`), for tests that stop or end it."""
         pid: int = self._cluster.head_node.all_processes["gcs_server"][0].process.pid
         return pid
 
@@ -71,18 +71,18 @@ class PretendSlices:
         """Start a host and wait until it has joined.
 
         Args:
-            name: of its slice.
+            name: the name of its slice.
             worker: its TPU worker id in the slice.
-            kind: type of the slice.
-            topology: of the slice.
-            chips: how many the host has.
-            env: further variables for its raylet.
+            kind: the type of the slice.
+            topology: the topology of the slice.
+            chips: the number of chips of the host.
+            env: further environment variables for its raylet.
 
         Returns:
-            Ray's id of it.
+            Ray's id of the host.
 
         Raises:
-            TimeoutError: it has not joined within 60 s.
+            TimeoutError: the host has not joined within 60 s.
         """
         detected = {
             "TPU_NAME": name,
@@ -95,7 +95,7 @@ class PretendSlices:
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
         self._hosts[name, worker] = node
         node_id: str = node.node_id
-        # Not `Cluster.wait_for_nodes`, which waits for those that were killed.
+        # `Cluster.wait_for_nodes` would also wait for hosts that were killed.
         _wait_until(lambda: any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()))
         return node_id
 
@@ -103,12 +103,12 @@ class PretendSlices:
         """Start the hosts of a slice, in the order given.
 
         Args:
-            name: of the slice; a new one if empty.
-            workers: TPU worker ids of its hosts.
-            options: as of `add_host`.
+            name: the name of the slice; empty for a new name.
+            workers: the TPU worker ids of its hosts.
+            options: the further arguments of `add_host`.
 
         Returns:
-            The name.
+            The name of the slice.
 
         Raises:
             TimeoutError: a host has not joined within 60 s.
@@ -120,17 +120,17 @@ class PretendSlices:
         return name
 
     def node_id(self, name: str, worker: int) -> str:
-        """Ray's id of a host; KeyError if there is none such, as of `kill`."""
+        """Return Ray's id of a host; KeyError if there is no such host, as in `kill`."""
         node_id: str = self._hosts[name, worker].node_id
         return node_id
 
     def kill(self, name: str, worker: int) -> None:
-        """Kill all that runs on a host, as if its VM were gone. Ray notices after a second or two."""
-        import psutil  # Ray brings it
+        """Kill all processes of a host, as if its VM were gone. Ray notices after one or two seconds."""
+        import psutil  # Ray depends on it.
 
         node = self._hosts.pop((name, worker))
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-        # Stopped first: it is not to see its children die, nor to say so.
+        # The raylet is stopped first, so that it cannot see its children die and report that.
         raylet.suspend()
         for process in (*raylet.children(recursive=True), raylet):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -139,18 +139,18 @@ class PretendSlices:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def remove(self, name: str) -> None:
-        """Take a slice away, and wait until Ray has noticed; TimeoutError if it has not within 60 s."""
+        """Kill all hosts of a slice, and wait until Ray has noticed; TimeoutError if it has not within 60 s."""
         gone = {self.node_id(*key) for key in self._hosts if key[0] == name}
         for key in [key for key in self._hosts if key[0] == name]:
             self.kill(*key)
         _wait_until(lambda: not gone & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
 
     def names(self) -> list[str]:
-        """The slices of which there is a host."""
+        """Return the names of the slices with at least one host."""
         return sorted({name for name, _ in self._hosts})
 
     def close(self) -> None:
-        """Detach, and end the cluster."""
+        """Detach from the cluster, and end it."""
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -162,17 +162,17 @@ class PretendSlices:
 
 
 def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"{holds} did not come to hold within {timeout_s:g} s")
+            raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """For what `Cluster` starts: its `env_vars=` do not reach Ray's detection."""
+    """Set variables for the processes that `Cluster` starts: its `env_vars=` do not reach Ray's detection."""
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slices are whole, read from the labels and resources of nodes. Pure."""
+"""Whole slices, found from the labels and resources of nodes. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fairlead_placement import Node
 
 from .tpu_types import TpuType, canonical_name
 
-__all__ = ["SLICE_NAME", "Found", "SliceInfo", "SliceLack", "TOPOLOGY", "TYPE", "WORKER_ID", "assess", "find_slices"]
+__all__ = [
+    "SLICE_NAME",
+    "TOPOLOGY",
+    "TYPE",
+    "WORKER_ID",
+    "SliceInfo",
+    "SliceLack",
+    "Survey",
+    "find_room",
+    "find_slices",
+]
 
 SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
@@ -23,14 +33,15 @@ class SliceInfo:
     """A whole slice: its hosts, in the order of their TPU worker ids.
 
     Attributes:
-        slice_name: its name; for a single host that has none, the node's.
-        kind: its type, such as "v4-16".
-        topology: such as "2x2x2"; empty if the hosts do not say.
+        slice_name: the name of the slice; for a single host without a name, the first characters of the node's id.
+        kind: the type of the slice, such as "v4-16".
+        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
         node_ids: Ray's ids of the hosts.
-        node_ips: addresses of the hosts.
-        num_accelerators_per_host: what Ray counts as TPU (or GPU) on each host.
-        head_resource: the resource that only worker 0 has, and that whoever uses the slice holds; empty without one.
-        zone: where it is; empty if the hosts do not say.
+        node_ips: the addresses of the hosts.
+        num_accelerators_per_host: the amount of the resource TPU (or GPU) on each host.
+        head_resource: the resource that only worker 0 has, and that the user of the slice reserves; empty if there is
+            none.
+        zone: the availability zone; empty if the hosts have no label for it.
     """
 
     slice_name: str
@@ -44,7 +55,7 @@ class SliceInfo:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts it has."""
+        """The number of hosts."""
         return len(self.node_ids)
 
     @property
@@ -58,11 +69,11 @@ class SliceLack:
     """Why a slice cannot be used.
 
     Attributes:
-        slice_name: its name.
-        what: what it lacks.
+        slice_name: the name of the slice.
+        what: what is missing or wrong.
 
-    >>> print(SliceLack("slice-1", "1 of 2 hosts, worker 1 is not there"))
-    slice-1: 1 of 2 hosts, worker 1 is not there
+    >>> print(SliceLack("slice-1", "1 of 2 hosts, worker 1 is missing"))
+    slice-1: 1 of 2 hosts, worker 1 is missing
     """
 
     slice_name: str
@@ -73,29 +84,34 @@ class SliceLack:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What there is of a type: whole slices and the others, by name."""
+class Survey:
+    """The slices of one type in a cluster, in the order of their names.
+
+    Attributes:
+        intact: the slices that can be used.
+        lacking: why each of the other slices cannot be used.
+    """
 
     intact: tuple[SliceInfo, ...] = ()
-    lacking: tuple[SliceLack, ...] = field(default=())
+    lacking: tuple[SliceLack, ...] = ()
 
 
-def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Found:
-    """The slices of a type.
+def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
+    """Return the slices of a type.
 
     Args:
-        nodes: those that are alive and not about to go.
+        nodes: the nodes that are alive and not draining.
         wanted: the type.
     """
-    found = [assess(name, hosts, wanted) for name, hosts in _by_slice(nodes, wanted).items()]
-    return Found(
-        tuple(one for one in found if isinstance(one, SliceInfo)),
-        tuple(one for one in found if isinstance(one, SliceLack)),
+    assessed = [_assess(name, hosts, wanted) for name, hosts in _group_by_slice(nodes, wanted).items()]
+    return Survey(
+        tuple(one for one in assessed if isinstance(one, SliceInfo)),
+        tuple(one for one in assessed if isinstance(one, SliceLack)),
     )
 
 
-def _by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]]:
-    """The hosts of each slice in which at least one is of the type; in the order of the names."""
+def _group_by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]]:
+    """Return the hosts of each slice with at least one host of the type, in the order of the names."""
     grouped: dict[str, list[Node]] = {}
     for node in nodes:
         if TYPE in node.labels:
@@ -105,32 +121,31 @@ def _by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]
         if not any(canonical_name(node.labels[TYPE]) == wanted.name for node in hosts):
             continue
         if wanted.hosts == 1 and (not name or len(hosts) > 1):
-            # Every single host is a slice, and several may have one name, or none.
+            # Each single host is a slice, and several hosts may share one name or have none.
             for node in hosts:
                 chosen[f"{name}/{node.node_id[:8]}" if name else node.node_id[:8]] = [node]
         else:
             chosen[name or f"hosts without the label {SLICE_NAME}"] = hosts
-    return {name: chosen[name] for name in sorted(chosen, key=_natural)}
+    return {name: chosen[name] for name in sorted(chosen, key=_natural_key)}
 
 
-def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """slice-2 before slice-10."""
+def _natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a sort key that puts slice-2 before slice-10."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
 
 
-def assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | SliceLack:
-    """The slice, if these hosts are all of it and fit the type; else what it lacks."""
+def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | SliceLack:
+    """Return the slice if these hosts are all of it and match the type; otherwise what is wrong."""
     if wanted.hosts > 1 and not all(node.labels.get(SLICE_NAME) for node in hosts):
-        return SliceLack(name, "nothing says which of them are one slice")
+        return SliceLack(name, "no label tells which of them form a slice")
     types = sorted({canonical_name(node.labels.get(TYPE, "")) for node in hosts})
     topologies = sorted({node.labels.get(TOPOLOGY, "") for node in hosts})
     if len(types) > 1 or len(topologies) > 1:
-        said = ", ".join(types if len(types) > 1 else topologies)
-        return SliceLack(name, f"its hosts say different things of it: {said}")
+        return SliceLack(name, f"its hosts have different labels: {', '.join(types if len(types) > 1 else topologies)}")
     if wanted.topology and topologies[0] != wanted.topology:
-        return SliceLack(name, f"its topology is {topologies[0] or 'not known'}, not {wanted.topology}")
+        return SliceLack(name, f"its topology is {topologies[0] or 'unknown'}, not {wanted.topology}")
     ids = [_worker_id(node, wanted) for node in hosts]
-    if problem := _not_whole(ids, wanted.hosts):
+    if problem := _check_worker_ids(ids, wanted.hosts):
         return SliceLack(name, problem)
     amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
     per_host = wanted.chips_per_host
@@ -156,16 +171,36 @@ def _worker_id(node: Node, wanted: TpuType) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _not_whole(ids: Sequence[int | None], expected: int) -> str:
-    """What keeps these worker ids from being 0..expected-1; nothing if they are."""
+def _check_worker_ids(ids: Sequence[int | None], expected: int) -> str:
+    """Return why these worker ids are not 0 to `expected` - 1; empty if they are."""
     known = [one for one in ids if one is not None]
     if len(known) < len(ids):
         return f"{len(ids) - len(known)} of its hosts have no label {WORKER_ID}"
-    twice = sorted({one for one in known if known.count(one) > 1})
-    if twice:
+    if twice := sorted({one for one in known if known.count(one) > 1}):
         return f"several of its hosts are worker {', '.join(map(str, twice))}"
-    beyond = sorted(one for one in known if one >= expected)
-    if beyond:
-        return f"it has a worker {', '.join(map(str, beyond))}, but a whole one has {expected} host(s)"
+    if beyond := sorted(one for one in known if one >= expected):
+        return f"it has a worker {', '.join(map(str, beyond))}, but a whole slice has {expected} host(s)"
     gone = sorted(set(range(expected)) - set(known))
-    return f"{len(known)} of {expected} hosts, worker {', '.join(map(str, gone))} is not there" if gone else ""
+    return f"{len(known)} of {expected} hosts, worker {', '.join(map(str, gone))} is missing" if gone else ""
+
+
+def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, kind: str) -> Survey:
+    """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them.
+
+    Args:
+        nodes: the nodes, in physical order.
+        bundle: the resources of each worker.
+        count: the number of workers.
+        kind: the name of the slice and of its type.
+    """
+    chosen: list[Node] = []
+    for node in nodes:
+        fits = min(
+            (int(node.free.get(name, 0) / amount + 1e-9) for name, amount in bundle.items() if amount), default=0
+        )
+        chosen += [node] * min(fits, count - len(chosen))
+    if len(chosen) < count:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+        return Survey(lacking=(SliceLack(kind, f"room for {len(chosen)} of {count} workers of {each} each"),))
+    ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
+    return Survey(intact=(SliceInfo(kind, kind, "", ids, ips, int(bundle.get("GPU", 0))),))

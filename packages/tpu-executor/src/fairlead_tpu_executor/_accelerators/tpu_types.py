@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU types: what "v4-16" means in chips and hosts. Pure.
+"""TPU types: the numbers of chips and hosts that a name such as "v4-16" stands for. Pure.
 
 The numbers are Google's (https://cloud.google.com/tpu/docs/regions-zones, "TPU configurations"), as Ray reads them.
 """
@@ -15,12 +15,12 @@ __all__ = ["GENERATIONS", "TpuType", "canonical_name", "tpu_type"]
 
 @dataclass(frozen=True)
 class Generation:
-    """How a generation counts.
+    """How the types of a generation count.
 
     Attributes:
         cores_per_chip: TensorCores per chip; 1 where the number in a type counts chips.
-        largest_vm: chips of the largest VM; a slice that is larger has 4 chips on each.
-        dims: how many dimensions its topologies have.
+        largest_vm: the number of chips of the largest VM; the hosts of larger slices have 4 chips each.
+        dims: the number of dimensions of its topologies.
     """
 
     cores_per_chip: int
@@ -37,7 +37,6 @@ GENERATIONS = {
     "v6e": Generation(1, 8, 2),
     "v7x": Generation(2, 4, 3),
 }
-# The other names of the same thing.
 _ALIASES = {"v5e": "v5litepod"}
 _PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)-(\d+)")
 _CHIPS_PER_VM = (1, 2, 4, 8)
@@ -48,11 +47,11 @@ class TpuType:
     """A type of slice.
 
     Attributes:
-        name: as in the label `ray.io/tpu-pod-type`, such as "v4-16".
-        generation: such as "v4".
-        topology: such as "2x2x2"; empty where any will do.
-        chips: of the slice.
-        chips_per_host: chips of each host (VM).
+        name: the name as in the label `ray.io/tpu-pod-type`, such as "v4-16".
+        generation: the generation, such as "v4".
+        topology: the topology, such as "2x2x2"; empty for any.
+        chips: the number of chips of the slice.
+        chips_per_host: the number of chips of each host (VM).
     """
 
     name: str
@@ -63,17 +62,17 @@ class TpuType:
 
     @property
     def hosts(self) -> int:
-        """How many hosts a whole slice has."""
+        """The number of hosts of a whole slice."""
         return self.chips // self.chips_per_host
 
     @property
     def cores_per_chip(self) -> int:
-        """TensorCores per chip."""
+        """The number of TensorCores per chip."""
         return GENERATIONS[self.generation].cores_per_chip
 
 
 def canonical_name(name: str) -> str:
-    """ "TPU7x-16" is "v7x-16", "v5e-8" is "v5litepod-8"; what is no type comes back in lower case."""
+    """Return the one name of a type: "v7x-16" for "TPU7x-16". Text that is not a type returns in lower case."""
     text = name.strip().lower()
     match = _PATTERN.fullmatch(text)
     if match is None:
@@ -83,55 +82,56 @@ def canonical_name(name: str) -> str:
 
 
 def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:
-    """Look a type up.
+    """Return the type with a name.
 
     Args:
         name: generation and size: TensorCores for v2, v3, v4, v5p, v7x, chips for v5litepod (v5e) and v6e.
-        topology: which of several with that many chips; None if any will do.
-        chips_per_vm: 1, 2, 4 or 8; None for what is usual: 4, or all of a v5litepod or v6e slice of up to 8.
+        topology: which of the topologies with that many chips; None for any.
+        chips_per_vm: 1, 2, 4 or 8; None for the usual: 4, or all chips of a v5litepod or v6e slice of up to 8.
 
     Raises:
-        TypeError: a name that is no string.
-        ValueError: a type, topology or number of chips that does not exist, with what does.
+        TypeError: the name is not a string.
+        ValueError: the type, topology or number of chips does not exist. The message lists what exists.
 
     >>> tpu_type("v4-16").hosts, tpu_type("v6e-8").hosts, tpu_type("v6e-8", chips_per_vm=4).hosts
     (2, 1, 2)
     """
     if not isinstance(name, str):
-        raise TypeError(f"a TPU type is a string such as 'v4-16', got {name!r}")
+        raise TypeError(f"A TPU type must be a string such as 'v4-16', got {name!r}.")
     generation, _, size = canonical_name(name).partition("-")
     if generation not in GENERATIONS or not size.isdigit():
         raise ValueError(
-            f"{name!r} is no TPU type. A type is a generation and a size, such as 'v4-16'; the generations are "
+            f"{name!r} is not a TPU type. A type is a generation and a size, such as 'v4-16'; the generations are "
             f"{', '.join(GENERATIONS)} (v5e is v5litepod)."
         )
     facts = GENERATIONS[generation]
     chips, rest = divmod(int(size), facts.cores_per_chip)
     if chips == 0 or rest:
-        unit = "chips" if facts.cores_per_chip == 1 else "TensorCores, of which a chip has 2"
-        raise ValueError(f"{name!r} is no TPU type: the number counts {unit}.")
+        unit = "chips" if facts.cores_per_chip == 1 else "TensorCores, 2 per chip"
+        raise ValueError(f"{name!r} is not a TPU type: the number counts {unit}.")
     usual = chips if chips <= facts.largest_vm else 4
     per_host = usual if chips_per_vm is None else chips_per_vm
     if isinstance(per_host, bool) or per_host not in _CHIPS_PER_VM or chips % per_host:
         raise ValueError(
             f"{name!r} has {chips} chip(s), which hosts of {per_host!r} chips cannot share: a host has 1, 2, 4 or 8, "
-            "and all hosts of a slice have as many (chips_per_vm)."
+            "and all hosts of a slice have the same number (chips_per_vm)."
         )
     return TpuType(
-        f"{generation}-{int(size)}", generation, _topology(name, generation, topology, chips), chips, per_host
+        f"{generation}-{int(size)}", generation, _check_topology(name, generation, topology, chips), chips, per_host
     )
 
 
-def _topology(name: str, generation: str, topology: str | None, chips: int) -> str:
+def _check_topology(name: str, generation: str, topology: str | None, chips: int) -> str:
+    """Return the topology in its usual spelling; empty for None."""
     if topology is None:
         return ""
     text = topology.strip().lower()
     if not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips:
         example = "x".join(["2"] * GENERATIONS[generation].dims)
         raise ValueError(
-            f"{topology!r} is no topology of {name!r}, which has {chips} chips (it looks like {example!r})"
+            f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like {example!r}."
         )
-    # Ray's table leaves out the one host of the oldest generations.
+    # Ray's table lacks the topology of single hosts of the oldest generations.
     if not topology_is_valid(generation, text) and not (generation in ("v2", "v3") and text == "2x2"):
-        raise ValueError(f"{topology!r} is no topology of {name!r}: Ray's table of {generation} does not have it")
+        raise ValueError(f"{topology!r} is not a topology of {name!r}: Ray's table of {generation} does not have it.")
     return text

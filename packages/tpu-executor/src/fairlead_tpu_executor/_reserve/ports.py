@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports that a pool holds: one on worker 0 of each slice, and that of the coordinator of several slices."""
+"""The ports of a reservation: one on worker 0 of each slice, and that of the coordinator of several slices."""
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fairlead_placement import (
     NodeAgent,
@@ -16,50 +16,62 @@ from fairlead_placement import (
 )
 
 from .. import _host
+from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from .leases import Lease
 
-__all__ = ["Ports"]
+__all__ = ["Ports", "megascale_port"]
 
 _RELEASE_S = 10.0
 
 
+def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
+    """Return the port of the coordinator of several slices.
+
+    It is that of the configuration, else `COORD_PORT` of the user's variables or of the driver, else 8081.
+
+    Raises:
+        ValueError: `COORD_PORT` is not a port.
+    """
+    if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
+        return config.megascale_port
+    text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise ValueError(f"COORD_PORT must be a port, 1 to 65535, got {text!r}.")
+    return int(text)
+
+
 class Ports:
-    """Held for as long as the slices are, so that an attempt does not pay for them."""
+    """Ports that are held as long as the slices, so that an attempt does not wait for them."""
 
     def __init__(self) -> None:
         self._coordinators: dict[Lease, PortLease] = {}
         self._megascale: tuple[Lease, int, PortLease] | None = None
-        # Two threads when Ray's head answers a request that a pool no longer waits for.
+        # A second thread comes here when Ray's head answers a request that the pool no longer waits for.
         self._lock = threading.Lock()
 
-    def update(self, leases: Sequence[Lease], megascale_port: int | None) -> None:
-        """Hold what these slices need, and nothing else.
+    def update(self, leases: Sequence[Lease], megascale: int | None) -> None:
+        """Hold what these slices need, and release everything else.
 
         Args:
             leases: the slices, in order.
-            megascale_port: the port of their coordinator; None without one.
+            megascale: the port of the coordinator of all slices; None for no coordinator.
 
         Raises:
-            PortUnavailableError: a port is taken; for the coordinator's with a note of who has it.
+            PortUnavailableError: a port is taken; for that of the coordinator a note says which process has it.
         """
         with self._lock:
-            self._update(leases, megascale_port)
-
-    def _update(self, leases: Sequence[Lease], megascale_port: int | None) -> None:
-        old = [self._coordinators.pop(lease) for lease in list(self._coordinators) if lease not in leases]
-        if self._megascale is not None and (
-            megascale_port is None or self._megascale[:2] != (leases[0], megascale_port)
-        ):
-            old.append(self._megascale[2])
-            self._megascale = None
-        # A host that does not answer may be lost before Ray knows. If it is not, it gives its ports back later.
-        with contextlib.suppress(PlacementError):
-            release_ports(old, timeout_s=_RELEASE_S)
-        new = [lease for lease in leases if lease not in self._coordinators]
-        ports = lease_ports([_first(lease) for lease in new])
-        self._coordinators |= {lease: port for lease, (port,) in zip(new, ports, strict=True)}
-        if megascale_port is not None and self._megascale is None:
-            self._megascale = (leases[0], megascale_port, _lease_one(_first(leases[0]), megascale_port))
+            old = [self._coordinators.pop(lease) for lease in list(self._coordinators) if lease not in leases]
+            if self._megascale is not None and (megascale is None or self._megascale[:2] != (leases[0], megascale)):
+                old.append(self._megascale[2])
+                self._megascale = None
+            # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
+            with contextlib.suppress(PlacementError):
+                release_ports(old, timeout_s=_RELEASE_S)
+            new = [lease for lease in leases if lease not in self._coordinators]
+            ports = lease_ports([_first_slot(lease) for lease in new])
+            self._coordinators |= {lease: port for lease, (port,) in zip(new, ports, strict=True)}
+            if megascale is not None and self._megascale is None:
+                self._megascale = (leases[0], megascale, _lease_port(_first_slot(leases[0]), megascale))
 
     def coordinator(self, lease: Lease) -> str:
         """Return the `host:port` that the hosts of a slice use. An IPv6 address stands in brackets."""
@@ -67,15 +79,15 @@ class Ports:
 
     @property
     def megascale(self) -> str | None:
-        """`host:port` for all slices; None with one slice."""
+        """The `host:port` of the coordinator of all slices; None with one slice."""
         return None if self._megascale is None else self._megascale[2].host_port
 
     def release(self) -> None:
-        """Hold nothing. Can be repeated."""
+        """Release all ports. Can be repeated."""
         self.update([], None)
 
 
-def _first(lease: Lease) -> Slot:
+def _first_slot(lease: Lease) -> Slot:
     one = lease.slice
     return Slot(
         placement_group=lease.group,
@@ -88,7 +100,7 @@ def _first(lease: Lease) -> Slot:
     )
 
 
-def _lease_one(slot: Slot, port: int) -> PortLease:
+def _lease_port(slot: Slot, port: int) -> PortLease:
     try:
         return lease_ports([slot], low=port, high=port)[0][0]
     except PortUnavailableError as error:
@@ -97,7 +109,7 @@ def _lease_one(slot: Slot, port: int) -> PortLease:
         except PlacementError as unknown:
             holder = f"an unknown process ({unknown})"
         error.add_note(
-            f"Port {port} is that of the coordinator of several slices; {holder} has it on {slot.node_ip}. End that, "
-            "or choose another (megascale_port, COORD_PORT)."
+            f"The coordinator of several slices needs port {port} on {slot.node_ip}, which {holder} has. End that "
+            "process, or choose another port (megascale_port, COORD_PORT)."
         )
         raise

@@ -1,89 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slices to have, and which: decided from what is held and what is free."""
+"""How many slices to hold, and which: decided from those that are held and those that are free."""
 
+import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fairlead_placement.spi import Waiting, read_nodes
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
 
-from .._accelerators.config import AcceleratorConfigType
-from .._accelerators.slices import SliceInfo, SliceLack
+from fairlead_placement.spi import Waiting, autoscaler_is_there, read_nodes, remove_placement_groups
+
+from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.slices import TYPE, WORKER_ID, SliceInfo, SliceLack, Survey
 from .._health import Head
-from ..exceptions import InsufficientSlicesError
-from .leases import Demand, Lease, fits, give_back, take
+from ..exceptions import HeadUnreachableError, InsufficientSlicesError
+from .leases import RETURN_TIMEOUT_S, Lease, explain_busy, give_back, take
 
-__all__ = ["Choice", "Patience", "Survey", "choose_size", "patience", "scale", "survey"]
+__all__ = ["CapacityRequest", "Patience", "choose_size", "make_patience", "scale"]
 
+logger = logging.getLogger(__name__)
 _POLL_S = (0.05, 1.0)
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
 
 
-@dataclass(frozen=True)
-class Survey:
-    """The slices that are free, and why the others are not.
-
-    Attributes:
-        free: whole slices that can be taken now.
-        lacking: the others that are seen, and what each lacks.
-    """
-
-    free: tuple[SliceInfo, ...]
-    lacking: tuple[SliceLack, ...]
-
-
-def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
-    """Look at the nodes once.
+def _survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
+    """Read the nodes once, and return which slices are free, and why the others are not.
 
     Args:
-        config: what is wanted.
-        held: slices that are held already; they are neither free nor lacking.
-        quarantined: ids of nodes not to use.
+        config: what to look for.
+        held: the slices that are held already, which are left out.
+        quarantined: the ids of nodes not to use.
     """
     nodes = {node.node_id: node for node in read_nodes()}
     names = {one.slice_name for one in held}
-    found = config.find(list(nodes.values()), quarantined)
+    present = config.find(list(nodes.values()), quarantined)
     free: list[SliceInfo] = []
-    lacking = [lack for lack in found.lacking if lack.slice_name not in names]
-    for one in found.intact:
+    lacking = [lack for lack in present.lacking if lack.slice_name not in names]
+    for one in present.intact:
         if one in held:
             continue
         bad = [worker for worker, node_id in enumerate(one.node_ids) if node_id in quarantined]
         if bad:
-            said = f"worker {', '.join(map(str, bad))} did not answer, or its accelerators did not start, a while ago"
+            reason = f"worker {', '.join(map(str, bad))} did not answer, or its accelerators did not start, a while ago"
         else:
-            said = fits(config, one, nodes)
-        if said:
-            lacking.append(SliceLack(one.slice_name, said))
+            reason = explain_busy(config, one, nodes)
+        if reason:
+            lacking.append(SliceLack(one.slice_name, reason))
         else:
             free.append(one)
     return Survey(tuple(free), tuple(lacking))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What to do now: have `size` slices, or wait (None)."""
+def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool) -> int | None:
+    """Return how many slices to hold now; None means to wait. Pure.
 
-    size: int | None
-
-
-def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool) -> Choice:
-    """The largest allowed number of slices at once; a smaller one only when the wait is over. Pure.
+    The largest allowed number is chosen at once, a smaller one only when the wait is over.
 
     Args:
-        sizes: what is allowed, ascending.
+        sizes: the allowed numbers, ascending.
         held: how many are held.
         free: how many more are free now.
         waited_out: whether the scale timeout has ended.
 
     >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
-    (Choice(size=None), Choice(size=1))
+    (None, 1)
     """
     possible = [size for size in sizes if size <= held + free]
-    if possible and (possible[-1] == sizes[-1] or waited_out):
-        return Choice(possible[-1])
-    return Choice(None)
+    return possible[-1] if possible and (possible[-1] == sizes[-1] or waited_out) else None
 
 
 @dataclass(frozen=True)
@@ -91,19 +77,19 @@ class Patience:
     """How long to wait for slices.
 
     Attributes:
-        largest_s: seconds to wait for the largest allowed number. Then a smaller one will do.
-        any_s: seconds to wait for any allowed number. Then there are too few.
+        largest_s: seconds to wait for the largest allowed number, before a smaller one is accepted.
+        any_s: seconds to wait for any allowed number, before there are too few.
     """
 
     largest_s: float
     any_s: float
 
 
-def patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float) -> Patience:
+def make_patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float) -> Patience:
     """Return how long to wait for slices. Pure.
 
-    A pool that has waited before, and continued with fewer, does not wait again while these are healthy: it only takes
-    more if they are free. A pool that has lost slices waits longer, because its job has made progress.
+    A pool that has waited before, and continued with fewer slices, does not wait again while these are healthy: it only
+    takes more if they are free. A pool that has lost slices waits longer, because its job has made progress.
 
     Args:
         sizes: the allowed numbers.
@@ -112,9 +98,9 @@ def patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float, repl
         scale_s: seconds to wait for the first slices.
         replace_s: seconds to wait for a replacement.
 
-    >>> patience([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
+    >>> make_patience([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
     Patience(largest_s=0.0, any_s=0.0)
-    >>> patience([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
+    >>> make_patience([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
     Patience(largest_s=600, any_s=86400)
     """
     if lost:
@@ -132,21 +118,21 @@ def scale(
     limits: Patience,
     quarantined: Callable[[], Collection[str]],
     keep: Callable[[Sequence[Lease]], None],
-    go_on: Callable[[], None],
-) -> list[Lease]:
-    """Have as many slices as allowed, keeping those that are held.
+    check: Callable[[], None],
+) -> None:
+    """Hold an allowed number of slices, including those that are held.
 
-    While waiting nothing more is taken: two jobs that each hold a part of what both want would wait for ever.
+    Nothing more is taken during the wait: two jobs that each hold a part of what both need would wait forever.
 
     Args:
-        config: what is wanted.
+        config: what to hold.
         sizes: the allowed numbers, ascending.
-        held: healthy slices.
-        head: tells what is free.
+        held: the healthy slices that are held.
+        head: makes the requests.
         limits: how long to wait.
-        quarantined: ids of nodes not to use now.
-        keep: called with what is held, before anything else can go wrong.
-        go_on: called before each look; raises when nobody wants the slices any more.
+        quarantined: returns the ids of nodes not to use now.
+        keep: receives what is held, before anything else can fail.
+        check: called before each look at the nodes; raises when the slices are no longer needed.
 
     Raises:
         InsufficientSlicesError: not even the smallest number was free. What was held is still held.
@@ -155,36 +141,94 @@ def scale(
     began = time.monotonic()
     pause = _POLL_S[0]
     leases = list(held)
-    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, Demand(config, head) as demand:
+    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, CapacityRequest(config, head) as missing:
         while True:
-            go_on()
-            now = head.ask(survey, config, [lease.slice for lease in leases], quarantined())
+            check()
+            survey = head.call(_survey, config, [lease.slice for lease in leases], quarantined())
+            free = survey.intact
             waited = time.monotonic() - began
-            size = choose_size(sizes, len(leases), len(now.free), waited_out=waited >= limits.largest_s).size
+            size = choose_size(sizes, len(leases), len(free), waited_out=waited >= limits.largest_s)
             if size is not None:
-                demand.withdraw()
-                # Somebody may be faster; then look again.
-                wanted = now.free[: max(0, size - len(leases))]
-                taken = head.ask(take, config, wanted, undo=_give_back_late) if wanted else []
+                missing.withdraw()
+                wanted = free[: max(0, size - len(leases))]
+                # None means that somebody else was faster; the loop then reads the nodes again.
+                taken = head.call(take, config, wanted, undo=give_back) if wanted else []
                 if taken is not None:
                     leases, extra = [*leases[:size], *taken], leases[size:]
                     keep([*leases, *extra])
                     if extra:
-                        head.ask(give_back, extra)
+                        head.call(give_back, extra)
                     keep(leases)
-                    return leases
+                    return
             if waited >= limits.any_s + (0 if size is None else _RACES_S):
                 raise InsufficientSlicesError(
-                    config.kind, tuple(sizes), len(leases) + len(now.free), now.lacking, waited
+                    config.kind, tuple(sizes), len(leases) + len(free), survey.lacking, waited
                 )
-            demand.show(sizes[-1] - len(leases) - len(now.free))
-            there = f"{len(leases)} held, {len(now.free)} free"
-            waiting.show("; ".join([there, *map(str, now.lacking[:2])]), limits.any_s)
+            missing.show(sizes[-1] - len(leases) - len(free))
+            present = f"{len(leases)} held, {len(free)} free"
+            waiting.show("; ".join([present, *map(str, survey.lacking[:2])]), limits.any_s)
             nearest = limits.largest_s if waited < limits.largest_s else limits.any_s
             time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
 
 
-def _give_back_late(taken: Sequence[Lease] | None) -> None:
-    """Return slices that were taken after everybody had stopped waiting for them."""
-    give_back(taken or ())
+class CapacityRequest:
+    """Placement groups that show an autoscaler the missing slices: a group for each slice, on hosts of its type.
+
+    Nothing runs in these groups. A group is removed as soon as Ray has placed it, because its hosts are there then.
+    """
+
+    def __init__(self, config: AcceleratorConfigType, head: Head) -> None:
+        self._config = config
+        self._head = head
+        self._groups: list[PlacementGroup] = []
+
+    def show(self, count: int) -> None:
+        """Request `count` more slices; again if those that were requested have come.
+
+        Raises:
+            HeadUnreachableError: the head did not answer in time.
+        """
+        self._head.call(self._show, count)
+
+    def _show(self, count: int) -> None:
+        if not autoscaler_is_there():
+            return
+        ready = [group.ready() for group in self._groups]
+        placed, _ = ray.wait(ready, num_returns=len(ready), timeout=0) if ready else ([], [])
+        come = [group for group, ref in zip(self._groups, ready, strict=True) if ref in placed]
+        self._groups = [group for group in self._groups if group not in come]
+        remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
+        for _ in range(count - len(self._groups) - len(come)):
+            self._groups.append(self._create_group())
+
+    def _create_group(self) -> PlacementGroup:
+        config = self._config
+        workers = range(config.hosts_per_slice)
+        bundles = [config.bundle(config.nominal(), worker) for worker in workers]
+        selectors = None
+        if isinstance(config, TpuAcceleratorConfig):
+            selectors = [{TYPE: config.kind, WORKER_ID: str(worker)} for worker in workers]
+        name = f"fairlead-wanted-{config.kind}-{uuid.uuid4().hex[:8]}"
+        return placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
+
+    def withdraw(self) -> None:
+        """Remove all groups. Can be repeated.
+
+        Raises:
+            HeadUnreachableError: the head did not answer in time.
+        """
+        groups, self._groups = self._groups, []
+        if groups and ray.is_initialized():
+            self._head.call(lambda: remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S))
+
+    def __enter__(self) -> "CapacityRequest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.withdraw()
+        except HeadUnreachableError as error:  # The reason why the wait ended is raised instead.
+            logger.warning(
+                "Placement groups that request %s from an autoscaler may remain: %s", self._config.kind, error
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt: a task on every host, watched until it is known what became of it."""
+"""One attempt: a task on every host, watched until its outcome is clear."""
 
 import logging
 import time
@@ -12,10 +12,9 @@ import ray
 from fairlead_placement.spi import run_on_nodes
 
 from .. import _host
-from .._health import Head, Question
-from .._nodes import dead_nodes, gone_nodes, silent_nodes
+from .._health import Head, HeadRequest, dead_nodes, gone_nodes, silent_nodes
 from ..exceptions import HeadUnreachableError
-from .targets import Place
+from .targets import Target
 from .verdicts import HostError, NodeSilentError, judge_one
 
 __all__ = ["HostCall", "cancel", "watch"]
@@ -24,15 +23,15 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _GRACE_POLL_S = 0.1
 _CHECK_S = 1.0
-# A process that is killed is gone within seconds; one that is stuck in the kernel may never be.
+# A killed process ends within seconds; one that is stuck in the kernel may never end.
 _CANCEL_S = 10.0
 
 
 @dataclass
 class HostCall:
-    """A task on a host, and what became of it."""
+    """A task on a host, and its outcome."""
 
-    place: Place
+    target: Target
     ref: Any
     value: Any = None
     error: BaseException | None = None
@@ -40,35 +39,35 @@ class HostCall:
 
     @property
     def host_error(self) -> HostError:
-        """What went wrong."""
+        """The error, with its host."""
         assert self.error is not None
-        return HostError(self.place.slice, self.place.worker, self.error)
+        return HostError(self.target.slice, self.target.worker, self.error)
 
 
 def watch(
     calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], head: Head, *, grace_s: float, accelerators: bool
 ) -> list[HostError]:
-    """Wait until every call is done, or it is clear why not; return the errors in the order in which they were seen.
+    """Wait until every call is done, or the reason why not is clear; return the errors in the order of their arrival.
 
-    Calls that are not done are left as they are. A function may run for any time; every other wait has a deadline.
+    Calls that are not done keep running. A function may run for any time; every other wait has a deadline.
 
     Args:
-        calls: what was submitted.
-        resubmit: makes a new reference for a call that came to a process in which something else had run.
-        head: tells which nodes are alive. While it is silent no node is taken to be dead.
-        grace_s: how long after a first error to wait for what explains it.
+        calls: the submitted calls.
+        resubmit: makes a new reference for a call that came to a used process.
+        head: tells which nodes are alive. No node counts as dead while the head is silent.
+        grace_s: seconds to wait after a first error for an event that explains it.
         accelerators: as for `judge`.
 
     Raises:
         HeadUnreachableError: the head did not answer in time.
     """
-    nodes = frozenset(call.place.node_id for call in calls)
-    looking: Question[frozenset[str]] | None = None
+    nodes = frozenset(call.target.node_id for call in calls)
+    request: HeadRequest[frozenset[str]] | None = None
     pending = {call.ref: call for call in calls}
     errors: list[HostError] = []
     first_at = checked_at = time.monotonic()
     while pending or errors:
-        for ref in _done(pending, grace=bool(errors)):
+        for ref in _wait_for_any(pending, grace=bool(errors)):
             call = pending.pop(ref)
             if not _settle(call):
                 call.ref = resubmit(call)
@@ -77,22 +76,22 @@ def watch(
                 first_at = first_at if errors else time.monotonic()
                 errors.append(call.host_error)
         now = time.monotonic()
-        # Ray fails the tasks of a node that died; this is for those that it does not know to be there.
-        if not errors and looking is not None and looking.done:
-            errors += _on(looking.result(), calls, "its node is dead")
-            looking, first_at = None, now
+        # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
+        if not errors and request is not None and request.done:
+            errors += _blame_nodes(request.result(), calls, "its node is dead")
+            request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
             head.check()
-            if looking is None and head.silent_s == 0:
-                looking = head.start(dead_nodes, nodes)
+            if request is None and head.silent_s == 0:
+                request = head.start(dead_nodes, nodes)
         if errors and _is_clear(errors, calls, head, now - first_at, grace_s, accelerators):
             break
     return errors
 
 
-def _done(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
-    """References that are done, waiting a moment for one."""
+def _wait_for_any(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
+    """Return the references that are done, after a short wait for the first one."""
     if not pending:
         time.sleep(_GRACE_POLL_S)
         return []
@@ -103,7 +102,7 @@ def _done(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
 
 
 def _settle(call: HostCall) -> bool:
-    """Fetch the answer of a call that is done; False if it has to be submitted again."""
+    """Fetch the outcome of a call that is done; return False if the call has to be submitted again."""
     try:
         ran, call.value = ray.get(call.ref)
     except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
@@ -112,12 +111,12 @@ def _settle(call: HostCall) -> bool:
     return call.done
 
 
-def _on(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
-    """An error for each call on some nodes that has not succeeded."""
+def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
+    """Return an error for each call on these nodes that has not succeeded."""
     return [
-        HostError(call.place.slice, call.place.worker, NodeSilentError(why))
+        HostError(call.target.slice, call.target.worker, NodeSilentError(why))
         for call in calls
-        if call.place.node_id in nodes and not (call.done and call.error is None)
+        if call.target.node_id in nodes and not (call.done and call.error is None)
     ]
 
 
@@ -129,29 +128,30 @@ def _is_clear(
     grace_s: float,
     accelerators: bool,
 ) -> bool:
-    """Whether nothing that is still to come could change the verdict; adds what is seen of nodes."""
-    nodes = {call.place.node_id for call in calls}
-    gone = head.ask(gone_nodes, nodes)
+    """Return whether no further event can change the verdict; add an error for each node that is dead or silent."""
+    nodes = {call.target.node_id for call in calls}
+    gone = head.call(gone_nodes, nodes)
     if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
         return True
-    if lost := _on(head.ask(dead_nodes, nodes), calls, "its node is dead"):
+    if lost := _blame_nodes(head.call(dead_nodes, nodes), calls, "its node is dead"):
         errors += lost
         return True
-    if silent := head.ask(silent_nodes, nodes):
+    if silent := head.call(silent_nodes, nodes):
         if waited >= grace_s:
-            errors += _on(silent, calls, "its raylet does not answer")
+            errors += _blame_nodes(silent, calls, "its raylet does not answer")
         return waited >= grace_s
-    # What the function raised everywhere is the function's. A process that died, or a host that raised while others
-    # still run, may be the first sign of a host that is being taken away.
+    # If the function raised on every host, the failure is the function's. A process that died, or a host that raised
+    # while others still run, may be the first sign of a preemption.
     everywhere = all(call.done for call in calls)
     raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
     return waited >= grace_s or (everywhere and raised)
 
 
 def cancel(calls: Sequence[HostCall], head: Head) -> None:
-    """End what still runs, and wait until it is gone; at most `_CANCEL_S`, and not for hosts that are gone.
+    """End the calls that still run, and wait until their processes are gone, at most `_CANCEL_S`.
 
-    When the head does not answer, a warning names the hosts on which the function may still run.
+    Hosts that are gone are not waited for. When the head does not answer, a warning names the hosts on which the
+    function may still run.
     """
     running = [call for call in calls if not call.done]
     for call in running:
@@ -160,22 +160,22 @@ def cancel(calls: Sequence[HostCall], head: Head) -> None:
         return
     deadline = time.monotonic() + _CANCEL_S
     try:
-        gone = head.ask(gone_nodes, {call.place.node_id for call in running})
-        there = [call for call in running if call.place.node_id not in gone]
-        if there:
-            ray.wait([call.ref for call in there], num_returns=len(there), timeout=_CANCEL_S, fetch_local=False)
-            head.ask(_wait_for_processes, there, max(0.1, deadline - time.monotonic()))
+        gone = head.call(gone_nodes, {call.target.node_id for call in running})
+        present = [call for call in running if call.target.node_id not in gone]
+        if present:
+            ray.wait([call.ref for call in present], num_returns=len(present), timeout=_CANCEL_S, fetch_local=False)
+            head.call(_wait_for_processes, present, max(0.1, deadline - time.monotonic()))
     except HeadUnreachableError as error:
-        hosts = ", ".join(f"worker {call.place.worker} of {call.place.slice.slice_name}" for call in running)
+        hosts = ", ".join(f"worker {call.target.worker} of {call.target.slice.slice_name}" for call in running)
         logger.warning("The function was cancelled, but it is unknown whether it has ended on %s: %s", hosts, error)
 
 
-def _wait_for_processes(there: Sequence[HostCall], timeout_s: float) -> None:
-    """Wait until the processes of calls are gone."""
+def _wait_for_processes(calls: Sequence[HostCall], timeout_s: float) -> None:
+    """Wait until the processes of calls are gone, with one request to each node."""
     names: dict[str, list[str]] = {}
-    for call in there:
-        names.setdefault(call.place.node_id, []).append(call.place.facts["name"])
-    # A host that does not say so is going, and its processes with it; or their successors there wait for them.
+    for call in calls:
+        names.setdefault(call.target.node_id, []).append(call.target.facts["name"])
+    # A host that does not answer is probably being lost with its processes; otherwise the next processes there wait.
     run_on_nodes(
-        _host.are_over, {node_id: (its, timeout_s) for node_id, its in names.items()}, timeout_s=timeout_s + 1.0
+        _host.wait_for_end, {node_id: (its, timeout_s) for node_id, its in names.items()}, timeout_s=timeout_s + 1.0
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables of each host. Pure: what the node provides < the user's < ours."""
+"""The environment variables of each host: our values over the user's, and these over the node's. Pure."""
 
 from collections.abc import Mapping, Sequence
 
-from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
 
 __all__ = [
@@ -12,26 +12,20 @@ __all__ = [
     "ENV_JOB_COORDINATOR_ADDRESS",
     "ENV_PROCESS_COUNT",
     "ENV_PROCESS_INDEX",
-    "LOADER",
-    "Variables",
     "host_environment",
-    "megascale_port",
-    "split_loader",
+    "split_startup_variables",
 ]
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
-# Of all hosts of all slices, where the others count within a slice.
+# These three count all hosts of all slices; the other variables count within a slice.
 ENV_JOB_COORDINATOR_ADDRESS: str = "EXECUTOR_JOB_COORDINATOR_ADDRESS"
 ENV_PROCESS_COUNT: str = "EXECUTOR_PROCESS_COUNT"
 ENV_PROCESS_INDEX: str = "EXECUTOR_PROCESS_INDEX"
-# With one slice none of these may be there, also not from the node: libtpu would wait for other slices.
+# With one slice none of these may be set, not even by the node: libtpu would wait for other slices.
 _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
-# Read by the loader or the interpreter before a line of ours runs: these need a new process.
-LOADER = ("LD_", "PYTHON")
-
-Variables = Mapping[str, str | None]
-"""Values by name; None is a variable that must not be there."""
+# The loader and the interpreter read these before any of our code runs, so they need a new process.
+_STARTUP_PREFIXES = ("LD_", "PYTHON")
 
 
 def host_environment(
@@ -43,15 +37,15 @@ def host_environment(
     coordinators: Sequence[str],
     megascale: str | None,
 ) -> dict[str, str | None]:
-    """The user's variables and, above them, ours.
+    """Return the variables of a host by name; None marks a variable to remove.
 
     Args:
-        config: with the user's.
-        slices: all that take part, in order.
-        at: which of them.
-        worker: which host of it.
-        coordinators: `host:port` of worker 0 of each slice.
-        megascale: `host:port` of the coordinator of all slices; None with one slice.
+        config: the configuration, with the user's variables.
+        slices: all slices of the run, in order.
+        at: the number of the host's slice.
+        worker: the TPU worker id of the host.
+        coordinators: the `host:port` of worker 0 of each slice.
+        megascale: the `host:port` of the coordinator of all slices; None with one slice.
     """
     one = slices[at]
     ours: dict[str, str | None] = {
@@ -72,30 +66,12 @@ def host_environment(
             **dict.fromkeys(_MEGASCALE),
         }
     if megascale is not None:
-        ours |= {
-            "MEGASCALE_COORDINATOR_ADDRESS": megascale,
-            "MEGASCALE_NUM_SLICES": str(len(slices)),
-            "MEGASCALE_PORT": megascale.rpartition(":")[2],
-            "MEGASCALE_SLICE_ID": str(at),
-        }
-    return {**split_loader(config.env_vars)[0], **ours}
+        port = megascale.rpartition(":")[2]
+        ours |= dict(zip(_MEGASCALE, (megascale, str(len(slices)), port, str(at)), strict=True))
+    return {**split_startup_variables(config.env_vars)[0], **ours}
 
 
-def split_loader(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(variables that a running process can be given, those that only a new one takes note of)."""
-    loader = {name: value for name, value in env_vars.items() if name.startswith(LOADER)}
-    return {name: value for name, value in env_vars.items() if name not in loader}, loader
-
-
-def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
-    """The configuration's; else `COORD_PORT` of the user's variables or of the driver; else 8081.
-
-    Raises:
-        ValueError: a `COORD_PORT` that is no port.
-    """
-    if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
-        return config.megascale_port
-    text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise ValueError(f"COORD_PORT is a port, 1 to 65535, got {text!r}")
-    return int(text)
+def split_startup_variables(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that a running process can set, and those that take effect only in a new process."""
+    startup = {name: value for name, value in env_vars.items() if name.startswith(_STARTUP_PREFIXES)}
+    return {name: value for name, value in env_vars.items() if name not in startup}, startup

@@ -1,26 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempt after attempt, until one succeeds or a budget is spent. Pure: attempts, clock and sleep are arguments."""
+"""Attempts that are repeated until one succeeds or a budget is spent. Pure: attempts, clock and sleep are arguments."""
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .._accelerators.slices import SliceInfo
-from ..exceptions import PreemptedTooOftenError, SliceLostError
-from .budget import Backoff, Budget, Kind
-from .status import JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
-from .verdicts import process_died
+from ..exceptions import PreemptedTooOftenError
+from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
+from .verdicts import make_preempted, process_died
 
-__all__ = ["Crashes", "retry"]
+__all__ = ["Backoff", "CrashPolicy", "RetryBudget", "retry"]
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 
 
+@dataclass
+class RetryBudget:
+    """Counts failures and preemptions.
+
+    Attributes:
+        max_failures: how many failures of the function are retried: n means n + 1 attempts.
+        max_preemptions: the same for lost slices.
+        healthy_after_s: seconds of running without a failure after which the count of failures starts from zero.
+        failures: the number of failures since the count last started.
+        preemptions: the number of preemptions.
+        healthy_s: seconds of running since the last failure.
+    """
+
+    max_failures: int
+    max_preemptions: int
+    healthy_after_s: float = math.inf
+    failures: int = 0
+    preemptions: int = 0
+    healthy_s: float = 0.0
+
+    @property
+    def last_failure(self) -> bool:
+        """Whether one more failure is one too many."""
+        return self.failures >= self.max_failures
+
+    def add_running(self, seconds: float) -> None:
+        """Count the seconds that an attempt ran on its hosts; reset the failures after a healthy period."""
+        self.healthy_s += seconds
+        if self.healthy_s >= self.healthy_after_s:
+            self.failures = 0
+
+    def spend(self, *, preempted: bool) -> bool:
+        """Count a preemption or a failure, and return whether another attempt is allowed."""
+        if preempted:
+            self.preemptions += 1
+            return self.preemptions <= self.max_preemptions
+        self.healthy_s = 0.0
+        self.failures += 1
+        return self.failures <= self.max_failures
+
+    def refund(self) -> None:
+        """Remove a failure that was the first sign of a preemption."""
+        self.failures = max(0, self.failures - 1)
+
+
+class Backoff:
+    """Waits that double, with jitter, so that jobs that failed together do not start again together.
+
+    Args:
+        base_s: the longest first wait in seconds; the shortest is half of it.
+        cap_s: the longest wait in seconds.
+        healthy_s: an attempt that lasted this many seconds resets the waits.
+        rng: the source of the jitter; for tests.
+
+    >>> waits = Backoff(base_s=1, cap_s=60)
+    >>> 0.5 <= waits.after(ran_s=3) <= 1, 1 <= waits.after(ran_s=3) <= 2, 0.5 <= waits.after(ran_s=900) <= 1
+    (True, True, True)
+    """
+
+    def __init__(
+        self, *, base_s: float = 0.2, cap_s: float = 60.0, healthy_s: float = 300.0, rng: random.Random | None = None
+    ) -> None:
+        self._base_s = base_s
+        self._cap_s = cap_s
+        self._healthy_s = healthy_s
+        self._random = rng or random.Random()
+        self._in_a_row = 0
+
+    def after(self, *, ran_s: float) -> float:
+        """Return the seconds to wait after an attempt that lasted `ran_s` and did not succeed."""
+        self._in_a_row = 1 if ran_s >= self._healthy_s else self._in_a_row + 1
+        # The exponent is bounded, because a preemption budget lets it grow to a million.
+        most = min(self._cap_s, self._base_s * 2.0 ** min(self._in_a_row - 1, 60))
+        return most * self._random.uniform(0.5, 1.0)
+
+
 @dataclass(frozen=True)
-class Crashes:
+class CrashPolicy:
     """How to tell a crash of the function from the first sign of a preemption.
 
     Ray often reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider
@@ -28,35 +104,35 @@ class Crashes:
 
     Attributes:
         grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption.
-        lost: returns which of some slices have lost a host.
+        find_lost: returns which of some slices have lost a host.
     """
 
     grace_s: float = 0.0
-    lost: Callable[[Sequence[SliceInfo]], Sequence[SliceInfo]] = lambda slices: ()
+    find_lost: Callable[[Sequence[SliceInfo]], Sequence[SliceInfo]] = lambda slices: ()
 
 
 def retry(
     attempt: Callable[[int], JobStatus],
-    budget: Budget,
+    budget: RetryBudget,
     backoff: Backoff,
     *,
-    crashes: Crashes | None = None,
+    crashes: CrashPolicy | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
-    """Return the first success.
+    """Repeat attempts, and return the first success.
 
     Args:
-        attempt: runs once. It gets the number of the attempt, from 1. An exception that it raises ends the retries.
-        budget: how often an attempt may fail or be preempted.
+        attempt: runs one attempt. Its argument is the number of the attempt, from 1. Its exceptions end the retries.
+        budget: how many attempts may fail or be preempted.
         backoff: how long to wait before the next attempt.
-        crashes: how to recognize a preemption that is first seen as a failure; None: not at all.
+        crashes: how to recognize a preemption that first looks like a failure; None for not at all.
 
     Raises:
         PreemptedTooOftenError: slices were lost once more than allowed.
-        BaseException: what the function raised the last time, with a note of the attempts.
+        BaseException: the function's last exception, with a note of the attempts.
     """
-    crashes = crashes or Crashes()
+    crashes = crashes or CrashPolicy()
     number = 0
     recent: list[tuple[float, JobInfo]] = []
     while True:
@@ -65,31 +141,31 @@ def retry(
         status = attempt(number)
         if isinstance(status, JobSucceeded):
             return status
+        assert isinstance(status, JobPreempted | JobFailed | JobError)
         seen = clock()
-        budget.ran(status.info.seconds)
+        budget.add_running(status.info.seconds)
         recent = _refund(recent, status, began, seen, budget)
         if isinstance(status, JobFailed) and budget.last_failure and process_died(status.error):
             status = _wait_for_loss(status, seen, crashes, sleep, clock)
-        error: BaseException = status.error  # type: ignore[attr-defined]
-        kind: Kind = "preemption" if isinstance(status, JobPreempted) else "failure"
-        if not budget.spend(kind):
-            if kind == "preemption":
-                raise PreemptedTooOftenError(
-                    status.info.name, budget.preemptions, budget.max_preemptions, str(error)
-                ) from error
+        error, name = status.error, status.info.name
+        preempted = isinstance(status, JobPreempted)
+        if not budget.spend(preempted=preempted):
+            if preempted:
+                raise PreemptedTooOftenError(name, budget.preemptions, budget.max_preemptions, str(error)) from error
             again = ""
             if budget.healthy_after_s < math.inf:
                 again = f", counted from zero after {budget.healthy_after_s:g} s without a failure"
             error.add_note(
-                f"{status.info.name} was attempted {number} time(s): {budget.failures} failed "
+                f"{name} was attempted {number} time(s): {budget.failures} failed "
                 f"(max_retries_failure={budget.max_failures}{again}), {budget.preemptions} were preempted."
             )
             raise error
         wait = backoff.after(ran_s=status.info.seconds)
-        if kind == "failure" and crashes.grace_s > 0:
-            # Nobody looks at the hosts while the back-off lasts.
+        if not preempted and crashes.grace_s > 0:
+            # Nothing watches the hosts during the back-off.
             recent.append((seen + max(crashes.grace_s, wait), status.info))
-        logger.warning("attempt %d of %s: %s: %s; again in %.1f s", number, status.info.name, kind, error, wait)
+        kind = "preemption" if preempted else "failure"
+        logger.warning("Attempt %d of %s ended in a %s. It is repeated in %.1f s. %s", number, name, kind, wait, error)
         sleep(wait)
 
 
@@ -98,11 +174,11 @@ def _refund(
     status: JobStatus,
     began: float,
     seen: float,
-    budget: Budget,
+    budget: RetryBudget,
 ) -> list[tuple[float, JobInfo]]:
-    """Take back the failures whose slices were lost in time; return those whose time is not over.
+    """Refund the failures whose slices were lost in time, and return those whose grace period is not over.
 
-    A slice was lost before an attempt began if the attempt ran on others, and while it ran if the attempt says so.
+    A slice was lost before an attempt began if the attempt ran on others, and during it if its outcome names the slice.
     """
     lost_now = status.error.slices if isinstance(status, JobPreempted) else ()  # type: ignore[attr-defined]
     left = []
@@ -111,21 +187,20 @@ def _refund(
         preempted = any(one.slice_name in lost_now for one in info.slices) and seen <= until
         if replaced or preempted:
             budget.refund()
-            logger.warning("attempt %d of %s was preempted: its slices were lost after it", info.attempt, info.name)
+            logger.warning("Attempt %d of %s was preempted: its slices were lost after it.", info.attempt, info.name)
         elif seen <= until:
             left.append((until, info))
     return left
 
 
 def _wait_for_loss(
-    status: JobFailed, seen: float, crashes: Crashes, sleep: Callable[[float], None], clock: Callable[[], float]
-) -> JobStatus:
+    status: JobFailed, seen: float, crashes: CrashPolicy, sleep: Callable[[float], None], clock: Callable[[], float]
+) -> JobFailed | JobPreempted:
     """Wait until a host of a failed attempt is lost, which makes it a preemption, or the grace period is over."""
     while clock() - seen < crashes.grace_s:
-        if lost := crashes.lost(status.info.slices):
+        if lost := crashes.find_lost(status.info.slices):
             names = tuple(one.slice_name for one in lost)
-            error = SliceLostError(names, f"first seen as {type(status.error).__name__}: {status.error}")
-            error.__cause__ = status.error
-            return JobPreempted(replace(status.info, state="preempted"), error)
+            reason = f"first seen as {type(status.error).__name__}: {status.error}"
+            return make_preempted(replace(status.info, state="preempted"), names, reason, status.error)
         sleep(min(_LOOK_S, max(0.0, crashes.grace_s - (clock() - seen))))
     return status

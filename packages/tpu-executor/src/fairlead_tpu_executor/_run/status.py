@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a run: values."""
+"""The outcome of a run, as frozen values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from .._accelerators.slices import SliceInfo
 
-__all__ = ["JobError", "JobFailed", "JobInfo", "JobPreempted", "JobStatus", "JobSucceeded"]
+__all__ = ["JobError", "JobFailed", "JobInfo", "JobPreempted", "JobStatus", "JobSucceeded", "State"]
 
 State = Literal["running", "succeeded", "preempted", "failed", "error"]
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What was run.
+    """The run.
 
     Attributes:
-        name: of the function.
-        state: what became of it.
-        kind: type of the slices, such as "v4-16".
-        slices: which slices.
-        attempt: number of the run, from 1.
-        seconds: how long it took.
+        name: the name of the function.
+        state: the state of the run.
+        kind: the type of the slices, such as "v4-16".
+        slices: the slices.
+        attempt: the number of the attempt, from 1.
+        seconds: how long the attempt took.
 
     >>> JobSucceeded(JobInfo("train", "succeeded"), result=[42]).result
     [42]
@@ -40,7 +40,7 @@ class JobStatus:
     """Base of the four outcomes.
 
     Attributes:
-        info: what was run.
+        info: the run.
     """
 
     info: JobInfo
@@ -48,13 +48,13 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobSucceeded(JobStatus):
-    """It returned on every host.
+    """The function returned on every host.
 
     Attributes:
-        result: what it returned, in the order of the hosts: one list, or with `flatten=False` one per slice.
+        result: the return values in the order of the hosts: one list, or with `flatten=False` one list per slice.
     """
 
-    result: Any = field(default=None)
+    result: Any = None
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class JobPreempted(JobStatus):
 
 @dataclass(frozen=True)
 class JobFailed(JobStatus):
-    """The function failed, or its process died on a host that lives.
+    """The function failed, or its process died on a host that is alive.
 
     Attributes:
-        error: what the function raised; Ray's error if its process died.
+        error: the exception of the function; Ray's error if its process died.
     """
 
     error: BaseException
@@ -84,7 +84,7 @@ class JobError(JobStatus):
     """Ray or the system failed, and neither the function nor the loss of a host explains it.
 
     Attributes:
-        error: what Ray raised.
+        error: Ray's exception.
     """
 
     error: BaseException

@@ -1,38 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts of some work go, and what is started there."""
+"""The hosts that work is sent to, and how it is started there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fairlead_placement import Slot
+
 from .. import _host, _ray_private
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
-from .._reserve.leases import Lease
-from .environment import Variables
+from .._reserve.reservation import Snapshot
+from .environment import host_environment
 from .work import Work
 
-__all__ = ["Place", "places_of", "start", "submit"]
+__all__ = ["Target", "make_slots", "make_targets", "start_actor", "submit"]
 
-# fairlead-tpu-executor need not be installed on the hosts.
+# The hosts need not have fairlead-tpu-executor.
 ray.cloudpickle.register_pickle_by_value(_host)
 ray.cloudpickle.register_pickle_by_value(_ray_private)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A host to run on.
+class Target:
+    """A host that work is sent to.
 
     Attributes:
-        slice: its slice.
-        at: number of the slice.
-        worker: its TPU worker id.
-        group: the placement group of the slice, whose bundle `worker` it is.
-        facts: what the process needs to know of the host, as plain data.
-        options: what the task asks Ray for.
+        slice: the slice of the host.
+        at: the number of the slice.
+        worker: the TPU worker id of the host.
+        group: the placement group of the slice, in which the host is bundle `worker`.
+        facts: what the process needs to know about the host, as plain data.
+        options: the Ray options of a task there.
     """
 
     slice: SliceInfo
@@ -49,69 +51,94 @@ class Place:
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Where Ray is to put what runs here."""
+        """The scheduling strategy that places a task on the host."""
         return PlacementGroupSchedulingStrategy(self.group, self.worker)
 
 
-def places_of(
-    work: Work,
-    config: AcceleratorConfigType,
-    leases: Sequence[Lease],
-    variables: Callable[[int, int], Variables],
-) -> list[list[Place]]:
-    """A place on every host, a list per slice.
+def _variables(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
+    return host_environment(config, held.slices, at, worker, coordinators=held.coordinators, megascale=held.megascale)
 
-    Args:
-        work: what is to run there.
-        config: of the pool.
-        leases: the slices.
-        variables: of slice and worker.
-    """
+
+def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> list[list[Target]]:
+    """Return every host as a target for some work, a list per slice."""
     runtime_env = work.runtime_env(config)
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
-    places: list[list[Place]] = []
-    for at, lease in enumerate(leases):
+    targets: list[list[Target]] = []
+    for at, lease in enumerate(held.leases):
         options = {**work.remote_options(config, lease.slice), **({"runtime_env": runtime_env} if runtime_env else {})}
-        places.append([])
+        targets.append([])
         for worker, node_id in enumerate(lease.slice.node_ids):
             facts = {
-                # A host has one process of ours at a time, whoever's pool it is in; without chips, each bundle has.
+                # A TPU host has one process of ours at a time, over all pools; without TPUs each bundle has one.
                 "name": node_id if tpu else f"{lease.group.id.hex()}-{worker}",
-                "env": {**work.env_vars, **variables(at, worker)},
+                "env": {**work.env_vars, **_variables(config, held, at, worker)},
                 "zone": lease.slice.zone if tpu else "",
                 "lock_files": tpu.lock_files if tpu else (),
             }
-            places[-1].append(Place(lease.slice, at, worker, lease.group, facts, options))
-    return places
+            targets[-1].append(Target(lease.slice, at, worker, lease.group, facts, options))
+    return targets
 
 
-def submit(place: Place, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
-    """Start the task of a host.
+def make_slots(
+    config: AcceleratorConfigType, held: Snapshot, labels: Mapping[str, Mapping[str, str]]
+) -> tuple[Slot, ...]:
+    """Return every host as a slot, slice by slice, in the order of the TPU worker ids.
 
     Args:
-        place: where.
-        payload: reference to the function and its arguments.
-        raw: the reference is the user's: it has what the function returns, in a process of its own from the start.
-        dedicated: have a process of its own from the start.
+        config: the configuration.
+        held: the slices and ports.
+        labels: the labels of each node, by its id.
     """
-    options = dict(place.options)
+    ranks: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    slots = []
+    for at, lease in enumerate(held.leases):
+        for worker, node_id in enumerate(lease.slice.node_ids):
+            slots.append(
+                Slot(
+                    placement_group=lease.group,
+                    bundle_index=worker,
+                    node_idx=at,
+                    node_id=node_id,
+                    node_ip=lease.slice.node_ips[worker],
+                    node_rank=ranks.setdefault(node_id, len(ranks)),
+                    local_rank=seen.get(node_id, 0),
+                    labels=labels.get(node_id, {}),
+                    worker_resources=config.request(lease.slice),
+                    env={k: value for k, value in _variables(config, held, at, worker).items() if value is not None},
+                )
+            )
+            seen[node_id] = seen.get(node_id, 0) + 1
+    return tuple(slots)
+
+
+def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
+    """Start a task on a host, and return its reference.
+
+    Args:
+        target: the host.
+        payload: the reference to the function and its arguments.
+        raw: the reference is for the user. It resolves to the function's own result, and the task gets a new process.
+        dedicated: give the task a new process.
+    """
+    options = dict(target.options)
     if raw or dedicated:
         # Only tasks with this very environment share processes, and each of them ends its process.
-        options["runtime_env"] = _own_process(options.get("runtime_env"))
-    facts = {**place.facts, "dedicated": raw or dedicated}
+        options["runtime_env"] = _require_new_process(options.get("runtime_env"))
+    facts = {**target.facts, "dedicated": raw or dedicated}
     task = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
-    # In a list, so that it is unpickled on the host only after its environment is set.
-    return task.options(**options, scheduling_strategy=place.strategy).remote(facts, [payload])
+    # The list delays the unpickling until the environment on the host is set.
+    return task.options(**options, scheduling_strategy=target.strategy).remote(facts, [payload])
 
 
-def start(place: Place, payload: Any) -> Any:
-    """Start the actor of a host; its instance of the user's class is made with its first call."""
-    options = {**place.options, "runtime_env": _own_process(place.options.get("runtime_env"))}
-    actor = ray.remote(_host.HostActor).options(**options, scheduling_strategy=place.strategy, max_restarts=0)
-    return actor.remote(dict(place.facts), [payload])
+def start_actor(target: Target, payload: Any) -> Any:
+    """Start an actor on a host, and return its handle. Its first call makes the instance of the user's class."""
+    options = {**target.options, "runtime_env": _require_new_process(target.options.get("runtime_env"))}
+    actor = ray.remote(_host.HostActor).options(**options, scheduling_strategy=target.strategy, max_restarts=0)
+    return actor.remote(dict(target.facts), [payload])
 
 
-def _own_process(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An environment that no other task of the job has, and so no process that one ran in."""
+def _require_new_process(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an environment that no other task of the job has, so that no used process has it either."""
     own = dict(runtime_env or {})
     return {**own, "env_vars": {**(own.get("env_vars") or {}), "FAIRLEAD_OWN_PROCESS": "1"}}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose failure it was: the function's, the infrastructure's or the system's. Pure.
 
-Decided from exception types and from which nodes are gone, never from a traceback. Only what an accelerator says when
-it does not start is known by its text, and only by the exception's own message: it has no type of its own.
+The verdict depends on exception types and on which nodes are gone, never on a traceback. Only an accelerator that does
+not start is recognized by its text, and only in the exception's own message, because it has no exception type.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ray.exceptions import (
@@ -28,7 +28,7 @@ from ray.exceptions import (
 
 from .._accelerators.slices import SliceInfo
 from ..exceptions import SliceLostError
-from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus
+from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, State
 
 __all__ = [
     "HostError",
@@ -40,12 +40,14 @@ __all__ = [
     "handle_ray_error",
     "judge",
     "judge_one",
+    "make_preempted",
     "process_died",
 ]
 
 Kind = Literal["user", "infrastructure", "system"]
+_STATES: dict[Kind, State] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
 
-# What libtpu and JAX say when a chip is not there or is held by somebody else.
+# The messages of libtpu and JAX when a chip is missing or another process holds it.
 STARTUP_FAILURES = (
     "No accelerator found",
     "Couldn't open iommu group",
@@ -56,7 +58,7 @@ STARTUP_FAILURES = (
 )
 _GROUP_GONE = (ActorPlacementGroupRemoved, TaskPlacementGroupRemoved)
 _NODE_GONE = (*_GROUP_GONE, ActorUnschedulableError, NodeDiedError, TaskUnschedulableError)
-# The process is gone, the node is not: what the function did to itself.
+# The process is gone and the node is not, so the function caused it.
 _CRASHED = (ActorDiedError, OutOfMemoryError, RuntimeEnvSetupError, WorkerCrashedError)
 
 
@@ -66,12 +68,12 @@ class NodeSilentError(Exception):
 
 @dataclass(frozen=True)
 class HostError:
-    """What went wrong on a host.
+    """An error on a host.
 
     Attributes:
         slice: the slice.
-        worker: the host's TPU worker id in it.
-        error: what Ray raised.
+        worker: the TPU worker id of the host.
+        error: Ray's exception.
     """
 
     slice: SliceInfo
@@ -84,21 +86,23 @@ class HostError:
         return self.slice.node_ids[self.worker]
 
     def __str__(self) -> str:
-        said = " ".join(str(as_raised(self.error)).split("\n")[0].split())
+        raised = as_raised(self.error)
+        first_line = " ".join(str(raised).split("\n")[0].split())
         return (
             f"worker {self.worker} of {self.slice.slice_name} ({self.slice.node_ips[self.worker]}): "
-            f"{type(as_raised(self.error)).__name__}: {said}"
+            f"{type(raised).__name__}: {first_line}"
         )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whose failure it was, and what shows it.
+    """Whose failure it was, and the evidence.
 
     Attributes:
-        kind: whose.
-        errors: those that decided it; the first is the one to show.
-        quarantine: ids of nodes not to use for a while: lost although Ray takes them to be alive, or of no use.
+        kind: whose failure it was.
+        errors: the errors that decided it; the caller sees the first one.
+        quarantine: ids of nodes not to use for a while: nodes that are alive for Ray but silent, or with an accelerator
+            that did not start.
     """
 
     kind: Kind
@@ -106,42 +110,49 @@ class Verdict:
     quarantine: frozenset[str] = frozenset()
 
     def status(self, info: JobInfo) -> JobStatus:
-        """The outcome, with the error that a caller is shown."""
-        first = self.errors[0].error
-        if self.kind == "user":
-            return JobFailed(info, as_raised(first))
-        if self.kind == "system":
-            return JobError(info, first)
+        """Return the outcome, with the error for the caller."""
+        info = replace(info, state=_STATES[self.kind])
         lost = tuple(dict.fromkeys(one.slice.slice_name for one in self.errors))
-        error = SliceLostError(lost, "; ".join(map(str, self.errors)))
-        error.__cause__ = first
-        return JobPreempted(info, error)
+        return _make_status(self.kind, info, self.errors[0].error, lost, "; ".join(map(str, self.errors)))
+
+
+def _make_status(kind: Kind, info: JobInfo, error: BaseException, lost: tuple[str, ...], reason: str) -> JobStatus:
+    if kind == "user":
+        return JobFailed(info, as_raised(error))
+    return JobError(info, error) if kind == "system" else make_preempted(info, lost, reason, error)
+
+
+def make_preempted(info: JobInfo, lost: tuple[str, ...], reason: str, cause: BaseException) -> JobPreempted:
+    """Return the outcome of a run whose slices `lost` were lost."""
+    error = SliceLostError(lost, reason)
+    error.__cause__ = cause
+    return JobPreempted(info, error)
 
 
 def judge(errors: Sequence[HostError], gone: Collection[str], *, accelerators: bool = True) -> Verdict:
-    """One verdict for a run: a loss of infrastructure explains what the other hosts raised.
+    """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts.
 
     Args:
-        errors: what went wrong, in the order in which it was seen; at least one.
-        gone: ids of the nodes that are dead, or about to go.
+        errors: the errors in the order of their arrival; at least one.
+        gone: the ids of the nodes that are dead or draining.
         accelerators: whether the table of start-up failures applies.
     """
     kinds = [judge_one(one.error, one.node_id in gone, accelerators=accelerators) for one in errors]
     order: tuple[Kind, ...] = ("infrastructure", "user", "system")
     kind = next(one for one in order if one in kinds)
     decided = tuple(error for error, its in zip(errors, kinds, strict=True) if its == kind)
-    # Ray may say of a task that its node died seconds before it says so of the node.
+    # Ray may report the death of a node for a task, seconds before it reports it for the node.
     blamed = {one.node_id for one in decided if kind == "infrastructure" and not isinstance(one.error, _GROUP_GONE)}
     quarantine = frozenset(blamed - set(gone))
     return Verdict(kind, decided, quarantine)
 
 
 def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = True) -> Kind:
-    """Whose failure one host's error is.
+    """Return whose failure the error of one host is.
 
     Args:
-        error: what Ray raised.
-        node_gone: whether the host is dead, or about to go.
+        error: Ray's exception.
+        node_gone: whether the host is dead or draining.
         accelerators: whether the table of start-up failures applies.
     """
     if node_gone or isinstance(error, NodeSilentError):
@@ -149,7 +160,7 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
     raised = as_raised(error)
     if isinstance(raised, RayActorError) and raised.preempted:
         return "infrastructure"
-    # An exception of the function may derive from anything, also from Ray's: look at who raised it first.
+    # An exception of the function may derive from any class, also from Ray's, so who raised it is decided first.
     if isinstance(error, (RayTaskError, UnserializableException)) or not isinstance(error, RayError):
         return "infrastructure" if accelerators and _did_not_start(error) else "user"
     if isinstance(error, TaskCancelledError):
@@ -160,13 +171,16 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
 
 
 def _did_not_start(error: BaseException) -> bool:
-    """By the exception's own message; that of a RayTaskError without a cause is a traceback."""
+    """Return whether an accelerator did not start.
+
+    Only the exception's own message counts. That of a RayTaskError without a cause is a traceback.
+    """
     raised = as_raised(error)
     return not isinstance(raised, RayError) and any(text in str(raised) for text in STARTUP_FAILURES)
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """What the function raised itself, with Ray's account of it as the cause; else the error as it is."""
+    """Return the function's own exception, with Ray's as its cause; any other error as it is."""
     cause = getattr(error, "cause", None)
     if not isinstance(error, RayTaskError) or not isinstance(cause, BaseException) or type(cause) is RayError:
         return error
@@ -175,27 +189,21 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def process_died(error: BaseException) -> bool:
-    """Whether a process ended without an exception of the function's: the first sign of some preemptions, too."""
+    """Return whether a process ended without an exception of the function, which may be a sign of a preemption."""
     return isinstance(error, (ActorDiedError, WorkerCrashedError)) and not isinstance(error, RayTaskError)
 
 
 def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:
-    """The outcome that an error of Ray means.
+    """Return the outcome that an error of Ray stands for.
 
     Args:
-        job_info: what was run.
-        error: what `ray.get` raised.
-        node_gone: whether the node it ran on is dead or about to go, if that is known.
+        job_info: the run.
+        error: the exception that `ray.get` raised.
+        node_gone: whether the node of the task is dead or draining, if that is known.
 
     >>> from ray.exceptions import WorkerCrashedError
     >>> type(handle_ray_error(JobInfo("train"), WorkerCrashedError())).__name__
     'JobFailed'
     """
-    kind = judge_one(error, node_gone)
-    if kind == "user":
-        return JobFailed(job_info, as_raised(error))
-    if kind == "system":
-        return JobError(job_info, error)
-    lost = SliceLostError(tuple(one.slice_name for one in job_info.slices), str(error))
-    lost.__cause__ = error
-    return JobPreempted(job_info, lost)
+    names = tuple(one.slice_name for one in job_info.slices)
+    return _make_status(judge_one(error, node_gone), job_info, error, names, str(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's function, looked at before anything is reserved, and made ready to travel."""
+"""The user's function or class: checked before anything is reserved, and stored for the hosts."""
 
 import functools
 import inspect
@@ -8,50 +8,49 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
-from ray.actor import ActorClass
-from ray.remote_function import RemoteFunction
 
 from .._accelerators.config import AcceleratorConfigType
 from .._accelerators.slices import SliceInfo
-from .environment import split_loader
+from .._ray_private import unwrap_remote
+from .environment import split_startup_variables
 
-__all__ = ["Class", "Function", "Work", "own_options", "work_of"]
+__all__ = ["Class", "Function", "Work", "inspect_work", "take_options"]
 
-# What a user's @ray.remote may not say here, because the pool says it.
-_OURS = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
-# Taken from a user's @ray.remote as they are.
+# The pool sets these, so a user's @ray.remote may not.
+_REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
+# These are taken over from a user's @ray.remote without a change.
 _KEPT = ("memory", "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
 
 
 class Remote(Protocol):
-    """What `@ray.remote` makes of a function or a class."""
+    """A function or a class under `@ray.remote`."""
 
     @property
     def remote(self) -> Callable[..., Any]:
-        """What starts it, as a task or an actor."""
+        """The function that starts it, as a task or an actor."""
 
 
 class RemoteClass(Remote, Protocol):
-    """What `@ray.remote` makes of a class; to a type checker it can be called, what it makes of a function cannot."""
+    """A class under `@ray.remote`. For a type checker it can be called, and a function under `@ray.remote` cannot."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a TypeError."""
 
 
 Function = Callable[..., Any] | Remote
-"""What can be run: a function, plain or `@ray.remote`."""
+"""A function, plain or `@ray.remote`."""
 Class = type[Any] | RemoteClass
-"""What can have instances: a class, plain or `@ray.remote`."""
+"""A class, plain or `@ray.remote`."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to run on each host.
+    """A function or a class to run on each host.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         function: the function itself.
-        options: of its `@ray.remote`, if it has one.
+        options: the options of its `@ray.remote`, if it has one.
     """
 
     name: str
@@ -59,18 +58,18 @@ class Work:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Store it with its arguments, once for all hosts and all attempts.
+        """Store the function with its arguments, once for all hosts and attempts, and return the reference.
 
         Raises:
-            TypeError: something of it cannot be pickled.
+            TypeError: a part of it cannot be pickled.
         """
         return ray.put((self.function, args, dict(kwargs)))
 
     def remote_options(self, config: AcceleratorConfigType, one: SliceInfo) -> dict[str, Any]:
-        """What its task asks Ray for on a host of a slice.
+        """Return the Ray options of its task on a host of a slice.
 
         Raises:
-            ValueError: more than is reserved there.
+            ValueError: it requests more than is reserved there.
         """
         asked = config.request(one)
         reserved = config.bundle(one, worker=-1)
@@ -80,8 +79,8 @@ class Work:
         for name, amount in {**asked, "memory": self.options.get("memory") or 0.0}.items():
             if amount > reserved.get(name, 0.0):
                 raise ValueError(
-                    f"{self.name} asks for {amount:g} {name} by its @ray.remote, but {reserved.get(name, 0.0):g} are "
-                    "reserved on each host. Reserve more (cpu_count, resources), or ask for less."
+                    f"{self.name} requests {amount:g} {name} in its @ray.remote, but {reserved.get(name, 0.0):g} are "
+                    "reserved on each host. Reserve more (cpu_count, resources), or request less."
                 )
         options = {name: self.options[name] for name in _KEPT if self.options.get(name) is not None}
         options["num_cpus"], gpus = asked.pop("CPU"), asked.pop("GPU", 0.0)
@@ -89,30 +88,29 @@ class Work:
         return {**options, "resources": asked}
 
     def runtime_env(self, config: AcceleratorConfigType) -> dict[str, Any]:
-        """What its process needs from before it starts; empty if any process will do."""
+        """Return the runtime_env that its process needs before it starts; empty if any process is suitable."""
         own = dict(self.options.get("runtime_env") or {})
-        variables = split_loader(own.pop("env_vars", None) or {})[1] | split_loader(config.env_vars)[1]
+        startup = [split_startup_variables(one)[1] for one in (own.pop("env_vars", None) or {}, config.env_vars)]
+        variables = startup[0] | startup[1]
         return {**own, **config.runtime_env, **({"env_vars": variables} if variables else {})}
 
     @property
     def env_vars(self) -> dict[str, str]:
-        """Variables of its `@ray.remote`; those of the configuration override them."""
-        return split_loader((self.options.get("runtime_env") or {}).get("env_vars") or {})[0]
+        """The variables of its `@ray.remote`; those of the configuration override them."""
+        return split_startup_variables((self.options.get("runtime_env") or {}).get("env_vars") or {})[0]
 
 
-def work_of(function: Any, *, of_class: bool = False) -> Work:
-    """Look at a function, plain or `@ray.remote`, or at a class.
+def inspect_work(function: Any, *, of_class: bool = False) -> Work:
+    """Check a function or a class, plain or `@ray.remote`, and return what is known about it.
 
     Raises:
-        TypeError: what cannot be called, or returns what cannot travel.
-        ValueError: options of `@ray.remote` that cannot be kept.
+        TypeError: it cannot be called, or its return value cannot be sent.
+        ValueError: it has options of `@ray.remote` that cannot be kept.
     """
-    plain, options = function, {}
-    if isinstance(function, (RemoteFunction, ActorClass)):
-        plain = function._function if isinstance(function, RemoteFunction) else function.__ray_actor_class__
-        options = dict(function._default_options)
+    plain, options = unwrap_remote(function)
     if of_class != isinstance(plain, type) or not callable(plain):
-        raise TypeError(f"a {'class' if of_class else 'function'} is wanted, plain or @ray.remote, got {function!r}")
+        expected = "class" if of_class else "function"
+        raise TypeError(f"Expected a {expected}, plain or @ray.remote, got {function!r}.")
     innermost = plain
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
@@ -123,30 +121,29 @@ def work_of(function: Any, *, of_class: bool = False) -> Work:
         ("a generator", inspect.isasyncgenfunction),
     ):
         if check(innermost):
-            raise TypeError(f"{name} returns {kind}, which cannot be sent back: return a value")
-    # A task's name may be that of others, an actor's may not.
-    ours = (*_OURS, "name") if of_class else _OURS
-    refused = [one for one in ours if options.get(one) not in (None, 1)]
+            raise TypeError(f"{name} returns {kind}, which cannot be sent back. Return a value.")
+    # Tasks may share a name, actors may not.
+    refused = [one for one in (*_REFUSED, *["name"] * of_class) if options.get(one) not in (None, 1)]
     if refused:
-        raise ValueError(f"{name} sets {', '.join(refused)} in @ray.remote, which the pool decides: remove it")
+        raise ValueError(f"{name} sets {', '.join(refused)} in @ray.remote, which the pool sets. Remove it.")
     return Work(name, plain, options)
 
 
-def own_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Our options among keyword arguments, and into `kwargs` those that are the function's.
+def take_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return which keyword arguments are our options, and add the others to the function's.
 
-    A keyword that the function has a parameter for is the function's. Then the option is given on the configuration.
+    A keyword that is a parameter of the function belongs to the function. The option can then be set in the
+    configuration.
 
     Args:
-        function: the user's.
-        options: what came under the names of our options; those that are None were not given.
-        kwargs: the function's keyword arguments; added to.
+        function: the user's function.
+        options: the arguments with the names of our options; None for those that the user did not give.
+        kwargs: the keyword arguments of the function, to which this function adds.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        named = set(inspect.signature(getattr(function, "_function", function)).parameters)
+        parameters = set(inspect.signature(unwrap_remote(function)[0]).parameters)
     except (TypeError, ValueError):
-        named = set()
-    theirs = {name: given.pop(name) for name in list(given) if name in named}
-    kwargs.update(theirs)
+        parameters = set()
+    kwargs |= {name: given.pop(name) for name in list(given) if name in parameters}
     return given
