@@ -130,16 +130,13 @@ def _open_pool(
     one_slice: bool = False,
 ) -> contextlib.closing[SlicePool]:
     """Return a pool that is closed at the end, and reserves nothing before the function is checked."""
-    config = replace(config, **take_options(function, options, kwargs))
-    return contextlib.closing(SlicePool(_check_one_slice(config) if one_slice else config))
+    return contextlib.closing(SlicePool(_configure(config, take_options(function, options, kwargs), one_slice)))
 
 
 def _decorate(
     config: AcceleratorConfigType, options: dict[str, Any], method: Callable[..., Any], *, one_slice: bool = False
 ) -> Callable[[Any], Any]:
-    config = replace(config, **options)
-    if one_slice:
-        _check_one_slice(config)
+    config = _configure(config, options, one_slice)
 
     def decorate(function: Any) -> Callable[..., Any]:
         @functools.wraps(unwrap_remote(function)[0])
@@ -152,9 +149,10 @@ def _decorate(
     return decorate
 
 
-def _check_one_slice(config: AcceleratorConfigType) -> AcceleratorConfigType:
-    """Return the configuration; raise a ValueError if it allows any number of slices but one."""
-    if config.sizes != (1,):
+def _configure(config: AcceleratorConfigType, options: dict[str, Any], one_slice: bool) -> AcceleratorConfigType:
+    """Return a configuration with other options; raise a ValueError if it needs one slice and allows another number."""
+    config = replace(config, **options)
+    if one_slice and config.sizes != (1,):
         raise ValueError(
             f"pod_count is {' or '.join(map(str, config.sizes))}, and execute runs on one slice. Use "
             "autoscale_execute or autoscale_execute_resumable."

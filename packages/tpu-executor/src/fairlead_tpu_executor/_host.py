@@ -107,26 +107,29 @@ def _address(name: str) -> str:
     return f"\0fairlead-tpu-{name}"
 
 
-def _try_to_hold(name: str) -> socket.socket | None:
-    held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        held.bind(_address(name))
-    except OSError as error:
-        held.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return None
-    return held
+def _hold(name: str, timeout_s: float) -> socket.socket | None:
+    """Hold a name in the place of its previous process; return None if that does not end in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            held.bind(_address(name))
+        except OSError as error:
+            held.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return held
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
 
 
 def _wait_for_predecessor(name: str) -> socket.socket | None:
     """Hold this host; wait for the previous process first, because Ray frees its resources before it is gone."""
-    deadline = time.monotonic() + _PREDECESSOR_S
-    while (held := _try_to_hold(name)) is None:
-        if time.monotonic() >= deadline:
-            logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
-            return None
-        time.sleep(0.02)
+    held = _hold(name, _PREDECESSOR_S)
+    if held is None:
+        logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
     return held
 
 
@@ -134,10 +137,9 @@ def wait_for_end(names: list[str], timeout_s: float) -> bool:
     """Wait until the processes with these names are gone, and return whether they are. A node's agent calls it."""
     deadline = time.monotonic() + timeout_s
     for name in names:
-        while (held := _try_to_hold(name)) is None:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
+        held = _hold(name, deadline - time.monotonic())
+        if held is None:
+            return False
         held.close()
     return True
 

@@ -10,19 +10,24 @@ from dataclasses import dataclass
 
 import ray
 
+from fairlead_placement.spi import Waiting
+
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
 from .._health import Head
-from ..exceptions import HeadUnreachableError, TpuExecutorError
-from .leases import Lease, find_lost, give_back
+from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
+from .leases import Lease, find_lost, give_back, take
 from .ports import Ports, megascale_port
-from .scaling import make_patience, scale
+from .scaling import CapacityRequest, choose_size, make_patience, survey
 
 __all__ = ["Reservation", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 # A chip that is stuck may work again later: its VM is repaired, or the process that held the chip ends.
 _QUARANTINE_S = 300.0
+_POLL_S = (0.05, 1.0)
+# Seconds after the timeout in which another driver may still take a free slice first.
+_RACES_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,30 +100,55 @@ class Reservation:
             lost = self.head.call(find_lost, self._leases, self._quarantined())
             before = self._leases
             if lost:
-                self._keep([lease for lease in self._leases if lease not in lost])
+                self._leases = tuple(lease for lease in self._leases if lease not in lost)
                 self.head.call(give_back, lost)
             try:
-                scale(
-                    self.config,
-                    self.sizes,
-                    self._leases,
-                    self.head,
-                    limits=make_patience(
-                        self.sizes,
-                        len(self._leases),
-                        len(lost),
-                        scale_s=self.config.scale_timeout_s,
-                        replace_s=self.config.replace_timeout_s,
-                    ),
-                    quarantined=self._quarantined,
-                    keep=self._keep,
-                    check=lambda: self.check_open(epoch),
-                )
+                self._scale(len(lost), epoch)
                 self._update_ports()
             except BaseException:
                 self.give_back()
                 raise
             self.taken += sum(lease not in before for lease in self._leases)
+
+    def _scale(self, lost: int, epoch: int) -> None:
+        """Hold an allowed number of slices, including those that are held, after `lost` were lost.
+
+        Nothing more is taken during the wait: two jobs that each hold a part of what both need would wait forever.
+        """
+        config, sizes, held = self.config, self.sizes, self._leases
+        limits = make_patience(
+            sizes, len(held), lost, scale_s=config.scale_timeout_s, replace_s=config.replace_timeout_s
+        )
+        began = time.monotonic()
+        pause = _POLL_S[0]
+        with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, CapacityRequest(config, self.head) as more:
+            while True:
+                self.check_open(epoch)
+                present = self.head.call(survey, config, self.slices, self._quarantined())
+                free = present.intact
+                waited = time.monotonic() - began
+                size = choose_size(sizes, len(held), len(free), waited_out=waited >= limits.largest_s)
+                if size is not None:
+                    more.withdraw()
+                    wanted = free[: max(0, size - len(held))]
+                    taken = self.head.call(take, config, wanted, undo=give_back) if wanted else []
+                    if taken is not None:
+                        extra = held[size:]
+                        self._leases = (*held[:size], *taken, *extra)
+                        if extra:
+                            self.head.call(give_back, extra)
+                        self._leases = (*held[:size], *taken)
+                        return
+                    # Somebody else was faster, so the nodes are read again.
+                if waited >= limits.any_s + (0 if size is None else _RACES_S):
+                    found = len(held) + len(free)
+                    raise InsufficientSlicesError(config.kind, tuple(sizes), found, present.lacking, waited)
+                more.show(sizes[-1] - len(held) - len(free))
+                counts = f"{len(held)} held, {len(free)} free"
+                waiting.show("; ".join([counts, *map(str, present.lacking[:2])]), limits.any_s)
+                nearest = limits.largest_s if waited < limits.largest_s else limits.any_s
+                time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
+                pause = min(2 * pause, _POLL_S[1])
 
     def _update_ports(self) -> None:
         ports, megascale = self._ports, None
@@ -129,9 +159,6 @@ class Reservation:
         except HeadUnreachableError:
             self._ports = Ports()  # The unfinished request owns the old ones.
             raise
-
-    def _keep(self, leases: Sequence[Lease]) -> None:
-        self._leases = tuple(leases)
 
     def check_open(self, epoch: int, doing: str = "it was in use") -> None:
         """Raise a `TpuExecutorError` if the reservation was closed since an epoch."""

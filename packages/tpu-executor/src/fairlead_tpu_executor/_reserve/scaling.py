@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slices to hold, and which: decided from those that are held and those that are free."""
+"""How many slices to hold, and for how long to wait for them; and the request to an autoscaler for missing ones."""
 
 import logging
-import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from fairlead_placement.spi import Waiting, autoscaler_is_there, read_nodes, remove_placement_groups
+from fairlead_placement.spi import autoscaler_is_there, read_nodes, remove_placement_groups
 
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import TYPE, WORKER_ID, SliceInfo, SliceLack, Survey
 from .._health import Head
-from ..exceptions import HeadUnreachableError, InsufficientSlicesError
-from .leases import RETURN_TIMEOUT_S, Lease, explain_busy, give_back, take
+from ..exceptions import HeadUnreachableError
+from .leases import RETURN_TIMEOUT_S, explain_busy
 
-__all__ = ["CapacityRequest", "Patience", "choose_size", "make_patience", "scale"]
+__all__ = ["CapacityRequest", "Patience", "choose_size", "make_patience", "survey"]
 
 logger = logging.getLogger(__name__)
-_POLL_S = (0.05, 1.0)
-# Seconds after the timeout in which another driver may still take a free slice first.
-_RACES_S = 5.0
 
 
-def _survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
+def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
     """Read the nodes once, and return which slices are free, and why the others are not.
 
     Args:
@@ -107,69 +103,6 @@ def make_patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float,
         return Patience(min(scale_s, replace_s), replace_s)
     waiting = 0.0 if held in sizes else scale_s
     return Patience(waiting, waiting)
-
-
-def scale(
-    config: AcceleratorConfigType,
-    sizes: Sequence[int],
-    held: Sequence[Lease],
-    head: Head,
-    *,
-    limits: Patience,
-    quarantined: Callable[[], Collection[str]],
-    keep: Callable[[Sequence[Lease]], None],
-    check: Callable[[], None],
-) -> None:
-    """Hold an allowed number of slices, including those that are held.
-
-    Nothing more is taken during the wait: two jobs that each hold a part of what both need would wait forever.
-
-    Args:
-        config: what to hold.
-        sizes: the allowed numbers, ascending.
-        held: the healthy slices that are held.
-        head: makes the requests.
-        limits: how long to wait.
-        quarantined: returns the ids of nodes not to use now.
-        keep: receives what is held, before anything else can fail.
-        check: called before each look at the nodes; raises when the slices are no longer needed.
-
-    Raises:
-        InsufficientSlicesError: not even the smallest number was free. What was held is still held.
-        HeadUnreachableError: the head did not answer in time. What was held is still held.
-    """
-    began = time.monotonic()
-    pause = _POLL_S[0]
-    leases = list(held)
-    with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, CapacityRequest(config, head) as missing:
-        while True:
-            check()
-            survey = head.call(_survey, config, [lease.slice for lease in leases], quarantined())
-            free = survey.intact
-            waited = time.monotonic() - began
-            size = choose_size(sizes, len(leases), len(free), waited_out=waited >= limits.largest_s)
-            if size is not None:
-                missing.withdraw()
-                wanted = free[: max(0, size - len(leases))]
-                # None means that somebody else was faster; the loop then reads the nodes again.
-                taken = head.call(take, config, wanted, undo=give_back) if wanted else []
-                if taken is not None:
-                    leases, extra = [*leases[:size], *taken], leases[size:]
-                    keep([*leases, *extra])
-                    if extra:
-                        head.call(give_back, extra)
-                    keep(leases)
-                    return
-            if waited >= limits.any_s + (0 if size is None else _RACES_S):
-                raise InsufficientSlicesError(
-                    config.kind, tuple(sizes), len(leases) + len(free), survey.lacking, waited
-                )
-            missing.show(sizes[-1] - len(leases) - len(free))
-            present = f"{len(leases)} held, {len(free)} free"
-            waiting.show("; ".join([present, *map(str, survey.lacking[:2])]), limits.any_s)
-            nearest = limits.largest_s if waited < limits.largest_s else limits.any_s
-            time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
-            pause = min(2 * pause, _POLL_S[1])
 
 
 class CapacityRequest:

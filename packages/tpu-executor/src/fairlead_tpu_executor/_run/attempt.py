@@ -85,7 +85,7 @@ def watch(
             head.check()
             if request is None and head.silent_s == 0:
                 request = head.start(dead_nodes, nodes)
-        if errors and _is_clear(errors, calls, head, now - first_at, grace_s, accelerators):
+        if errors and _is_clear(errors, calls, head, now - first_at >= grace_s, accelerators):
             break
     return errors
 
@@ -120,15 +120,16 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
     ]
 
 
-def _is_clear(
-    errors: list[HostError],
-    calls: Sequence[HostCall],
-    head: Head,
-    waited: float,
-    grace_s: float,
-    accelerators: bool,
-) -> bool:
-    """Return whether no further event can change the verdict; add an error for each node that is dead or silent."""
+def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool, accelerators: bool) -> bool:
+    """Return whether no further event can change the verdict; add an error for each node that is dead or silent.
+
+    Args:
+        errors: the errors so far.
+        calls: all calls.
+        head: tells which nodes are alive.
+        over: whether the time to wait for an explanation is over.
+        accelerators: as for `judge`.
+    """
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)
     if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
@@ -137,14 +138,14 @@ def _is_clear(
         errors += lost
         return True
     if silent := head.call(silent_nodes, nodes):
-        if waited >= grace_s:
+        if over:
             errors += _blame_nodes(silent, calls, "its raylet does not answer")
-        return waited >= grace_s
+        return over
     # If the function raised on every host, the failure is the function's. A process that died, or a host that raised
     # while others still run, may be the first sign of a preemption.
     everywhere = all(call.done for call in calls)
     raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
-    return waited >= grace_s or (everywhere and raised)
+    return over or (everywhere and raised)
 
 
 def cancel(calls: Sequence[HostCall], head: Head) -> None:

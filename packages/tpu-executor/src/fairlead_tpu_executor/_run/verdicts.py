@@ -9,22 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ray.exceptions import (
-    ActorDiedError,
-    ActorPlacementGroupRemoved,
-    ActorUnschedulableError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    RuntimeEnvSetupError,
-    TaskCancelledError,
-    TaskPlacementGroupRemoved,
-    TaskUnschedulableError,
-    UnserializableException,
-    WorkerCrashedError,
-)
+import ray.exceptions
+from ray.exceptions import RayError, RayTaskError
 
 from .._accelerators.slices import SliceInfo
 from ..exceptions import SliceLostError
@@ -56,10 +42,20 @@ STARTUP_FAILURES = (
     "The TPU is already in use",
     "libtpu.so already in use",
 )
-_GROUP_GONE = (ActorPlacementGroupRemoved, TaskPlacementGroupRemoved)
-_NODE_GONE = (*_GROUP_GONE, ActorUnschedulableError, NodeDiedError, TaskUnschedulableError)
+_GROUP_GONE = (ray.exceptions.ActorPlacementGroupRemoved, ray.exceptions.TaskPlacementGroupRemoved)
+_NODE_GONE = (
+    *_GROUP_GONE,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.TaskUnschedulableError,
+)
 # The process is gone and the node is not, so the function caused it.
-_CRASHED = (ActorDiedError, OutOfMemoryError, RuntimeEnvSetupError, WorkerCrashedError)
+_CRASHED = (
+    ray.exceptions.ActorDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.RuntimeEnvSetupError,
+    ray.exceptions.WorkerCrashedError,
+)
 
 
 class NodeSilentError(Exception):
@@ -158,12 +154,12 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
     if node_gone or isinstance(error, NodeSilentError):
         return "infrastructure"
     raised = as_raised(error)
-    if isinstance(raised, RayActorError) and raised.preempted:
+    if isinstance(raised, ray.exceptions.RayActorError) and raised.preempted:
         return "infrastructure"
     # An exception of the function may derive from any class, also from Ray's, so who raised it is decided first.
-    if isinstance(error, (RayTaskError, UnserializableException)) or not isinstance(error, RayError):
+    if isinstance(error, (RayTaskError, ray.exceptions.UnserializableException)) or not isinstance(error, RayError):
         return "infrastructure" if accelerators and _did_not_start(error) else "user"
-    if isinstance(error, TaskCancelledError):
+    if isinstance(error, ray.exceptions.TaskCancelledError):
         return "system"
     if isinstance(error, _NODE_GONE):
         return "infrastructure"
@@ -190,7 +186,9 @@ def as_raised(error: BaseException) -> BaseException:
 
 def process_died(error: BaseException) -> bool:
     """Return whether a process ended without an exception of the function, which may be a sign of a preemption."""
-    return isinstance(error, (ActorDiedError, WorkerCrashedError)) and not isinstance(error, RayTaskError)
+    return isinstance(error, (ray.exceptions.ActorDiedError, ray.exceptions.WorkerCrashedError)) and not isinstance(
+        error, RayTaskError
+    )
 
 
 def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:

@@ -123,27 +123,6 @@ def test_a_long_outage_ends_a_call(stopped, tmp_path):
         (tmp_path / "end").touch()
 
 
-def test_probes():
-    """The deadline counts from the first probe without an answer; an answer, or a long gap, starts it again."""
-    now, answers = [0.0], [True]
-    head = Head(5.0, probe=lambda _: answers[0], clock=lambda: now[0])
-    for now[0] in (1.0, 2.0):
-        head.check()
-    answers[0] = False
-    for now[0] in (3.0, 5.0, 7.0):
-        head.check()
-    answers[0], now[0] = True, 8.0
-    head.check()
-    answers[0] = False
-    for now[0] in (9.0, 13.0):
-        head.check()
-    now[0] = 14.0
-    with pytest.raises(HeadUnreachableError, match=r"has not answered for 5\.0 s"):
-        head.check()
-    now[0] = 100.0
-    head.check()
-
-
 def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
     """Ray aborts a process whose request a head without its old state answers: none is made during an outage."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)

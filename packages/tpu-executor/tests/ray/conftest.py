@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from fairlead_tpu_executor.testing import PretendSlices
-
-# No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
-settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
-settings.load_profile("fairlead")
 
 # What a node may have left from another job.
 STALE = {"MEGASCALE_SLICE_ID": "77", "MEGASCALE_COORDINATOR_ADDRESS": "stale", "TPU_ZONE": "zone-of-node"}

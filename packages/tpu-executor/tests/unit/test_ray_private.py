@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fallbacks for parts of Ray that are not public: each test removes the part."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray._private.accelerators import TPUAcceleratorManager
+from ray.actor import ActorClass
+
+from fairlead_tpu_executor import SlicePool
+from fairlead_tpu_executor._ray_private import head_answers, process_is_fresh, topology_is_valid, unwrap_remote
+
+
+def function():
+    """Do nothing."""
+
+
+def test_topologies(monkeypatch):
+    """Without Ray's table every topology is valid."""
+    assert topology_is_valid("v4", "2x2x2")
+    assert not topology_is_valid("v4", "2x4")
+    monkeypatch.delattr(TPUAcceleratorManager, "is_valid_tpu_accelerator_topology")
+    assert topology_is_valid("v4", "2x4")
+
+
+@pytest.mark.parametrize("client", [None, object()], ids=["no client", "no check_alive"])
+def test_probe_of_the_head(monkeypatch, client):
+    """Without the request with a deadline the head counts as answering."""
+    monkeypatch.setattr(ray._private.worker.global_worker, "gcs_client", client, raising=False)
+    assert head_answers(1.0)
+
+
+def test_counters_of_functions(monkeypatch):
+    """Without Ray's counters no process counts as fresh."""
+    manager = SimpleNamespace(_num_task_executions={"this task": 1})
+    monkeypatch.setattr(ray._private.worker.global_worker, "function_actor_manager", manager)
+    assert process_is_fresh()
+    manager._num_task_executions["another task"] = 1
+    assert not process_is_fresh()
+    del manager._num_task_executions
+    assert not process_is_fresh()
+
+
+def test_functions_under_ray_remote(monkeypatch):
+    """Without the function under `@ray.remote` it is refused, and the message says what to pass instead."""
+    remote = ray.remote(num_cpus=2)(function)
+    plain, options = unwrap_remote(remote)
+    assert (plain, options["num_cpus"]) == (function, 2)
+    assert unwrap_remote(function) == (function, {})
+    monkeypatch.delattr(remote, "_function")
+    with pytest.raises(TypeError, match="Pass the plain function or class"):
+        SlicePool("v4-16").run(remote)
+
+
+def test_classes_under_ray_remote(monkeypatch):
+    """The same for classes."""
+
+    class Plain:
+        pass
+
+    remote = ray.remote(max_concurrency=2)(Plain)
+    plain, options = unwrap_remote(remote)
+    assert issubclass(plain, Plain)
+    assert options["max_concurrency"] == 2
+    monkeypatch.delattr(ActorClass, "_default_options", raising=False)
+    monkeypatch.delattr(remote, "_default_options", raising=False)
+    with pytest.raises(TypeError, match="Pass the plain function or class"):
+        unwrap_remote(remote)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many slices to hold, and how long to wait for them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, make_patience
+
+
+def test_patience():
+    """A replacement is waited for much longer than the first slices, but a smaller allowed number is not refused."""
+    limits = {"scale_s": 600.0, "replace_s": 86400.0}
+    assert make_patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
+    assert make_patience([2], 1, 1, **limits) == make_patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
+    assert make_patience([1, 2], 1, 0, **limits) == Patience(0.0, 0.0)
+    assert make_patience([2], 1, 1, scale_s=600.0, replace_s=5.0) == Patience(5.0, 5.0)
+
+
+@given(st.sets(st.integers(1, 8), min_size=1), st.integers(0, 8), st.integers(0, 8), st.booleans())
+def test_sizes(sizes, held, free, waited_out):
+    """The largest size at once, when it can be had; after the wait the largest that can; never another."""
+    size = choose_size(sorted(sizes), held, free, waited_out=waited_out)
+    possible = {one for one in sizes if one <= held + free}
+    if max(sizes) in possible:
+        assert size == max(sizes)
+    elif waited_out and possible:
+        assert size == max(possible)
+    else:
+        assert size is None
