@@ -14,8 +14,6 @@ from ._pool import SlicePool, arrange
 from ._ray_private import unwrap_remote
 from ._run.work import Class, Function, Work, inspect_work
 
-__all__ = ["DeviceClass", "DeviceFunction", "DeviceInstances", "device_remote"]
-
 
 class _OnDevices:
     """A function or a class with its slices, which are taken on first use and kept until `close()`.

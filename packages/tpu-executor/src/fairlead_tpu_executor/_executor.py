@@ -15,15 +15,6 @@ from ._ray_private import unwrap_remote
 from ._run.status import JobStatus
 from ._run.work import Function, take_options
 
-__all__ = [
-    "RayExecutor",
-    "autoscale_execute",
-    "autoscale_execute_resumable",
-    "execute",
-    "execute_resumable",
-    "resolve_maybe_refs",
-]
-
 _Once = Callable[[Function], Callable[..., JobStatus]]
 _UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
 

@@ -20,8 +20,6 @@ from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
 
-__all__ = ["Head", "HeadRequest", "dead_nodes", "gone_nodes", "silent_nodes"]
-
 _T = TypeVar("_T")
 _PROBE_S = 1.0
 # Probes that are further apart than this belong to different outages.

@@ -21,8 +21,6 @@ import ray
 
 from ._ray_private import process_is_fresh
 
-__all__ = ["HostActor", "call", "call_method", "call_raw", "clear_lock_file", "describe_port", "wait_for_end"]
-
 logger = logging.getLogger(__name__)
 _PREDECESSOR_S = 30.0
 _INVISIBLE = "a process that is not visible from here"

@@ -8,8 +8,6 @@ from typing import Any
 from ._run.environment import ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX
 from .exceptions import JaxUnavailableError
 
-__all__ = ["initialize_jax"]
-
 _NEEDED = (ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX)
 
 

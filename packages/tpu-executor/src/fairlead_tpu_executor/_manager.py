@@ -11,8 +11,6 @@ from ._accelerators.slices import SliceInfo
 from ._pool import SlicePool, arrange
 from ._run.work import Function, take_options
 
-__all__ = ["SlicePoolManager", "TpuRemoteManager"]
-
 
 class TpuRemoteManager:
     """Calls functions and methods on every host of slices that are kept from call to call.

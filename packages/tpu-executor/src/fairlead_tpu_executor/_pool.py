@@ -15,12 +15,7 @@ import ray
 from fairlead_placement import Slot
 from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
 
-from ._accelerators.config import (
-    AcceleratorConfigType,
-    CpuAcceleratorConfig,
-    GpuAcceleratorConfig,
-    TpuAcceleratorConfig,
-)
+from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
 from ._health import gone_nodes, silent_nodes
 from ._ray_private import unwrap_remote
@@ -32,8 +27,6 @@ from ._run.targets import Target, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import judge
 from ._run.work import Class, Function, Work, inspect_work
 from .exceptions import PoolBusyError
-
-__all__ = ["PoolStatistics", "SlicePool", "arrange"]
 
 
 @dataclass(frozen=True)
@@ -79,12 +72,9 @@ class SlicePool:
     """
 
     def __init__(
-        self,
-        tpu_type: str | AcceleratorConfigType,
-        num_slices: int | Sequence[int] | None = None,
-        **options: Any,
+        self, tpu_type: str | AcceleratorConfigType, num_slices: int | Sequence[int] | None = None, **options: Any
     ) -> None:
-        if isinstance(tpu_type, (TpuAcceleratorConfig, GpuAcceleratorConfig, CpuAcceleratorConfig)):
+        if isinstance(tpu_type, AcceleratorConfigType):
             config = replace(tpu_type, **options) if options else tpu_type
             if num_slices is not None:
                 raise TypeError(

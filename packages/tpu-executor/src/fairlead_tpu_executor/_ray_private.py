@@ -7,8 +7,6 @@ import ray
 from ray.actor import ActorClass
 from ray.remote_function import RemoteFunction
 
-__all__ = ["head_answers", "process_is_fresh", "topology_is_valid", "unwrap_remote"]
-
 
 def topology_is_valid(generation: str, topology: str) -> bool:
     """Return whether Ray's table of TPU topologies has this one.
@@ -19,10 +17,9 @@ def topology_is_valid(generation: str, topology: str) -> bool:
     try:
         from ray._private.accelerators import TPUAcceleratorManager
 
-        valid: bool = TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, topology)
+        return bool(TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, topology))
     except (ImportError, AttributeError):
         return True
-    return valid
 
 
 def head_answers(timeout_s: float) -> bool:

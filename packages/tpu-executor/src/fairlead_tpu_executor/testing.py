@@ -49,14 +49,12 @@ class PretendSlices:
     @property
     def address(self) -> str:
         """The address for `ray.init` of another driver."""
-        address: str = self._cluster.address
-        return address
+        return str(self._cluster.address)
 
     @property
     def head_pid(self) -> int:
         """The process id of Ray's head (`gcs_server`), for tests that stop or end it."""
-        pid: int = self._cluster.head_node.all_processes["gcs_server"][0].process.pid
-        return pid
+        return int(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
 
     def add_host(
         self,
@@ -121,8 +119,7 @@ class PretendSlices:
 
     def node_id(self, name: str, worker: int) -> str:
         """Return Ray's id of a host; KeyError if there is no such host, as in `kill`."""
-        node_id: str = self._hosts[name, worker].node_id
-        return node_id
+        return str(self._hosts[name, worker].node_id)
 
     def kill(self, name: str, worker: int) -> None:
         """Kill all processes of a host, as if its VM were gone. Ray notices after one or two seconds."""
@@ -173,13 +170,11 @@ def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
 @contextlib.contextmanager
 def _environment(env: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes that `Cluster` starts: its `env_vars=` do not reach Ray's detection."""
-    before = {name: os.environ.get(name) for name in env}
+    before = {name: os.environ[name] for name in env if name in os.environ}
     os.environ.update(env)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in env.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

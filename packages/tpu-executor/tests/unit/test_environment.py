@@ -13,7 +13,9 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     initialize_jax,
 )
+from fairlead_tpu_executor._reserve.leases import Lease
 from fairlead_tpu_executor._reserve.ports import Ports, megascale_port
+from fairlead_tpu_executor._reserve.reservation import Snapshot
 from fairlead_tpu_executor._run.environment import host_environment
 
 SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
@@ -22,7 +24,8 @@ MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE
 
 def environment(config, count, at=0, worker=0, megascale=None):
     addresses = ["10.0.0.1:1400", "10.0.0.3:1500"]
-    return host_environment(config, SLICES[:count], at, worker, coordinators=addresses, megascale=megascale)
+    leases = tuple(Lease(one, None) for one in SLICES[:count])
+    return host_environment(config, Snapshot(leases, addresses, megascale), at, worker)
 
 
 def test_one_slice():
@@ -69,7 +72,7 @@ def test_addresses_of_ipv6():
     """An IPv6 address stands in brackets, which separates it from the port."""
     held = (PortLease("fd00::1", 1400, "n0", "id"), PortLease("fd00::1", 8081, "n0", "id"))
     ports = Ports()
-    ports._coordinators, ports._megascale = {"lease": held[0]}, ("lease", 8081, held[1])
+    ports._held = {("lease", None): held[0], ("lease", 8081): held[1]}
     assert (ports.coordinator("lease"), ports.megascale) == ("[fd00::1]:1400", "[fd00::1]:8081")
     assert environment(TpuAcceleratorConfig("v4-16", 2), 2, megascale=ports.megascale)["MEGASCALE_PORT"] == "8081"
 

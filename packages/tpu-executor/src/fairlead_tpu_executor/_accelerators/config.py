@@ -14,14 +14,6 @@ from fairlead_placement import Node
 from .slices import SliceInfo, Survey, find_room, find_slices
 from .tpu_types import TpuType, tpu_type
 
-__all__ = [
-    "AcceleratorConfigType",
-    "CpuAcceleratorConfig",
-    "GpuAcceleratorConfig",
-    "MEGASCALE_DEFAULT_PORT",
-    "TpuAcceleratorConfig",
-]
-
 MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks this file while its process lives.
 _LOCK_FILE = "/tmp/libtpu_lockfile"

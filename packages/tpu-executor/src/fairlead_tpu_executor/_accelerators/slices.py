@@ -9,18 +9,6 @@ from fairlead_placement import Node
 
 from .tpu_types import TpuType, canonical_name
 
-__all__ = [
-    "SLICE_NAME",
-    "TOPOLOGY",
-    "TYPE",
-    "WORKER_ID",
-    "SliceInfo",
-    "SliceLack",
-    "Survey",
-    "find_room",
-    "find_slices",
-]
-
 SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
 TOPOLOGY = "ray.io/tpu-topology"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from .._ray_private import topology_is_valid
 
-__all__ = ["GENERATIONS", "TpuType", "canonical_name", "tpu_type"]
-
 
 @dataclass(frozen=True)
 class Generation:

@@ -3,18 +3,17 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from fairlead_placement import Node
+from fairlead_placement import Node, Slot
 from fairlead_placement.spi import place_pinned, remove_placement_groups
 
 from .._accelerators.config import AcceleratorConfigType
 from .._accelerators.slices import SliceInfo
 from .._health import gone_nodes
-
-__all__ = ["RETURN_TIMEOUT_S", "Lease", "explain_busy", "find_lost", "give_back", "take"]
 
 RETURN_TIMEOUT_S = 15.0
 
@@ -33,6 +32,19 @@ class Lease:
 
     slice: SliceInfo
     group: PlacementGroup
+
+    def slot(self, worker: int, *, node_idx: int = 0, node_rank: int = 0, local_rank: int = 0, **more: Any) -> Slot:
+        """Return a host as a slot of fairlead-placement; `more` are further fields of the slot."""
+        return Slot(
+            placement_group=self.group,
+            bundle_index=worker,
+            node_idx=node_idx,
+            node_id=self.slice.node_ids[worker],
+            node_ip=self.slice.node_ips[worker],
+            node_rank=node_rank,
+            local_rank=local_rank,
+            **more,
+        )
 
 
 def explain_busy(config: AcceleratorConfigType, one: SliceInfo, nodes: Mapping[str, Node]) -> str:

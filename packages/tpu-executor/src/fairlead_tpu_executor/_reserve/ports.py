@@ -19,8 +19,6 @@ from .. import _host
 from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from .leases import Lease
 
-__all__ = ["Ports", "megascale_port"]
-
 _RELEASE_S = 10.0
 
 
@@ -44,8 +42,8 @@ class Ports:
     """Ports that are held as long as the slices, so that an attempt does not wait for them."""
 
     def __init__(self) -> None:
-        self._coordinators: dict[Lease, PortLease] = {}
-        self._megascale: tuple[Lease, int, PortLease] | None = None
+        # By slice and requested port; None is any port, for the coordinator of the slice.
+        self._held: dict[tuple[Lease, int | None], PortLease] = {}
         # A second thread comes here when Ray's head answers a request that the pool no longer waits for.
         self._lock = threading.Lock()
 
@@ -60,44 +58,31 @@ class Ports:
             PortUnavailableError: a port is taken; for that of the coordinator a note says which process has it.
         """
         with self._lock:
-            old = [self._coordinators.pop(lease) for lease in list(self._coordinators) if lease not in leases]
-            if self._megascale is not None and (megascale is None or self._megascale[:2] != (leases[0], megascale)):
-                old.append(self._megascale[2])
-                self._megascale = None
+            needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in leases]
+            if megascale is not None:
+                needed.append((leases[0], megascale))
+            old = [self._held.pop(key) for key in list(self._held) if key not in needed]
             # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
             with contextlib.suppress(PlacementError):
                 release_ports(old, timeout_s=_RELEASE_S)
-            new = [lease for lease in leases if lease not in self._coordinators]
-            ports = lease_ports([_first_slot(lease) for lease in new])
-            self._coordinators |= {lease: port for lease, (port,) in zip(new, ports, strict=True)}
-            if megascale is not None and self._megascale is None:
-                self._megascale = (leases[0], megascale, _lease_port(_first_slot(leases[0]), megascale))
+            new = [lease for lease in leases if (lease, None) not in self._held]
+            ports = lease_ports([lease.slot(0) for lease in new])
+            self._held |= {(lease, None): port for lease, (port,) in zip(new, ports, strict=True)}
+            if megascale is not None and needed[-1] not in self._held:
+                self._held[needed[-1]] = _lease_port(leases[0].slot(0), megascale)
 
     def coordinator(self, lease: Lease) -> str:
         """Return the `host:port` that the hosts of a slice use. An IPv6 address stands in brackets."""
-        return self._coordinators[lease].host_port
+        return self._held[lease, None].host_port
 
     @property
     def megascale(self) -> str | None:
         """The `host:port` of the coordinator of all slices; None with one slice."""
-        return None if self._megascale is None else self._megascale[2].host_port
+        return next((held.host_port for (_, port), held in self._held.items() if port is not None), None)
 
     def release(self) -> None:
         """Release all ports. Can be repeated."""
         self.update([], None)
-
-
-def _first_slot(lease: Lease) -> Slot:
-    one = lease.slice
-    return Slot(
-        placement_group=lease.group,
-        bundle_index=0,
-        node_idx=0,
-        node_id=one.node_ids[0],
-        node_ip=one.ip_address,
-        node_rank=0,
-        local_rank=0,
-    )
 
 
 def _lease_port(slot: Slot, port: int) -> PortLease:

@@ -20,8 +20,6 @@ from .leases import Lease, find_lost, give_back, take
 from .ports import Ports, megascale_port
 from .scaling import CapacityRequest, choose_size, make_patience, survey
 
-__all__ = ["Reservation", "Snapshot"]
-
 logger = logging.getLogger(__name__)
 # A chip that is stuck may work again later: its VM is repaired, or the process that held the chip ends.
 _QUARANTINE_S = 300.0

@@ -17,8 +17,6 @@ from .._health import Head
 from ..exceptions import HeadUnreachableError
 from .leases import RETURN_TIMEOUT_S, explain_busy
 
-__all__ = ["CapacityRequest", "Patience", "choose_size", "make_patience", "survey"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from ..exceptions import HeadUnreachableError
 from .targets import Target
 from .verdicts import HostError, NodeSilentError, judge_one
 
-__all__ = ["HostCall", "cancel", "watch"]
-
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _GRACE_POLL_S = 0.1

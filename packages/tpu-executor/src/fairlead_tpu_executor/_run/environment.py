@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment variables of each host: our values over the user's, and these over the node's. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
-from .._accelerators.slices import SliceInfo
-
-__all__ = [
-    "ENV_CALL_INDEX",
-    "ENV_CALL_SLICE",
-    "ENV_JOB_COORDINATOR_ADDRESS",
-    "ENV_PROCESS_COUNT",
-    "ENV_PROCESS_INDEX",
-    "host_environment",
-    "split_startup_variables",
-]
+from .._reserve.reservation import Snapshot
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
@@ -28,32 +18,22 @@ _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCAL
 _STARTUP_PREFIXES = ("LD_", "PYTHON")
 
 
-def host_environment(
-    config: AcceleratorConfigType,
-    slices: Sequence[SliceInfo],
-    at: int,
-    worker: int,
-    *,
-    coordinators: Sequence[str],
-    megascale: str | None,
-) -> dict[str, str | None]:
+def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
     """Return the variables of a host by name; None marks a variable to remove.
 
     Args:
         config: the configuration, with the user's variables.
-        slices: all slices of the run, in order.
+        held: the slices and ports of the run.
         at: the number of the host's slice.
         worker: the TPU worker id of the host.
-        coordinators: the `host:port` of worker 0 of each slice.
-        megascale: the `host:port` of the coordinator of all slices; None with one slice.
     """
-    one = slices[at]
+    slices, one = held.slices, held.slices[at]
     ours: dict[str, str | None] = {
         ENV_CALL_INDEX: str(worker),
         ENV_CALL_SLICE: str(at),
         "EXECUTOR_NUM_HOSTS": str(one.num_hosts),
-        "EXECUTOR_COORDINATOR_ADDRESS": coordinators[at],
-        ENV_JOB_COORDINATOR_ADDRESS: coordinators[0],
+        "EXECUTOR_COORDINATOR_ADDRESS": held.coordinators[at],
+        ENV_JOB_COORDINATOR_ADDRESS: held.coordinators[0],
         ENV_PROCESS_COUNT: str(sum(each.num_hosts for each in slices)),
         ENV_PROCESS_INDEX: str(sum(each.num_hosts for each in slices[:at]) + worker),
     }
@@ -65,9 +45,9 @@ def host_environment(
             "TPU_POD_COUNT": str(len(slices)),
             **dict.fromkeys(_MEGASCALE),
         }
-    if megascale is not None:
-        port = megascale.rpartition(":")[2]
-        ours |= dict(zip(_MEGASCALE, (megascale, str(len(slices)), port, str(at)), strict=True))
+    if held.megascale is not None:
+        port = held.megascale.rpartition(":")[2]
+        ours |= dict(zip(_MEGASCALE, (held.megascale, str(len(slices)), port, str(at)), strict=True))
     return {**split_startup_variables(config.env_vars)[0], **ours}
 
 

@@ -6,14 +6,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .._accelerators.slices import SliceInfo
 from ..exceptions import PreemptedTooOftenError
 from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
 from .verdicts import make_preempted, process_died
-
-__all__ = ["Backoff", "CrashPolicy", "RetryBudget", "retry"]
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -64,35 +62,34 @@ class RetryBudget:
         self.failures = max(0, self.failures - 1)
 
 
+@dataclass(kw_only=True)
 class Backoff:
     """Waits that double, with jitter, so that jobs that failed together do not start again together.
 
-    Args:
+    Attributes:
         base_s: the longest first wait in seconds; the shortest is half of it.
         cap_s: the longest wait in seconds.
         healthy_s: an attempt that lasted this many seconds resets the waits.
-        rng: the source of the jitter; for tests.
+        rng: the source of the jitter.
+        in_a_row: the number of waits since the last reset.
 
     >>> waits = Backoff(base_s=1, cap_s=60)
     >>> 0.5 <= waits.after(ran_s=3) <= 1, 1 <= waits.after(ran_s=3) <= 2, 0.5 <= waits.after(ran_s=900) <= 1
     (True, True, True)
     """
 
-    def __init__(
-        self, *, base_s: float = 0.2, cap_s: float = 60.0, healthy_s: float = 300.0, rng: random.Random | None = None
-    ) -> None:
-        self._base_s = base_s
-        self._cap_s = cap_s
-        self._healthy_s = healthy_s
-        self._random = rng or random.Random()
-        self._in_a_row = 0
+    base_s: float = 0.2
+    cap_s: float = 60.0
+    healthy_s: float = 300.0
+    rng: random.Random = field(default_factory=random.Random)
+    in_a_row: int = 0
 
     def after(self, *, ran_s: float) -> float:
         """Return the seconds to wait after an attempt that lasted `ran_s` and did not succeed."""
-        self._in_a_row = 1 if ran_s >= self._healthy_s else self._in_a_row + 1
+        self.in_a_row = 1 if ran_s >= self.healthy_s else self.in_a_row + 1
         # The exponent is bounded, because a preemption budget lets it grow to a million.
-        most = min(self._cap_s, self._base_s * 2.0 ** min(self._in_a_row - 1, 60))
-        return most * self._random.uniform(0.5, 1.0)
+        most = min(self.cap_s, self.base_s * 2.0 ** min(self.in_a_row - 1, 60))
+        return most * self.rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -170,11 +167,7 @@ def retry(
 
 
 def _refund(
-    recent: Sequence[tuple[float, JobInfo]],
-    status: JobStatus,
-    began: float,
-    seen: float,
-    budget: RetryBudget,
+    recent: Sequence[tuple[float, JobInfo]], status: JobStatus, began: float, seen: float, budget: RetryBudget
 ) -> list[tuple[float, JobInfo]]:
     """Refund the failures whose slices were lost in time, and return those whose grace period is not over.
 

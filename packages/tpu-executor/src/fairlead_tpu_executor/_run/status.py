@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from .._accelerators.slices import SliceInfo
 
-__all__ = ["JobError", "JobFailed", "JobInfo", "JobPreempted", "JobStatus", "JobSucceeded", "State"]
-
 State = Literal["running", "succeeded", "preempted", "failed", "error"]
 
 

@@ -17,8 +17,6 @@ from .._reserve.reservation import Snapshot
 from .environment import host_environment
 from .work import Work
 
-__all__ = ["Target", "make_slots", "make_targets", "start_actor", "submit"]
-
 # The hosts need not have fairlead-tpu-executor.
 ray.cloudpickle.register_pickle_by_value(_host)
 ray.cloudpickle.register_pickle_by_value(_ray_private)
@@ -55,10 +53,6 @@ class Target:
         return PlacementGroupSchedulingStrategy(self.group, self.worker)
 
 
-def _variables(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
-    return host_environment(config, held.slices, at, worker, coordinators=held.coordinators, megascale=held.megascale)
-
-
 def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> list[list[Target]]:
     """Return every host as a target for some work, a list per slice."""
     runtime_env = work.runtime_env(config)
@@ -71,7 +65,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> l
             facts = {
                 # A TPU host has one process of ours at a time, over all pools; without TPUs each bundle has one.
                 "name": node_id if tpu else f"{lease.group.id.hex()}-{worker}",
-                "env": {**work.env_vars, **_variables(config, held, at, worker)},
+                "env": {**work.env_vars, **host_environment(config, held, at, worker)},
                 "zone": lease.slice.zone if tpu else "",
                 "lock_files": tpu.lock_files if tpu else (),
             }
@@ -94,18 +88,16 @@ def make_slots(
     slots = []
     for at, lease in enumerate(held.leases):
         for worker, node_id in enumerate(lease.slice.node_ids):
+            variables = host_environment(config, held, at, worker)
             slots.append(
-                Slot(
-                    placement_group=lease.group,
-                    bundle_index=worker,
+                lease.slot(
+                    worker,
                     node_idx=at,
-                    node_id=node_id,
-                    node_ip=lease.slice.node_ips[worker],
                     node_rank=ranks.setdefault(node_id, len(ranks)),
                     local_rank=seen.get(node_id, 0),
                     labels=labels.get(node_id, {}),
                     worker_resources=config.request(lease.slice),
-                    env={k: value for k, value in _variables(config, held, at, worker).items() if value is not None},
+                    env={name: value for name, value in variables.items() if value is not None},
                 )
             )
             seen[node_id] = seen.get(node_id, 0) + 1

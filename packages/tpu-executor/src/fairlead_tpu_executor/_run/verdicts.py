@@ -16,20 +16,6 @@ from .._accelerators.slices import SliceInfo
 from ..exceptions import SliceLostError
 from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, State
 
-__all__ = [
-    "HostError",
-    "Kind",
-    "NodeSilentError",
-    "STARTUP_FAILURES",
-    "Verdict",
-    "as_raised",
-    "handle_ray_error",
-    "judge",
-    "judge_one",
-    "make_preempted",
-    "process_died",
-]
-
 Kind = Literal["user", "infrastructure", "system"]
 _STATES: dict[Kind, State] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
 

@@ -14,8 +14,6 @@ from .._accelerators.slices import SliceInfo
 from .._ray_private import unwrap_remote
 from .environment import split_startup_variables
 
-__all__ = ["Class", "Function", "Work", "inspect_work", "take_options"]
-
 # The pool sets these, so a user's @ray.remote may not.
 _REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # These are taken over from a user's @ray.remote without a change.
