@@ -4,10 +4,7 @@
 The exceptions of a user's function are raised as they are.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ._accelerators.slices import SliceLack
+from ._accelerators.slices import SliceLack
 
 __all__ = [
     "HeadUnreachableError",
@@ -39,7 +36,7 @@ class InsufficientSlicesError(TpuExecutorError):
     """
 
     def __init__(
-        self, kind: str, wanted: tuple[int, ...], found: int, missing: tuple["SliceLack", ...], waited_s: float
+        self, kind: str, wanted: tuple[int, ...], found: int, missing: tuple[SliceLack, ...], waited_s: float
     ) -> None:
         super().__init__(kind, wanted, found, missing, waited_s)
         self.kind = kind

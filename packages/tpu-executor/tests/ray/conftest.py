@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: two pretend slices for all of them, and a record of calls."""
+"""The fixtures of the tests with Ray: two pretend slices for all of them, and a record of calls."""
 
 import os
 import time
@@ -11,13 +11,13 @@ import pytest
 
 from fairlead_tpu_executor.testing import PretendSlices
 
-# What a node may have left from another job.
+# Variables that another job may have left on a node.
 STALE = {"MEGASCALE_SLICE_ID": "77", "MEGASCALE_COORDINATOR_ADDRESS": "stale", "TPU_ZONE": "zone-of-node"}
 
 
 @pytest.fixture(scope="module")
 def slices() -> Iterator[PretendSlices]:
-    """slice-1 and slice-2, v4-16, whose worker 1 has started before worker 0. Tests leave these as they are."""
+    """Start slice-1 and slice-2, v4-16, worker 1 before worker 0. Tests do not change them."""
     with PretendSlices() as made:
         made.add_slice()
         made.add_slice(env=STALE)
@@ -26,7 +26,7 @@ def slices() -> Iterator[PretendSlices]:
 
 @pytest.fixture
 def spare(slices: PretendSlices, no_leaks: None) -> Iterator[Callable[..., str]]:
-    """Adds slices of another type, v5p-16, for a test to break; they are gone after it."""
+    """Return a function that adds slices of another type, v5p-16, for a test to break; they are removed after it."""
     before = set(slices.names())
 
     def add(**options: object) -> str:
@@ -38,13 +38,13 @@ def spare(slices: PretendSlices, no_leaks: None) -> Iterator[Callable[..., str]]
 
 
 class Record:
-    """Calls on hosts, written down where the test can read them. It travels to the hosts."""
+    """A record of the calls on hosts, in files that the test can read. It is sent to the hosts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, *what: object) -> int:
-        """Note a call, on a host; how many calls of this host came before."""
+        """Record a call on a host, and return how many earlier calls the host has recorded."""
         worker = f"{os.environ['TPU_SLICE_NAME']}.{os.environ['EXECUTOR_CALL_INDEX']}"
         before = len(list(self.folder.glob(f"{worker}-*")))
         text = " ".join(map(str, (os.getpid(), *what)))
@@ -54,7 +54,7 @@ class Record:
         return before
 
     def meet(self, *what: object) -> int:
-        """As `write`, and wait until the other host of the slice has noted as many calls."""
+        """Record a call like `write`, and wait until the other host of the slice has recorded as many."""
         before = self.write(*what)
         other = f"{os.environ['TPU_SLICE_NAME']}.{1 - int(os.environ['EXECUTOR_CALL_INDEX'])}"
         deadline = time.monotonic() + 60
@@ -63,11 +63,11 @@ class Record:
         return before
 
     def of(self, worker: str) -> list[str]:
-        """What was noted on a host, "slice-1.0", in order."""
+        """Return the records of a host, such as "slice-1.0", in order."""
         return [path.read_text() for path in sorted(self.folder.glob(f"{worker}-*"))]
 
     def counts(self) -> dict[str, int]:
-        """How many calls each host had."""
+        """Return the number of calls of each host."""
         workers = [path.name.rsplit("-", 2)[0] for path in self.folder.iterdir() if "draft" not in path.name]
         return {worker: workers.count(worker) for worker in sorted(set(workers))}
 

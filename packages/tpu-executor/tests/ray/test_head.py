@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's head (GCS) that does not answer: a typed error in time, no host taken to be lost, and nothing left behind."""
+"""Ray's head (GCS) does not answer: a typed error in time, no host counts as lost, and nothing is left behind."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 @pytest.fixture(scope="module")
 def stopped():
-    """Stops the head of a cluster with one slice, for as long as a `with` statement lasts."""
+    """Stop the head of a cluster with one slice, for the duration of a `with` statement."""
     with PretendSlices() as slices:
         slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
         yield Stopped(slices.head_pid)
@@ -40,7 +40,7 @@ class Stopped:
 
 
 def until(path):
-    """Run on a host until a file is there."""
+    """Run on a host until a file exists."""
     (path.parent / f"started-{os.getpid()}").touch()
     while not path.exists():
         time.sleep(0.05)
@@ -56,7 +56,7 @@ def pids(path):
 
 
 def in_background(function, *args):
-    """Call a function on a thread; returns a list that gets what it returns or raises, and when."""
+    """Call a function on a thread; return a list that receives its result or exception, with the time."""
     outcome = []
 
     def call():
@@ -71,7 +71,7 @@ def in_background(function, *args):
 
 
 def test_a_short_outage_is_survived(stopped, tmp_path):
-    """A run goes on, and no loss is counted; results that come during an outage are returned."""
+    """A run continues, and no loss is counted; results that arrive during an outage are returned."""
     with SlicePool("v4-8", head_timeout_s=20, max_retries_failure=0, max_retries_preemption=0) as pool:
         outcome = in_background(pool.run, until, tmp_path / "end")
         wait_until(lambda: len(started(tmp_path / "end")) == 1)
@@ -87,7 +87,7 @@ def test_a_short_outage_is_survived(stopped, tmp_path):
 
 
 def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog):
-    """A typed error, no loss; `close()` ends, says what is still held, and returns it when the head answers again."""
+    """The run raises a typed error; `close()` returns, names what it holds, and returns it when the head answers."""
     with assert_no_leaks(timeout_s=30):
         pool = SlicePool("v4-8", head_timeout_s=TIMEOUT_S).reserve()
         outcome = in_background(pool.run, until, tmp_path / "never")
@@ -103,14 +103,14 @@ def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog):
             assert not pool.close()
             assert time.monotonic() - began < 10
             assert "still holds slice-1 and their ports" in caplog.text
-            # What Ray can do without its head is done: the function was ended on its hosts.
+            # Ray has ended the function on its hosts, which it can do without its head.
             wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids(tmp_path / "never")), 20)
         assert pool.close()
         assert pool.slices == ()
 
 
 def test_a_long_outage_ends_a_call(stopped, tmp_path):
-    """A call of `device_remote` ends with the typed error, and so does one that has to reserve slices first."""
+    """A call of `device_remote` raises the typed error, and so does a run that has to reserve slices first."""
     config = TpuAcceleratorConfig("v4-8", head_timeout_s=TIMEOUT_S)
     with assert_no_leaks(timeout_s=30), device_remote(accelerator_config=config)(until) as function:
         outcome = in_background(function, tmp_path / "end")
@@ -123,8 +123,8 @@ def test_a_long_outage_ends_a_call(stopped, tmp_path):
         (tmp_path / "end").touch()
 
 
-def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
-    """Ray aborts a process whose request a head without its old state answers: none is made during an outage."""
+def test_no_request_to_a_silent_head(stopped, monkeypatch):
+    """No request is made during an outage: Ray aborts a process if a head without its old state answers."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     with pytest.raises(HeadUnreachableError):
         Head(0.1, probe=lambda _: False).call(pytest.fail, "asked")
@@ -132,8 +132,8 @@ def test_nothing_is_asked_of_a_silent_head(stopped, monkeypatch):
     assert Head(20, probe=lambda _: next(later)).call(lambda: "asked") == "asked"
 
 
-def test_what_comes_late_is_taken_back(stopped, monkeypatch):
-    """When the deadline is over before a request to the head is, what it did is undone as soon as it is."""
+def test_late_results_are_reversed(stopped, monkeypatch):
+    """A request that ends after its deadline is reversed as soon as it ends."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     come, undone = threading.Event(), []
     head = Head(0.1, probe=lambda _: answers)
@@ -141,7 +141,7 @@ def test_what_comes_late_is_taken_back(stopped, monkeypatch):
 
     def ask():
         nonlocal answers
-        answers = False  # the outage begins while the request is under way
+        answers = False  # the outage begins during the request
         assert come.wait(20)
         return "taken"
 
@@ -153,8 +153,8 @@ def test_what_comes_late_is_taken_back(stopped, monkeypatch):
     assert ray.is_initialized()
 
 
-def test_errors_of_the_function_are_not_the_head_s(stopped):
-    """What a function raised is raised as it is, also when the head is silent just then."""
+def test_errors_of_the_function_during_an_outage(stopped):
+    """The function's own exception is raised as it is, even if the head is silent at that time."""
 
     def fails():
         raise ray.exceptions.RayTaskError("f", "", ray.exceptions.GetTimeoutError("mine"))

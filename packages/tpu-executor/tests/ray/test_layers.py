@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: executor, decorators, managers, device_remote. Each is a thin layer over a pool."""
+"""The layers over a pool that users call: executor, decorators, managers, device_remote."""
 
 import os
 import re
@@ -41,8 +41,8 @@ def clashing(x, flatten, max_retries_failure="theirs"):
     return x, flatten, max_retries_failure
 
 
-def test_executor_with_names_like_ours(slices):
-    """A keyword that the function has a parameter for is the function's; the option is given on the configuration."""
+def test_executor_with_parameters_named_like_options(slices):
+    """A keyword that is a parameter of the function belongs to the function; the configuration sets the option."""
     run = RayExecutor.autoscale_execute(clashing, ONE, flatten="theirs", x=1)
     assert run.result == [(1, "theirs", "theirs")] * 2
     assert RayExecutor.execute_resumable(clashing, ONE, x=1, flatten=2, max_retries_failure=3) == [(1, 2, 3)] * 2
@@ -50,7 +50,7 @@ def test_executor_with_names_like_ours(slices):
 
 
 def test_decorators(slices):
-    """All arguments of a call are the function's, by position and by name; options are given to the decorator."""
+    """All arguments of a call belong to the function, by position and by name; the decorator takes the options."""
     assert execute_resumable(ONE, max_retries_failure=0)(clashing)(1, 2, max_retries_failure=3) == [(1, 2, 3)] * 2
     assert autoscale_execute_resumable(TWO, flatten=False)(place)() == [["0.0", "0.1"], ["1.0", "1.1"]]
     assert autoscale_execute(ONE)(ray.remote(place))().result == ["0.0", "0.1"]
@@ -67,7 +67,7 @@ def test_decorators(slices):
 
 
 def test_remote_manager(slices):
-    """Every call is in a fresh process on the same hosts, with the manager's variables, flat or not."""
+    """Every call runs in new processes on the same hosts, with the manager's variables, flat or nested."""
     env = {"BASE": "base", "BOTH": "base"}
     with TpuRemoteManager("v4-16", 2, base_env=env, runtime_env={"env_vars": {"BOTH": "env", "ENV": "env"}}) as manager:
 
@@ -86,7 +86,7 @@ def test_remote_manager(slices):
 
 
 class Scaler:
-    """For the tests of methods."""
+    """Has methods for the tests."""
 
     def __init__(self, factor, offset=0):
         self.factor, self.offset, self.calls = factor, offset, 0
@@ -103,7 +103,7 @@ class Scaler:
 
 
 def test_class_methods(slices):
-    """A method runs on an instance of its own each time, made on the host."""
+    """Each call of a method gets a new instance, which is made on the host."""
     with TpuRemoteManager("v4-16", max_retries_failure=0) as manager:
         call = ((2,), {"offset": 1}, "scale")
         assert manager.run_class_method(Scaler, *call, 10) == [(21, 1, False)] * 2
@@ -116,7 +116,7 @@ def test_class_methods(slices):
 
 
 def test_pool_manager(slices):
-    """A pool whose size changes; on each slice, on each host, nested and flat; drained it holds nothing."""
+    """The size of the pool changes; calls go to each slice or host, nested or flat; a drained pool holds nothing."""
     with SlicePoolManager("v4-16") as manager:
         manager.scale_multislice(2)
         manager.prepare_all_slices()
@@ -133,7 +133,7 @@ def test_pool_manager(slices):
 
 
 def test_device_function(slices):
-    """`.remote(...)` gives references at once, in order; calls on one host are in turn, each in a fresh process."""
+    """`.remote(...)` returns references at once, in order; calls on one host run one by one, each in a new process."""
 
     @device_remote(accelerator_config=TWO, flatten=False)
     def seen(x, flatten=None):
@@ -150,7 +150,7 @@ def test_device_function(slices):
 
 
 def test_device_function_called(slices):
-    """Called like a function it returns values, in order, and raises what the function raised."""
+    """A call returns values in order, and raises the function's exception."""
 
     @device_remote(accelerator_config=TWO)
     def seen(x):
@@ -165,7 +165,7 @@ def test_device_function_called(slices):
 
 
 def test_device_class_called(slices):
-    """Called like a class it makes the instances; their methods return values or references; closing gives all back."""
+    """A call makes the instances; their methods return values or references; closing them gives the slices back."""
     remote_scaler = device_remote(accelerator_config=TWO, flatten=False)(Scaler)
     scaler = remote_scaler(2, offset=1)
     assert scaler.scale(1) == [[(3, 1, False)] * 2] * 2
@@ -176,14 +176,14 @@ def test_device_class_called(slices):
     scaler.close()
     assert remote_scaler.pool.slices == ()
     scaler.close()
-    # Closing the old ones again does not end what has been made since.
+    # Closing the old instances again does not end the new ones.
     with remote_scaler(3) as again:
         scaler.close()
         assert again.scale(1) == [[(3, 1, False)] * 2] * 2
 
 
 def test_device_function_fails(slices):
-    """Errors are Ray's, as of any task; closing ends what still runs."""
+    """The errors are Ray's, as for any task; closing ends the calls that still run."""
 
     @device_remote(accelerator_config=ONE)
     def ends(seconds):
@@ -199,9 +199,9 @@ def test_device_function_fails(slices):
 
 
 def test_device_class(slices):
-    """One instance on each host keeps its state until it is closed; new ones start from nothing, in new processes."""
+    """One instance on each host keeps its state until it is closed; new instances start again in new processes."""
     remote_scaler = device_remote(accelerator_config=ONE)(Scaler)
-    assert remote_scaler.__doc__ == "For the tests of methods."
+    assert remote_scaler.__doc__ == "Has methods for the tests."
     with remote_scaler:
         scaler = remote_scaler.remote(2, offset=1)
         assert [ray.get(scaler.scale.remote(x)) for x in (1, 2)] == [[(3, 1, False)] * 2, [(5, 2, False)] * 2]
@@ -221,14 +221,14 @@ def test_device_class(slices):
 
 
 def test_device_class_with_concurrency(slices):
-    """The `max_concurrency` of `@ray.remote` is kept: one method waits for another; the instance is made once."""
+    """The `max_concurrency` of `@ray.remote` is kept: a method can wait for another; the instance is made once."""
 
     @ray.remote(max_concurrency=2)
     class Meeting:
         made = 0
 
         def __init__(self):
-            time.sleep(0.5)  # both first calls are there before it is made
+            time.sleep(0.5)  # both first calls arrive before the instance is made
             Meeting.made += 1
             self.arrived = threading.Event()
 
@@ -246,7 +246,7 @@ def test_device_class_with_concurrency(slices):
 
 
 def test_device_class_that_cannot_be_made(slices):
-    """What its constructor raises reaches the caller of a method, with its type."""
+    """An exception of the constructor reaches the caller of a method, with its type."""
 
     class Broken:
         def __init__(self):
@@ -261,7 +261,7 @@ def test_device_class_that_cannot_be_made(slices):
 
 
 def test_a_port_that_is_taken(slices):
-    """The coordinator's port is held while it is needed; if somebody has it, the error says who."""
+    """The coordinator's port is held while it is needed; if a process has it already, the error names the process."""
     code = "import socket as s, time; x = s.create_server(('', 8123)); print('x', flush=True); time.sleep(99)"
     stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
@@ -275,7 +275,7 @@ def test_a_port_that_is_taken(slices):
 
 
 def test_cpu_hosts(slices):
-    """The same on hosts with CPUs only: workers in order, together or not at all."""
+    """On hosts with CPUs only, the workers are placed in order, together or not at all."""
     config = CpuAcceleratorConfig(core_count=2, worker_count=3)
     assert RayExecutor.execute(place, config).result == ["0.0", "0.1", "0.2"]
     seen = RayExecutor.execute(lambda: sorted(name for name in os.environ if name.startswith("MEGASCALE")), config)
@@ -283,7 +283,7 @@ def test_cpu_hosts(slices):
 
 
 def test_large_arguments_are_stored_once(slices):
-    """An argument travels by the object store, once for all hosts and attempts."""
+    """An argument is put into the object store once for all hosts and attempts."""
     value = np.ones(1_000_000)
     assert RayExecutor.autoscale_execute(lambda x: float(x.sum()), TWO, x=value).result == [1e6] * 4
 
@@ -297,7 +297,7 @@ def test_references(slices):
 
 
 def test_status(slices):
-    """`python -m fairlead_tpu_executor status` shows the slices, whether they are whole, and who uses them."""
+    """`python -m fairlead_tpu_executor status` shows the slices, whether they are whole, and their users."""
     env = {**os.environ, "COLUMNS": "150"}
     command = [sys.executable, "-m", "fairlead_tpu_executor", "status", "--address"]
     with SlicePool("v4-16"):

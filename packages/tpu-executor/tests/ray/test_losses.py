@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that die under runs, slices that are never whole, and who is not to be harmed."""
+"""Runs lose hosts, slices stay incomplete, and other processes are not harmed."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ KIND = "v5p-16"
 
 
 class Run(threading.Thread):
-    """A call in a thread of its own."""
+    """A call on its own thread."""
 
     def __init__(self, function, *args, **kwargs):
         super().__init__(daemon=True)
@@ -53,7 +53,7 @@ class Run(threading.Thread):
 
 
 def until_killed(record, name):
-    """Runs on and on in the slice that is to be lost, and ends at once in any other."""
+    """Run for ten minutes in the slice that the test kills, and return at once in any other."""
     record.write()
     if os.environ["TPU_SLICE_NAME"] == name:
         time.sleep(600)
@@ -65,7 +65,7 @@ def gone(pid):
 
 
 def test_a_host_dies(slices, spare, record):
-    """It is a preemption: the siblings are cancelled, the slice is replaced by new capacity, the run succeeds.
+    """A dead host is a preemption: other calls are cancelled, new capacity replaces the slice, and the run succeeds.
 
     The replacement comes after the scale timeout, which is for the first slices only.
     """
@@ -88,7 +88,7 @@ def test_a_host_dies(slices, spare, record):
 
 
 def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
-    """A host whose processes end first, and that is gone seconds later, is preempted: it uses no budget of failures.
+    """A host whose processes end seconds before the host is gone is preempted, and uses no budget of failures.
 
     The pool sees that the host is silent before Ray says that it is dead, and does not run there again.
     """
@@ -115,7 +115,7 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
 
 
 def test_no_budget_for_losses(slices, spare, record):
-    """With none the first loss is the last, and the error says so."""
+    """Without a budget for preemptions the first loss ends the run, and the error says so."""
     lost = spare()
     with SlicePool(KIND, max_retries_preemption=0) as pool:
         run = Run(pool.run, lambda: until_killed(record, lost))
@@ -130,7 +130,7 @@ def test_no_budget_for_losses(slices, spare, record):
 
 
 def test_collateral_errors(slices, spare, record):
-    """A host that raises because another one died is no failure of the function."""
+    """An error that the death of another host caused is not a failure of the function."""
     lost = spare()
 
     def work():
@@ -151,7 +151,7 @@ def test_collateral_errors(slices, spare, record):
 
 
 def test_exactly_the_lost_slice_is_replaced(slices, spare):
-    """Two slices, one of which loses a host between two runs: the other one keeps its placement group and its place."""
+    """When one of two slices is lost between two runs, the other keeps its placement group and its number."""
     names = [spare(), spare()]
     with SlicePool(KIND, 2) as pool:
         assert [one.slice_name for one in pool.slices] == names
@@ -164,7 +164,7 @@ def test_exactly_the_lost_slice_is_replaced(slices, spare):
 
 
 def test_a_preemption_notice(slices, spare, record):
-    """What fails on a host that is being drained is a preemption, and the slice is not used again."""
+    """A failure on a draining host is a preemption, and the slice is not used again."""
     lost = spare()
     node_id = slices.node_id(lost, 1)
 
@@ -187,8 +187,8 @@ def test_a_preemption_notice(slices, spare, record):
         assert run.answer() == [new, new]
 
 
-def test_never_on_a_part(slices, spare):
-    """A slice with a host missing, without worker 0, or of hosts of two types is never used; the error says why."""
+def test_incomplete_slices_are_never_used(slices, spare):
+    """A slice that lacks a host, lacks worker 0, or has hosts of two types is never used; the error says why."""
     spare(name="no-worker-0", workers=(1,))
     spare(name="no-worker-1", workers=(0,))
     spare(name="two-types", workers=(0,))
@@ -204,8 +204,8 @@ def test_never_on_a_part(slices, spare):
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v5p-32", scale_timeout_s=0.5))
 
 
-def test_capacity_that_comes(slices, spare):
-    """A slice that becomes whole while it is waited for is used."""
+def test_capacity_that_arrives_late(slices, spare):
+    """A slice that becomes whole during the wait is used."""
     name = spare(workers=(1,))
     run = Run(RayExecutor.execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND))
     time.sleep(1)
@@ -213,8 +213,8 @@ def test_capacity_that_comes(slices, spare):
     assert run.answer().result == [name, name]
 
 
-def test_an_autoscaler_is_told(slices, monkeypatch):
-    """While slices are missing an autoscaler is shown what: whole ones, by type. Afterwards nothing is left of it."""
+def test_request_to_an_autoscaler(slices, monkeypatch):
+    """The pool requests missing slices from an autoscaler, whole ones by type, and removes the requests afterwards."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
     monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
     run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=2))
@@ -233,7 +233,7 @@ def test_an_autoscaler_is_told(slices, monkeypatch):
 
 
 def test_interrupted(slices, record):
-    """Ctrl-C in a run ends it everywhere, and gives everything back before it reaches the caller."""
+    """Ctrl-C ends a run on every host, and everything is given back before the caller sees the interrupt."""
     script = f"""
         import ray, sys, time, os
         from pathlib import Path
@@ -268,15 +268,15 @@ HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); {how}; print('held
 
 
 @pytest.mark.parametrize("how", ["fcntl.flock(f, fcntl.LOCK_EX)", "fcntl.lockf(f, fcntl.LOCK_EX)", "pass"])
-def test_somebody_else_s_lock(slices, tmp_path, how):
-    """A lock file that a living process has locked, or only open, stays, and so does the process; a dead one's goes."""
+def test_lock_of_another_process(slices, tmp_path, how):
+    """A lock file that a living process has locked or opened stays, as does the process; a stale file is removed."""
     path = tmp_path / "lock"
     path.touch()
     stranger = subprocess.Popen([sys.executable, "-c", HOLD.format(how=how), str(path)], stdout=subprocess.PIPE)
     try:
         assert stranger.stdout.readline() == b"held\n"
         with SlicePool("v4-16", lock_files=[str(path)]) as pool:
-            # One host only: here they share their files, and would find each other looking.
+            # One host only: on this machine hosts share their files, and would find each other inspecting them.
             assert pool.run_on_first_hosts(path.exists) == [True]
             assert stranger.poll() is None
             stranger.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on whole slices that stay well: where, in which order, with which variables, and how often."""
+"""Runs on healthy slices: on which hosts, in which order, with which variables, and how often."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def groups(pool):
 
 
 def test_one_slice(slices):
-    """One call on each host, in the order of the worker ids, though the hosts have started in the other order."""
+    """Each host is called once, in the order of the worker ids, although the hosts started in the other order."""
     status = RayExecutor.execute(where, ONE)
     assert isinstance(status, JobSucceeded)
     assert [node_id for node_id, _ in status.result] == [slices.node_id("slice-1", worker) for worker in (0, 1)]
@@ -59,7 +59,7 @@ def test_one_slice(slices):
 
 
 def test_two_slices(slices):
-    """Slice by slice, flat or nested; every host knows the coordinators; stale variables of a node are overridden."""
+    """Results come slice by slice, flat or nested; every host has the coordinators; stale variables are overridden."""
     config = TpuAcceleratorConfig("v4-16", 2, scale_timeout_s=30)
     nested = RayExecutor.autoscale_execute(variables, config, flatten=False).result
     assert [len(of_slice) for of_slice in nested] == [2, 2]
@@ -86,9 +86,9 @@ def test_two_slices(slices):
 
 
 def test_environment_of_one_slice(slices):
-    """What the node provides < the user's < ours; no key of a runtime_env becomes a variable; TPU_NAME is the node's.
+    """Our variables override the user's, and these the node's, but for TPU_NAME; runtime_env keys are not variables.
 
-    The second slice, whose nodes have stale variables of several slices: with one slice there are none.
+    The nodes of the second slice have stale variables of several slices, which are removed with one slice.
     """
     env = {"MINE": "1", "TPU_TOPOLOGY": "of-the-user", "TPU_ZONE": "of-the-user", "EXECUTOR_CALL_INDEX": "9"}
     config = {"config": {"setup_timeout_seconds": 60}, "env_vars": env}
@@ -104,7 +104,7 @@ def test_environment_of_one_slice(slices):
 
 
 def test_environment_comes_first(slices, tmp_path, monkeypatch):
-    """The variables are there before anything of the user's is imported, to unpickle function or arguments too."""
+    """The variables are set before any of the user's modules is imported, also to unpickle functions or arguments."""
     (tmp_path / "reads_early.py").write_text(
         "import os\nSEEN = os.environ.get('EXECUTOR_CALL_INDEX')\n"
         "class Argument: pass\ndef seen(argument): return SEEN\n"
@@ -117,7 +117,7 @@ def test_environment_comes_first(slices, tmp_path, monkeypatch):
 
 
 def test_a_failure_is_repeated(slices, record):
-    """A function that fails once on one host is repeated on the same hosts; the slice is not given back between."""
+    """A function that fails once on one host is repeated on the same hosts; the slice stays reserved in between."""
 
     def once():
         place = ray.get_runtime_context().get_node_id(), os.environ["EXECUTOR_COORDINATOR_ADDRESS"]
@@ -138,7 +138,7 @@ def test_a_failure_is_repeated(slices, record):
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_always_failing(slices, record, retries):
-    """n retries are exactly n + 1 calls on each host, and then the function's own exception; its words mean nothing."""
+    """n retries are exactly n + 1 calls on each host; then the function's exception is raised, whatever its text."""
 
     class Mine(Exception):
         def __init__(self, code, text):
@@ -158,7 +158,7 @@ def test_always_failing(slices, record, retries):
 
 
 def test_a_process_that_dies(slices, record):
-    """A crash on a host that lives is the function's: siblings are cancelled, and the budget of failures ends it."""
+    """A crash on a live host is the function's failure: other calls are cancelled, and the budget limits retries."""
 
     def crashes():
         record.meet()
@@ -178,7 +178,7 @@ def test_a_process_that_dies(slices, record):
 
 
 def test_once(slices):
-    """`execute` tells what became of one attempt as a value."""
+    """`execute` returns the outcome of one attempt as a value."""
 
     def fails():
         raise KeyError("x")
@@ -189,7 +189,7 @@ def test_once(slices):
 
 
 def test_sizes(slices):
-    """Of the allowed numbers the largest that can be had when the wait is over; else an error that says what lacks."""
+    """After the wait the largest available number is used; without an allowed number the error says what is missing."""
     sizes = TpuAcceleratorConfig("v4-16", [1, 2], scale_timeout_s=1)
     assert len(RayExecutor.autoscale_execute(where, sizes).result) == 4
     with SlicePool("v4-16") as other:
@@ -202,13 +202,13 @@ def test_sizes(slices):
         assert 1 <= time.monotonic() - began < 20
         assert (caught.value.wanted, caught.value.found, caught.value.waited_s >= 1) == ((3,), 1, True)
         assert [str(lack) for lack in caught.value.missing] == ["slice-1: somebody else uses worker 0, 1"]
-        # Nothing of the attempt is held: the other slice can be had at once.
+        # The attempt holds nothing: the other slice is available at once.
         with SlicePool("v4-16", scale_timeout_s=0) as rest:
             assert [one.slice_name for one in rest.slices] == ["slice-2"]
 
 
 def test_grows_back(slices):
-    """A pool that had to do with less takes more when it can."""
+    """A pool that started with fewer slices takes more when they are free."""
     with SlicePool("v4-16") as other, SlicePool("v4-16", [1, 2], scale_timeout_s=0) as pool:
         assert len(pool.slices) == 1
         other.close()
@@ -217,7 +217,7 @@ def test_grows_back(slices):
 
 
 def test_bad_configuration(slices, record):
-    """What cannot be run is refused at once, by type, with nothing reserved and nothing called."""
+    """A function that cannot be run is refused at once, by type; nothing is reserved and nothing is called."""
     lock = threading.Lock()
 
     def fine():
@@ -231,7 +231,7 @@ def test_bad_configuration(slices, record):
 
     held = SlicePool("v4-16", 2)
     with held, pytest.raises(TypeError, match="serialize"):
-        # All slices are taken: whoever looks at the function only later waits for them.
+        # All slices are taken, so a check of the function that comes too late would wait for them.
         RayExecutor.execute_resumable(unpicklable, ONE)
     with pytest.raises(ValueError, match="one slice"):
         RayExecutor.execute(fine, TpuAcceleratorConfig("v4-16", 2))
@@ -244,7 +244,7 @@ def test_bad_configuration(slices, record):
 
 
 def test_two_runs_in_one_pool(slices):
-    """The slices are the same, the processes are not."""
+    """Two runs use the same slices and different processes."""
     with SlicePool("v4-16", 2) as pool:
         before, first, second = groups(pool), pool.run(where), pool.run(where)
         assert groups(pool) == before
@@ -254,34 +254,34 @@ def test_two_runs_in_one_pool(slices):
 
 
 def test_never_an_old_process(slices):
-    """A process in which another task ran is not used, be it of the same job and idle on the host."""
+    """A process in which another task ran is not used, even if it belongs to the same job and is idle on the host."""
     task = ray.remote(num_cpus=1, label_selector={"ray.io/node-id": slices.node_id("slice-1", 0)})(lambda: os.getpid())
     with SlicePool("v4-16", cpu_count=1) as pool:
         for _ in range(3):
             old = ray.get(task.remote())
-            assert ray.get(task.remote()) == old  # it is idle again, and the next task gets it
+            assert ray.get(task.remote()) == old  # the process is idle again, and the next task gets it
             assert pool.run(where)[0][1] != old
 
 
 def test_large_results(slices):
-    """10 MB from every host."""
+    """Every host returns 10 MB."""
     results = RayExecutor.execute(lambda: np.full(10_000_000 // 8, int(os.environ["TPU_HOST_ID"]), dtype=np.int64), ONE)
     assert [(one.nbytes, one[0]) for one in results.result] == [(10_000_000, 0), (10_000_000, 1)]
 
 
-def test_given_back(slices):
-    """However a pool ends, what it held is free: the fixture compares resources, groups, actors and ports."""
+def test_everything_is_given_back(slices):
+    """However a pool ends, everything is free again: the fixture compares resources, groups, actors and ports."""
     pool = SlicePool("v4-16", 2).reserve()
     assert pool.close()
     assert pool.close()
     assert pool.slices == ()
     with pytest.raises(ZeroDivisionError), SlicePool("v4-16", 2):
         raise ZeroDivisionError
-    SlicePool("v4-16").reserve()  # forgotten: the finalizer gives it back
+    SlicePool("v4-16").reserve()  # never closed: the finalizer gives it back
 
 
 def test_a_second_run_queues(slices, record):
-    """Two runs in one pool are one after the other; one that does not want to queue is told what runs."""
+    """Two runs in one pool run one after the other; without queueing, an error names the current run."""
 
     def slow(name):
         record.write(name, "begins")
@@ -309,7 +309,7 @@ def test_a_second_run_queues(slices, record):
 
 
 def test_a_slot_that_is_taken(slices):
-    """While somebody has the pool's slots a run is refused at once, instead of waiting for ever."""
+    """While the pool's slots are claimed, a run is refused at once instead of waiting forever."""
     with SlicePool("v4-16") as pool:
         claim = claim_slots(pool.slots(), "a group")
         with pytest.raises(ResourceInsufficientError, match="'a group' is there"):
@@ -318,7 +318,7 @@ def test_a_slot_that_is_taken(slices):
         assert len(pool.run(where)) == 2
 
 
-def test_closed_meanwhile(slices, record):
+def test_closing_ends_a_run(slices, record):
     """Closing a pool ends the run in it; it does not reserve again."""
 
     def forever():
@@ -345,8 +345,8 @@ def test_closed_meanwhile(slices, record):
     assert pool.slices == ()
 
 
-def test_closed_while_it_waits(slices):
-    """Closing a pool ends the wait for slices, however long it may be."""
+def test_closing_ends_a_wait(slices):
+    """Closing a pool ends a wait for slices, however long the timeout is."""
     pool = SlicePool("v4-16", 3, scale_timeout_s=600)
     raised = []
 
@@ -365,8 +365,8 @@ def test_closed_while_it_waits(slices):
     assert not isinstance(raised[0], InsufficientSlicesError)
 
 
-def test_closed_beside_an_agent_that_hangs(slices, monkeypatch):
-    """A host that does not answer keeps no pool from giving its slices back (seam: how long it is waited for)."""
+def test_closing_with_an_agent_that_hangs(slices, monkeypatch):
+    """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
     monkeypatch.setattr(ports, "_RELEASE_S", 1.0)
     agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
@@ -382,8 +382,8 @@ def test_closed_beside_an_agent_that_hangs(slices, monkeypatch):
         time.sleep(0.05)
 
 
-def test_the_others_are_ended_with_one_request_a_node(slices):
-    """When a worker fails each node is asked once whether the others are gone, however many it has."""
+def test_one_request_per_node_ends_the_others(slices):
+    """After a worker fails, each node gets one request to wait for the others, however many it has."""
 
     def fail():
         if os.environ["EXECUTOR_CALL_INDEX"] == "0":
@@ -401,7 +401,7 @@ def test_the_others_are_ended_with_one_request_a_node(slices):
 
 
 def test_a_quarantined_host_without_tpus(slices):
-    """Workers without TPUs go to other hosts: they need not be on any in particular."""
+    """Workers without TPUs move to other hosts, because they do not need particular ones."""
     with SlicePool(CpuAcceleratorConfig(scale_timeout_s=1)) as pool:
         first = pool.slots()[0].node_id
         pool._reservation.quarantine([first])
@@ -409,7 +409,7 @@ def test_a_quarantined_host_without_tpus(slices):
 
 
 def test_arguments(slices):
-    """References arrive as values, in place and by name, as with Ray; what is inside of values stays as it is."""
+    """References arrive as values, by position and by name, as with Ray; references inside values stay references."""
 
     def shown(a, b, *, c):
         return a, type(b[0]).__name__, c
@@ -420,7 +420,7 @@ def test_arguments(slices):
 
 
 def test_options_of_ray_remote(slices):
-    """A function's own @ray.remote is kept: its variables are below the configuration's, its CPUs are what it gets."""
+    """The options of a function's @ray.remote are kept: its CPUs, and its variables below the configuration's."""
 
     def seen():
         return os.environ["A"], os.environ["B"], ray.get_runtime_context().get_assigned_resources()["CPU"]
@@ -431,7 +431,7 @@ def test_options_of_ray_remote(slices):
 
 
 def test_hosts_need_only_ray(slices, tmp_path):
-    """What is sent to a host unpickles where nothing of Fairlead is installed."""
+    """The code that is sent to a host can be unpickled where nothing of Fairlead is installed."""
     sent = (_host.call, _host.call_raw, _host.HostActor, _host.wait_for_end, _host.describe_port, _host.call_method)
     (tmp_path / "sent").write_bytes(ray.cloudpickle.dumps(sent))
     code = """if True:
@@ -446,7 +446,7 @@ def test_hosts_need_only_ray(slices, tmp_path):
 
 
 def test_quarantine(slices, record):
-    """A host whose accelerators do not start is infrastructure: the run goes on, on another slice."""
+    """A host whose accelerators do not start is an infrastructure failure: the run continues on another slice."""
 
     def starts():
         record.write()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for what a test brings about."""
+"""A wait for a condition."""
 
 import time
 
 
 def wait_until(holds, timeout_s=60.0):
-    """Until something holds; a test that waits longer fails."""
+    """Wait until a condition holds; a test that waits longer fails."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline

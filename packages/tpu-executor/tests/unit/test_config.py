@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations are checked once, and say what was meant."""
+"""Configurations are checked when they are made, and suggest the right option."""
 
 import pickle
 from dataclasses import FrozenInstanceError
@@ -36,7 +36,7 @@ from fairlead_tpu_executor._run.work import inspect_work, take_options
     ],
 )
 def test_wrong_types(config, options, said):
-    """A keyword that does not exist names the one that does; a value of a wrong type is a TypeError."""
+    """An unknown keyword is a TypeError that suggests the right one; a value of a wrong type is a TypeError."""
     with pytest.raises(TypeError, match=said):
         config(**options)
 
@@ -65,7 +65,7 @@ def test_wrong_types(config, options, said):
     ],
 )
 def test_wrong_values(config, options, said):
-    """What cannot be is a ValueError, before anything is asked of Ray."""
+    """An impossible value is a ValueError, before any request to Ray."""
     with pytest.raises(ValueError, match=said):
         config(**options)
 
@@ -84,7 +84,7 @@ def test_values():
 
 
 def test_bundles():
-    """All chips of a host and, on worker 0, the slice's lock."""
+    """A bundle holds all chips of a host and, on worker 0, the lock of the slice."""
     config = TpuAcceleratorConfig("v4-16", resources={"memory": 5.0})
     assert config.bundle(config.nominal(), 0) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0, "TPU-v4-16-head": 1.0}
     assert config.bundle(config.nominal(), 1) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0}
@@ -94,7 +94,7 @@ def test_bundles():
 
 
 def test_pool_takes_either():
-    """A pool is made from a type or from a configuration, not from both; making one asks nothing of Ray."""
+    """A pool is made from a type or from a configuration, not from both, without a request to Ray."""
     assert SlicePool("v4-16", [1, 2], cpu_count=1).config == TpuAcceleratorConfig("v4-16", [1, 2], cpu_count=1)
     config = CpuAcceleratorConfig(2)
     assert SlicePool(config, grace_s=1.0).config.grace_s == 1.0
@@ -105,8 +105,8 @@ def test_pool_takes_either():
         SlicePool(config).scale(2)
 
 
-def test_what_is_not_a_function():
-    """What cannot be run, or returns what cannot travel, is refused by its kind."""
+def test_targets_that_cannot_run():
+    """A target that cannot be run, or whose result cannot be sent, is refused by its kind."""
 
     async def coroutine():
         pass
@@ -121,8 +121,8 @@ def test_what_is_not_a_function():
         inspect_work(print, of_class=True)
 
 
-def test_a_name_that_only_one_can_have():
-    """An actor's name is its own, so a class of which every host has an instance has none; a task's may be shared."""
+def test_names_of_actors():
+    """Actors cannot share a name, so a class with an instance on every host has none; tasks can share one."""
 
     def named():
         pass
@@ -135,8 +135,8 @@ def test_a_name_that_only_one_can_have():
     assert inspect_work(ray.remote(name="all")(named)).options["name"] == "all"
 
 
-def test_whose_keyword():
-    """A keyword is the function's if it has a parameter of that name; what was not given is nobody's."""
+def test_keywords_of_the_function():
+    """A keyword belongs to the function if it is one of its parameters; an option that was not given is left out."""
 
     def theirs(flatten, x):
         pass

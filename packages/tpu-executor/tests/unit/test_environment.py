@@ -29,7 +29,7 @@ def environment(config, count, at=0, worker=0, megascale=None):
 
 
 def test_one_slice():
-    """No variable of several slices is there; stale ones are taken away."""
+    """With one slice no variable of several slices is set; stale ones are removed."""
     assert environment(TpuAcceleratorConfig("v4-16"), 1, worker=1) == {
         "EXECUTOR_CALL_INDEX": "1",
         "EXECUTOR_CALL_SLICE": "0",
@@ -47,7 +47,7 @@ def test_one_slice():
 
 
 def test_two_slices():
-    """Each host knows all slices' coordinator and its own slice's."""
+    """Each host has the coordinator of all slices and that of its own slice."""
     found = environment(TpuAcceleratorConfig("v4-16", 2), 2, at=1, megascale="10.0.0.1:8081")
     assert {name: found[name] for name in MEGASCALE} == {
         "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1:8081",
@@ -78,7 +78,7 @@ def test_addresses_of_ipv6():
 
 
 def test_layers():
-    """Ours override the user's, which are there besides; TPU_NAME is not ours."""
+    """Our variables override the user's; the user's others stay; TPU_NAME is not ours."""
     config = TpuAcceleratorConfig("v4-16").with_environment_variables(
         {"MINE": "1", "EXECUTOR_CALL_INDEX": "9", "MEGASCALE_PORT": "9"}, OTHER="2"
     )
@@ -89,7 +89,7 @@ def test_layers():
 
 
 def test_other_hosts():
-    """Hosts without TPUs get nothing of TPUs."""
+    """Hosts without TPUs get no TPU variables."""
     found = environment(CpuAcceleratorConfig(1), 1)
     assert sorted(found) == [
         "EXECUTOR_CALL_INDEX",
@@ -102,14 +102,14 @@ def test_other_hosts():
     ]
 
 
-def test_variables_of_the_loader():
-    """What only a new process takes note of is not set in a running one."""
+def test_startup_variables():
+    """Variables that take effect only in a new process are not set in a running one."""
     config = TpuAcceleratorConfig("v4-16", execution_env={"env_vars": {"LD_PRELOAD": "x", "PYTHONPATH": "y", "A": "z"}})
     assert {"LD_PRELOAD", "PYTHONPATH"}.isdisjoint(environment(config, 1))
 
 
 def test_megascale_port():
-    """The configuration's, else COORD_PORT of the user's variables, else of the driver, else 8081."""
+    """The port is the configuration's, else COORD_PORT of the user's variables, else of the driver, else 8081."""
     config = TpuAcceleratorConfig("v4-16", 2)
     user = config.with_environment_variables(COORD_PORT="9001")
     assert megascale_port(config, {}) == 8081
@@ -122,7 +122,7 @@ def test_megascale_port():
 
 
 def test_jax_outside_of_a_run(monkeypatch):
-    """`initialize_jax` says which variables are missing, and whether jax is."""
+    """The error of `initialize_jax` names the missing variables, or says that jax is missing."""
     with pytest.raises(JaxUnavailableError, match="this process lacks EXECUTOR_JOB_COORDINATOR_ADDRESS"):
         initialize_jax()
     for name in ("EXECUTOR_JOB_COORDINATOR_ADDRESS", "EXECUTOR_PROCESS_COUNT", "EXECUTOR_PROCESS_INDEX"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors travel between processes with their message, which says what was asked, what was found, and what to do."""
+"""Errors can be pickled; their messages say what was requested, what was found, and what to do."""
 
 import pickle
 
@@ -35,7 +35,7 @@ def test_pickle(error):
 
 
 def test_messages():
-    """What each of them says."""
+    """The messages of the errors."""
     assert str(ERRORS[1]) == (
         "1 or 2 whole slice(s) of v4-16 were requested, and 0 were free after 3.1 s. The others:\n"
         "  a: 1 of 2 hosts, worker 1 is missing\n"

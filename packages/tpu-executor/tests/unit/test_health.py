@@ -8,7 +8,7 @@ from fairlead_tpu_executor._health import Head
 
 
 def test_probes():
-    """The deadline counts from the first probe without an answer; an answer, or a long gap, starts it again."""
+    """The deadline counts from the first probe without an answer; an answer or a long gap resets it."""
     now, answers = [0.0], [True]
     head = Head(5.0, probe=lambda _: answers[0], clock=lambda: now[0])
     for now[0] in (1.0, 2.0):

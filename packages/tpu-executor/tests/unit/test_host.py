@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host does before it runs anything, without Ray."""
+"""The preparations of a host before it runs work, without Ray."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, 
 
 
 def test_lock_files_that_stay(tmp_path, monkeypatch):
-    """What is not there, is no plain file, or cannot be opened is left alone, with a word about it."""
+    """Paths that do not exist, are not regular files, or cannot be opened are left alone, with a message."""
     assert clear_lock_file(str(tmp_path / "nothing")) == ""
     assert "not a regular file" in clear_lock_file(str(tmp_path))
     link = tmp_path / "link"
@@ -26,8 +26,8 @@ def test_lock_files_that_stay(tmp_path, monkeypatch):
     assert "belongs to somebody else" in clear_lock_file(str(tmp_path / "target"))
 
 
-def test_a_dead_one_s_lock_file(tmp_path):
-    """A file that nothing alive holds is removed."""
+def test_stale_lock_file(tmp_path):
+    """A file that no living process holds is removed."""
     path = tmp_path / "lock"
     path.touch()
     assert clear_lock_file(str(path)) == ""
@@ -44,7 +44,7 @@ HOLD = """if True:
 
 
 def test_one_process_at_a_time():
-    """A host is held from a process's first line until the kernel has ended it, however it ends."""
+    """A process holds its host from its first line until the kernel has ended it, however it ends."""
     name = uuid.uuid4().hex
     assert wait_for_end([name], 0.1)
     process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE)

@@ -30,7 +30,7 @@ TWO = TpuAcceleratorConfig("v4-16", 2)
 
 
 def code_lines(thing):
-    """Lines with code: no blank ones, comments or docstrings."""
+    """Return the number of lines with code, without blank lines, comments and docstrings."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
     lines = set()
     for node in ast.walk(tree):
@@ -59,7 +59,7 @@ def test_layers_are_thin(layer):
 
 
 def test_decorators_are_strict():
-    """A wrong number of slices or an option that does not exist is refused where the decorator stands."""
+    """A decorator refuses a wrong number of slices, or an unknown option, when it is applied."""
     with pytest.raises(ValueError, match="one slice"):
         execute(TWO)
     with pytest.raises(ValueError, match="pod_count is 2, and execute runs on one slice"):

@@ -39,7 +39,7 @@ class Clock:
 
 
 def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after_s=math.inf):
-    """Attempts that end as said, "." being a success; (the result or error, attempts, clock)."""
+    """Run attempts with these outcomes, "." for a success; return (the result or error, attempts, clock)."""
     clock, seen = Clock(), []
     error = {"f": ValueError("mine"), "e": OSError("Ray's"), "p": SliceLostError(("other",), "lost")}
 
@@ -62,7 +62,7 @@ def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after
 
 @given(st.text("fep", max_size=12), st.integers(0, 5), st.integers(0, 5))
 def test_budgets(outcomes, failures, preemptions):
-    """n retries mean n + 1 attempts; each kind has a budget of its own; no attempt is made after a budget is spent."""
+    """n retries mean n + 1 attempts; each kind has its own budget; no attempt follows after a budget is spent."""
     came, seen, clock = play(outcomes + ".", failures, preemptions)
     spent = {"failure": 0, "preemption": 0}
     expected = len(outcomes) + 1
@@ -84,8 +84,8 @@ def test_budgets(outcomes, failures, preemptions):
         assert f"attempted {expected} time(s): {failures + 1} failed" in came.__notes__[-1]
 
 
-def test_what_an_attempt_raises_is_not_repeated():
-    """Too few slices, a bad configuration, an interrupt: no budget is used for them."""
+def test_exceptions_of_an_attempt_end_the_retries():
+    """Exceptions of an attempt, such as too few slices or an interrupt, use no budget."""
 
     def attempt(number):
         assert number == 1
@@ -99,7 +99,7 @@ def test_what_an_attempt_raises_is_not_repeated():
 
 @given(st.integers(1, 2_000), st.integers(0, 2**32))
 def test_backoff(repeats, seed):
-    """Waits double up to the cap, each between half and all of its size; never overflowing, however many there are."""
+    """Waits double up to the cap, each between half and all of its size, and never overflow."""
     backoff = Backoff(base_s=0.5, cap_s=60.0, rng=random.Random(seed))
     for number in range(repeats):
         most = min(60.0, 0.5 * 2.0 ** min(number, 40))
@@ -107,18 +107,18 @@ def test_backoff(repeats, seed):
 
 
 def test_backoff_starts_over():
-    """A run that lasted a while was no attempt that fails at once: the next wait is a short one."""
+    """After an attempt that ran for a while the next wait is short again."""
     *_, clock = play("fffff.", 10, 0, runs_s=1.0)
     assert clock.slept[-1] > 8 * clock.slept[0] / 2
     *_, clock = play("fffff.", 10, 0, runs_s=1000.0)
     assert max(clock.slept) <= 0.2
-    # Waiting for slices is not running.
+    # The time of waiting for slices does not count as running.
     *_, clock = play("fffff.", 10, 0, runs_s=1.0, waits_s=1000.0)
     assert clock.slept[-1] > 8 * clock.slept[0] / 2
 
 
-def test_failures_are_forgotten_after_a_healthy_period():
-    """Seconds of running since the last failure, over several attempts; waiting for slices is not running."""
+def test_a_healthy_period_resets_failures():
+    """The healthy period counts seconds of running over several attempts, without the time of waiting for slices."""
     came, seen, _ = play("fpp" * 20 + ".", 1, 100, runs_s=20.0, healthy_after_s=60.0)
     assert came.result == [61]
     for options in ({"healthy_after_s": 61.0}, {"healthy_after_s": 60.0, "runs_s": 1.0, "waits_s": 60.0}):
@@ -132,7 +132,7 @@ SLICES = {name: SliceInfo(name, "v4-16", "", (f"{name}0", f"{name}1"), ("1", "2"
 
 
 def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
-    """Attempts, each (slices that it runs on, seconds, error or None); (the result or error, budget, clock)."""
+    """Run attempts, each (its slices, seconds, error or None); return (the result or error, budget, clock)."""
     clock, budget = Clock(), RetryBudget(failures, 100)
 
     def attempt(number):
@@ -151,23 +151,23 @@ def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
     return came, budget, clock
 
 
-def test_a_failure_before_a_preemption_is_taken_back():
-    """A slice that is lost soon after its process died: the budget of failures is as it was before."""
+def test_a_failure_before_a_preemption_is_refunded():
+    """If a slice is lost soon after its process died, the failure is refunded."""
     crash, gone = WorkerCrashedError(), SliceLostError(("b",), "its node is dead")
-    # Seen by the next attempt while it runs, or before it starts, when the slice is replaced.
+    # The next attempt sees the loss while it runs, or before it starts, when the slice is replaced.
     for second in (("ab", 30.0, gone), ("ac", 500.0, ValueError("mine"))):
         came, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
         assert came.result == [3]
         assert budget.failures == (0 if second[2] is gone else 1)
-    # Lost too late, or another slice: the failure counts.
+    # If the slice is lost too late, or another one is lost, the failure counts.
     for second in (("ab", 90.0, gone), ("ab", 30.0, SliceLostError(("c",), ""))):
         _, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
         assert budget.failures == 1
     assert unsteady([("ab", 5.0, crash), ("ab", 30.0, gone), ("ac", 1.0, None)], 1, grace_s=0)[1].failures == 1
 
 
-def test_the_last_crash_is_looked_into():
-    """With no retry left, the hosts of a process that died are looked at until the grace period is over."""
+def test_hosts_are_watched_after_the_last_crash():
+    """With no retry left, the hosts of a dead process are watched until the grace period is over."""
     attempts = [("ab", 5.0, WorkerCrashedError()), ("ac", 1.0, None)]
     came, budget, clock = unsteady(attempts, 0, lost=lambda now, slices: slices[1:] if now > 45 else ())
     assert (came.result, budget.failures, budget.preemptions) == ([2], 0, 1)
@@ -175,6 +175,6 @@ def test_the_last_crash_is_looked_into():
     came, budget, clock = unsteady(attempts, 0)
     assert (type(came), budget.failures) == (WorkerCrashedError, 1)
     assert 65 <= clock.now < 67
-    # The function's own exception is no crash: nobody waits.
+    # The function's own exception is not a crash, so there is no wait.
     came, _, clock = unsteady([("ab", 5.0, ValueError("mine"))], 0, lost=lambda *_: pytest.fail("looked"))
     assert (type(came), clock.now) == (ValueError, 5.0)

@@ -8,7 +8,7 @@ from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, make_p
 
 
 def test_patience():
-    """A replacement is waited for much longer than the first slices, but a smaller allowed number is not refused."""
+    """The wait for a replacement is much longer than for the first slices, but a smaller allowed number is accepted."""
     limits = {"scale_s": 600.0, "replace_s": 86400.0}
     assert make_patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
     assert make_patience([2], 1, 1, **limits) == make_patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
@@ -18,7 +18,7 @@ def test_patience():
 
 @given(st.sets(st.integers(1, 8), min_size=1), st.integers(0, 8), st.integers(0, 8), st.booleans())
 def test_sizes(sizes, held, free, waited_out):
-    """The largest size at once, when it can be had; after the wait the largest that can; never another."""
+    """The largest size is chosen at once if available; after the wait the largest available size; never another."""
     size = choose_size(sorted(sizes), held, free, waited_out=waited_out)
     possible = {one for one in sizes if one <= held + free}
     if max(sizes) in possible:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slices are whole: a model of hosts that come and go, and every way to be broken."""
+"""Which slices are whole: generated sets of hosts, and every kind of broken slice."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def whole(name="a", hosts=4, **options):
 
 
 def said(nodes, wanted=V4_32):
-    """What each slice that cannot be used lacks; there is none that can."""
+    """Return why each slice cannot be used, and check that none can."""
     found = find_slices(nodes, wanted)
     assert found.intact == ()
     return {lack.slice_name: lack.what for lack in found.lacking}
@@ -37,7 +37,7 @@ def said(nodes, wanted=V4_32):
 
 @given(st.permutations(whole("slice-2") + whole("slice-10") + whole("other", 2, kind="v4-16", topology="2x2x2")))
 def test_order(nodes):
-    """Slices are in the natural order of their names and hosts in that of their worker ids, however they joined."""
+    """Slices are in the natural order of their names, and hosts in that of their worker ids, however they joined."""
     found = find_slices(nodes, V4_32)
     assert [one.slice_name for one in found.intact] == ["slice-2", "slice-10"]
     assert [node_id[:9] for node_id in found.intact[0].node_ids] == [f"slice-2-{worker}" for worker in range(4)]
@@ -49,7 +49,7 @@ def test_order(nodes):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=14))
 def test_only_whole_ones(members):
-    """A slice is whole exactly if its worker ids are 0, 1, 2, 3, each once; every other is named once."""
+    """A slice is whole exactly if its worker ids are 0, 1, 2, 3, each once; each other slice is reported once."""
     nodes = [replace(host(name, worker), node_id=f"{at:08}") for at, (name, worker) in enumerate(members)]
     found = find_slices(nodes, V4_32)
     expected = {n for n in "abc" if sorted(worker for name, worker in members if name == n) == [0, 1, 2, 3]}
@@ -58,13 +58,13 @@ def test_only_whole_ones(members):
 
 
 def test_a_host_is_missing():
-    """The missing worker is named, be it the first or another."""
+    """The message names the missing workers, also worker 0."""
     assert said(whole()[1:]) == {"a": "3 of 4 hosts, worker 0 is missing"}
     assert said(whole()[:2]) == {"a": "2 of 4 hosts, worker 2, 3 is missing"}
 
 
 def test_hosts_that_disagree():
-    """Hosts of different types or topologies are no slice, and none of either."""
+    """Hosts of different types or topologies do not form a slice of either type."""
     mixed = [*whole()[:3], host("a", 3, kind="v4-16")]
     assert said(mixed) == {"a": "its hosts have different labels: v4-16, v4-32"}
     assert said(mixed, tpu_type("v4-16")) == {"a": "its hosts have different labels: v4-16, v4-32"}
@@ -73,8 +73,8 @@ def test_hosts_that_disagree():
     }
 
 
-def test_fractured():
-    """Two hosts with one id, an id too large, or no id: the slice is not used."""
+def test_wrong_worker_ids():
+    """A slice with a duplicate id, an id that is too large, or no id is not used."""
     assert "several of its hosts are worker 1" in said([*whole(), host("a", 1, tpus=4.0)])["a"]
     assert "it has a worker 9" in said([*whole()[:3], host("a", 9)])["a"]
     assert WORKER_ID in said([*whole()[:3], without(host("a", 3), WORKER_ID)])["a"]
@@ -85,7 +85,7 @@ def test_fractured():
 
 
 def test_chips():
-    """Hosts with another number of chips than the type has are another kind of machine; the message says which."""
+    """A slice whose hosts have another number of chips than the type is not used; the message says which number."""
     assert said(whole(tpus=8.0, kind="v6e-16", topology="4x4"), tpu_type("v6e-16")) == {
         "a": "its hosts have 8 TPU, v6e-16 has 4 on each (chips_per_vm)"
     }
@@ -95,19 +95,19 @@ def test_chips():
 
 
 def test_two_resources_per_chip():
-    """Where Ray counts both cores of a chip, that is what is held."""
+    """Where Ray counts both cores of a chip, the pool holds that number."""
     found = find_slices(whole(hosts=2, kind="tpu7x-16", topology="2x2x2", tpus=8.0), tpu_type("v7x-16"))
     assert [one.num_accelerators_per_host for one in found.intact] == [8]
 
 
 def test_topology():
-    """A topology that was asked for has to be the slice's."""
+    """A slice must have the requested topology."""
     assert "not 2x2x4" in said(whole(topology="4x4x1"), tpu_type("v4-32", topology="2x2x4"))["a"]
     assert len(find_slices(whole(), tpu_type("v4-32", topology="2x2x4")).intact) == 1
 
 
 def test_single_hosts():
-    """Every single host is a slice, also where they share a name or have none."""
+    """Every single host is a slice, even if hosts share a name or have none."""
     single = tpu_type("v4-8")
     nodes = [replace(host("pool", 0, kind="v4-8", topology="2x2x1"), node_id=f"{at}" * 16) for at in range(2)]
     nodes += [replace(without(host("x", 0, kind="v4-8", topology="2x2x1"), SLICE_NAME, WORKER_ID), node_id="9" * 16)]
@@ -118,15 +118,15 @@ def test_single_hosts():
 
 
 @pytest.mark.parametrize(("count", "places"), [(1, "a"), (3, "aab"), (4, "aabb")])
-def test_gangs(count, places):
-    """Without TPUs workers fill the nodes in order, as far as these have room."""
+def test_workers_without_tpus(count, places):
+    """Without TPUs the workers fill the nodes in order, as far as these have room."""
     nodes = [Node(name, name, {"CPU": 8.0}, {"CPU": 4.5, "GPU": 2.0}, {}) for name in "ab"]
     found = find_room(nodes, {"CPU": 2.0, "GPU": 1.0}, count, "gpu")
     assert "".join(found.intact[0].node_ids) == places
 
 
-def test_no_room_for_a_gang():
-    """What is missing is said in numbers."""
+def test_no_room_for_workers():
+    """The message gives the missing room in numbers."""
     nodes = [Node("a", "a", {"CPU": 8.0}, {"CPU": 4.0}, {})]
     (lack,) = find_room(nodes, {"CPU": 3.0}, 2, "cpu").lacking
     assert str(lack) == "cpu: room for 1 of 2 workers of 3 CPU each"

@@ -23,7 +23,7 @@ def shown(statuses):
 
 
 def test_statuses():
-    """Whole and broken slices by type and name, with who holds their chips; tasks are what nobody can be named for."""
+    """Whole and broken slices are listed by type and name, with their users; the rest of the use counts as tasks."""
     nodes = [
         host("b", 1, "v4-16", "2x2x2", used=4.0),
         host("b", 0, "v4-16", "2x2x2", used=4.0),

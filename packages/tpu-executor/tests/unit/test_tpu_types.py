@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a type means in chips and hosts."""
+"""The chips and hosts of each type."""
 
 import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
@@ -30,13 +30,13 @@ from fairlead_tpu_executor._accelerators.tpu_types import GENERATIONS, canonical
     ],
 )
 def test_hosts(name, hosts, chips_per_host):
-    """The number in a type counts cores or chips, and hosts follow from it."""
+    """The number in a type counts cores or chips, and determines the hosts."""
     found = tpu_type(name)
     assert (found.hosts, found.chips_per_host, found.chips) == (hosts, chips_per_host, hosts * chips_per_host)
 
 
-def test_as_ray_counts():
-    """For every topology in Ray's table hosts and chips are as Ray's own helper has them."""
+def test_agreement_with_ray():
+    """For every topology in Ray's table, hosts and chips match Ray's own helper."""
     assert set(VALID_TPU_TOPOLOGY) == set(GENERATIONS)
     for generation, topologies in VALID_TPU_TOPOLOGY.items():
         for topology in topologies:
@@ -54,7 +54,7 @@ def test_two_small_machines():
 
 
 def test_old_single_hosts():
-    """The smallest slices of the oldest generations, which Ray's table leaves out, have a topology too."""
+    """The smallest slices of the oldest generations, which Ray's table lacks, also have a topology."""
     assert tpu_type("v3-8", topology="2x2").hosts == 1
 
 
@@ -76,7 +76,7 @@ def test_old_single_hosts():
     ],
 )
 def test_refused(name, options, said):
-    """What does not exist is a ValueError that says what does."""
+    """A type that does not exist is a ValueError that lists what exists."""
     with pytest.raises(ValueError, match=said):
         tpu_type(name, **options)
 
@@ -88,7 +88,7 @@ def test_not_a_name():
 
 
 def test_other_spellings():
-    """One type has one name, whatever it is called; what is no type is left alone."""
+    """All spellings of a type have one canonical name; other text is left alone."""
     assert canonical_name("TPU7x-16") == canonical_name("tpu-v7x-016") == "v7x-16"
     assert canonical_name(" v5e-8 ") == "v5litepod-8"
     assert canonical_name("something") == "something"

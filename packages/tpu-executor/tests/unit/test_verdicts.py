@@ -32,7 +32,7 @@ SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"),
 
 
 def raised(cause):
-    """As `ray.get` raises what a function raised: in a class that is both."""
+    """Return the exception as `ray.get` raises it: in a class that derives from both."""
     return RayTaskError(
         "train", f"Traceback: ... preempted ... No accelerator found\n{cause!r}", cause
     ).as_instanceof_cause()
@@ -72,7 +72,7 @@ class InitFailed(ActorDiedError):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_one_error(error, kind):
-    """On a node that lives the type decides; on one that is gone everything is the infrastructure's."""
+    """On a live node the type of the exception decides; on a node that is gone every error is the infrastructure's."""
     assert judge_one(error, False) == kind
     assert judge_one(error, True) == "infrastructure"
 
@@ -97,7 +97,7 @@ ERRORS = {
     st.sets(st.sampled_from(["n0", "n1"])),
 )
 def test_a_loss_explains_the_rest(kinds, gone):
-    """One host that was lost outweighs whatever the others raised, in any order; then the function, then the system."""
+    """A lost host outweighs the errors of the others, in any order; then comes the function, then the system."""
     errors = [HostError(SLICE, worker, ERRORS[kind]) for kind, worker in kinds]
     verdict = judge(errors, gone)
     lost = any(kind == "infrastructure" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
@@ -109,8 +109,8 @@ def test_a_loss_explains_the_rest(kinds, gone):
 
 
 def test_quarantine():
-    """A host whose accelerators did not start, that is silent, or of which a task says that it died before Ray does of
-    the node, is not used for a while; one that is gone is gone, and one that only lost its group is well."""
+    """A host is not used for a while if its accelerators did not start, if it is silent, or if a task reports its death
+    before Ray does. A host that is gone, or that only lost its placement group, is not quarantined."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
     assert judge([other, stuck], set()).quarantine == {"n1"}
@@ -121,7 +121,7 @@ def test_quarantine():
 
 
 def test_statuses():
-    """Each verdict is an outcome with the error that a caller is shown: the function's own, with its type."""
+    """Each verdict gives an outcome with the error for the caller: the function's own exception, with its type."""
     info = JobInfo("train", slices=(SLICE,))
     own = ValueError("mine")
     failed = judge([HostError(SLICE, 0, raised(own))], set()).status(info)
@@ -137,7 +137,7 @@ def test_statuses():
 
 
 def test_handle_ray_error():
-    """The same without knowing the host."""
+    """`handle_ray_error` gives the same outcomes without a host."""
     info = JobInfo("train")
     own = KeyError("x")
     assert handle_ray_error(info, raised(own)) == JobFailed(info, own)
