@@ -173,7 +173,7 @@ def interop(session: nox.Session) -> None:
     install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
-    tests = [f"placement/tests/test_{name}.py" for name in ("ports", "usage")]
+    tests = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
     tests += [f"workergroup/tests/test_{name}.py" for name in ("describe", "watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)

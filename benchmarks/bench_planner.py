@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from _measure import Row, interleaved, table
 
 from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._plan.model import Ask, Node
+from fairlead_placement._model import Ask, Node
 from fairlead_placement._plan.planner import never_fits, plan
 from fairlead_placement._plan.topology import node_place, physical_order
 

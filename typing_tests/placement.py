@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from fairlead_placement import (
     ClusterConfig,
     GpuMemory,
+    HeadTimeoutError,
     Holder,
     Node,
     NodeAgent,
@@ -40,11 +41,13 @@ from fairlead_placement.spi import (
     SlotClaim,
     Waiting,
     alive_nodes,
+    ask_head,
     autoscaler_is_there,
     block_shutdown,
     claim_slots,
     connection,
     draining_nodes,
+    head_deadline,
     never_connect,
     place_pinned,
     read_holders,
@@ -136,6 +139,9 @@ def explain(cluster: RayVirtualCluster) -> None:
 
 def look() -> None:
     assert_type(alive_nodes(), frozenset[str])
+    assert_type(alive_nodes(timeout_s=1.0), frozenset[str])
+    with head_deadline(1.0):
+        assert_type(ask_head("count the nodes", len, "ab", timeout_s=1.0, undo=print), int)
     assert_type(draining_nodes(), frozenset[str])
     assert_type(autoscaler_is_there(), bool)
     for node in read_nodes():
@@ -258,6 +264,10 @@ def wait() -> None:
 def errors(cluster: RayVirtualCluster) -> None:
     try:
         cluster.reserve()
+    except HeadTimeoutError as error:
+        assert_type(error.reason, str)
+        timeout: PlacementTimeoutError = error
+        raise timeout from None
     except PlacementTimeoutError as error:
         late: TimeoutError = error
         assert_type(error.report, Report | None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections off part of a Ray cluster, says why when it cannot, and hands out slots, ports and node agents.
+"""Reserves part of a Ray cluster, explains why if it cannot, and provides slots, leased ports and node agents.
 
 >>> import ray
 >>> from fairlead_placement import RayVirtualCluster, init_ray
@@ -12,20 +12,27 @@
 
 from ._cluster import ClusterConfig, RayVirtualCluster
 from ._init import init_ray
+from ._model import Node
 from ._nodes.agent import NodeAgent
 from ._nodes.ports import PortLease, lease_ports, release_ports
 from ._nodes.usage import GpuMemory, NodeUsage, ProcessUsage
-from ._plan.model import Node
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
 from ._show.report import Holder, Report
 from ._slot import Slot
-from .exceptions import PlacementError, PlacementTimeoutError, PortUnavailableError, ResourceInsufficientError
+from .exceptions import (
+    HeadTimeoutError,
+    PlacementError,
+    PlacementTimeoutError,
+    PortUnavailableError,
+    ResourceInsufficientError,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClusterConfig",
     "GpuMemory",
+    "HeadTimeoutError",
     "Holder",
     "Node",
     "NodeAgent",

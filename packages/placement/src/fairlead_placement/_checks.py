@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be refused before Ray is asked for anything."""
+"""Checks arguments before anything is requested from Ray."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "checked_choice",
-    "checked_constraints",
-    "checked_counts",
-    "checked_positive",
-    "checked_seconds",
-    "checked_segments",
+    "check_choice",
+    "check_constraints",
+    "check_counts",
+    "check_positive",
+    "check_seconds",
+    "check_segments",
 ]
 
 
-def checked_counts(counts: Any) -> tuple[int, ...]:
-    """Bundles per logical node."""
+def check_counts(counts: Any) -> tuple[int, ...]:
+    """Return the numbers of bundles per logical node."""
     if not isinstance(counts, (list, tuple)) or not counts:
         raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
     for count in counts:
@@ -25,37 +25,37 @@ def checked_counts(counts: Any) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def checked_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
-def checked_positive(name: str, value: Any) -> int:
+def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return value
 
 
-def checked_seconds(name: str, value: Any) -> float:
+def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number of seconds, 0 or more and finite, got {value!r}")
     return float(value)
 
 
-def checked_segments(size: Any, counts: Sequence[int], strategy: str) -> int | None:
-    """How many logical nodes stand in one topology domain; None: wherever."""
+def check_segments(size: Any, counts: Sequence[int], strategy: str) -> int | None:
+    """Return how many logical nodes share a topology domain, or None if they may use any nodes."""
     if size is None:
         return None
-    checked_positive("segment_size", size)
+    check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
         raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
     if len(counts) % size:
-        raise ValueError(f"{len(counts)} logical nodes in use are no multiple of segment_size={size}")
+        raise ValueError(f"{len(counts)} logical nodes in use are not a multiple of segment_size={size}")
     return int(size)
 
 
-def checked_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
-    """What each bundle of each logical node holds besides CPUs and GPUs."""
+def check_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
+    """Return what each bundle of each logical node holds besides CPUs and GPUs."""
     if extras is None:
         return ({},) * nodes
     if len(extras) != nodes:

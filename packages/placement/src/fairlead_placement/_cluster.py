@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a Ray cluster, reserved as if it were a cluster of its own."""
+"""The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -10,23 +10,23 @@ from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from ._checks import (
-    checked_choice,
-    checked_constraints,
-    checked_counts,
-    checked_positive,
-    checked_seconds,
-    checked_segments,
+    check_choice,
+    check_constraints,
+    check_counts,
+    check_positive,
+    check_seconds,
+    check_segments,
 )
+from ._model import STRATEGIES, Ask, Request, Strategy, check_selector
+from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
-from ._plan.labels import check_selector
-from ._plan.model import STRATEGIES, Ask, Strategy
 from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpu_ids import check_gpu_ids
 from ._reserve.lifecycle import Holding
-from ._show.grid import counted, draw
+from ._show.grid import count_noun, draw
 from ._show.report import Report, as_html
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -37,11 +37,11 @@ BACKENDS = ("nccl", "gloo")
 
 
 class ClusterConfig(TypedDict):
-    """What `RayVirtualCluster.from_config` takes.
+    """The argument of `RayVirtualCluster.from_config`.
 
     Attributes:
-        gpus_per_node: bundles of each logical node.
-        num_nodes: how many logical nodes.
+        gpus_per_node: the number of bundles of each logical node.
+        num_nodes: the number of logical nodes.
         master_port_range_low: the cluster's `port_range_low`.
         master_port_range_high: the cluster's `port_range_high`.
         segment_size: the cluster's `segment_size`.
@@ -59,38 +59,39 @@ class ClusterConfig(TypedDict):
 
 
 class RayVirtualCluster:
-    """Reserves bundles on logical nodes and hands them out as slots in physical order.
+    """Reserves bundles on logical nodes and provides them as slots in physical order.
 
     Args:
-        bundle_ct_per_node_list: bundles per logical node; 0 is a node that is not used.
+        bundle_ct_per_node_list: the number of bundles of each logical node; 0 skips the node.
         use_gpus: each bundle holds one GPU.
         max_colocated_worker_groups: how many worker groups may share the slots; also CPUs per bundle.
         num_gpus_per_node: GPUs of a physical node, checked to be positive.
-        name: shown in messages and in Ray's placement-group table.
-        placement_group_strategy: how the bundles of *one logical node* are laid out: "STRICT_PACK" (on one physical
+        name: appears in messages and in Ray's placement-group table.
+        placement_group_strategy: how Ray lays out the bundles of *one logical node*: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
         enable_colocation: at least two worker groups may share the slots.
-        gpu_ids: which GPUs of their nodes the bundles hold: a list of ids (with one logical node in use), a list per
-            logical node, or "auto" (None): any. Not together with `segment_size`.
-        monitor_memory: have the memory of the nodes sampled once a second while the cluster is reserved; see
+        gpu_ids: the GPUs of their nodes that the bundles hold: a list of ids (with one logical node in use), a list per
+            logical node, or "auto" (None) for any GPUs. Not together with `segment_size`.
+        monitor_memory: sample the memory of the nodes once a second while the cluster is reserved; see
             `get_resource_usage`.
-        communication_backend: "nccl" or "gloo", for workers to use; None: "nccl" with GPUs, else "gloo".
+        communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
-        segment_size: take logical nodes in groups of this many, each group on physical nodes of its own in one
+        segment_size: place logical nodes in groups of this many, each group on physical nodes of its own in one
             topology domain.
-        node_resource_constraints: per logical node, what each of its bundles holds besides.
-        label_selector: which nodes may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
+        node_resource_constraints: what else each bundle holds, per logical node.
+        label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold. Nothing is held during the wait, so many
-            small requests of others can starve a large one.
+        reserve_timeout_s: seconds to wait for resources that others hold, and for Ray's head. Nothing is held during
+            the wait, so many small requests of others can starve a large one.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
-        TypeError, ValueError: a bad argument; nothing has been asked of Ray.
+        TypeError, ValueError: a bad argument. Nothing has been requested from Ray.
 
-    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. What reserves raises
-    what `reserve` raises. Nodes are chosen here, from what is free, and every bundle is pinned to its node.
+    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
+    reserves raises the errors of `reserve`. The cluster chooses nodes from what is free and pins every bundle to its
+    node. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -118,11 +119,11 @@ class RayVirtualCluster:
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        self._counts = checked_counts(bundle_ct_per_node_list)
-        checked_choice("placement_group_strategy", placement_group_strategy, STRATEGIES)
-        checked_choice("communication_backend", communication_backend, (*BACKENDS, None))
-        checked_positive("num_gpus_per_node", num_gpus_per_node)
-        checked_positive("max_colocated_worker_groups", max_colocated_worker_groups)
+        self._counts = check_counts(bundle_ct_per_node_list)
+        check_choice("placement_group_strategy", placement_group_strategy, STRATEGIES)
+        check_choice("communication_backend", communication_backend, (*BACKENDS, None))
+        check_positive("num_gpus_per_node", num_gpus_per_node)
+        check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         self._ports = (
             PORT_LOW if port_range_low is None else port_range_low,
             PORT_HIGH if port_range_high is None else port_range_high,
@@ -145,34 +146,35 @@ class RayVirtualCluster:
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
         check_selector(labels)
-        extras = checked_constraints(node_resource_constraints, len(self._counts))
+        extras = check_constraints(node_resource_constraints, len(self._counts))
         asks = [
             Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
             for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
             if count > 0
         ]
-        self._holding = Holding(
-            asks,
+        request = Request(
+            asks=tuple(asks),
             name=name,
             capacity=capacity,
             gpu_ids=wanted,
-            monitor_memory=monitor_memory,
-            segment_size=checked_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
-            timeout_s=checked_seconds("reserve_timeout_s", reserve_timeout_s),
-            wait_for_nodes_s=checked_seconds("wait_for_nodes_s", wait_for_nodes_s),
+            segment_size=check_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
+            timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
+            wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
+        self._holding = Holding(request, monitor_memory=monitor_memory)
         self._parent: RayVirtualCluster | None = None
         self._places: tuple[int, ...] | None = None
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
     def from_config(cls, config: ClusterConfig, **options: Any) -> "RayVirtualCluster":
-        """A cluster of equal logical nodes.
+        """Return a cluster of equal logical nodes.
 
         Args:
-            config: `{"gpus_per_node": 8, "num_nodes": 2}`: bundles per logical node, and how many of these. It may
-                also have `master_port_range_low`, `master_port_range_high` and `segment_size`.
-            options: as of the class; they take precedence over the config.
+            config: the numbers of bundles per logical node and of logical nodes, such as
+                `{"gpus_per_node": 8, "num_nodes": 2}`. It may also have `master_port_range_low`,
+                `master_port_range_high` and `segment_size`.
+            options: those of the class. They take precedence over the config.
 
         Raises:
             ValueError: a key is missing or unknown, or a number is not a positive integer.
@@ -183,7 +185,7 @@ class RayVirtualCluster:
         if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
             raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
         for key in ("gpus_per_node", "num_nodes"):
-            checked_positive(f"config[{key!r}]", config.get(key))
+            check_positive(f"config[{key!r}]", config.get(key))
         given = {
             "port_range_low": config.get("master_port_range_low"),
             "port_range_high": config.get("master_port_range_high"),
@@ -202,7 +204,7 @@ class RayVirtualCluster:
     @property
     def max_colocated_worker_groups(self) -> int:
         """How many worker groups may share a slot."""
-        return self._holding.capacity
+        return self._holding.request.capacity
 
     @property
     def port_range(self) -> tuple[int, int]:
@@ -211,39 +213,39 @@ class RayVirtualCluster:
 
     @property
     def communication_backend(self) -> Literal["nccl", "gloo"]:
-        """What workers are to communicate with: "nccl" or "gloo"."""
+        """The backend that workers are to communicate with: "nccl" or "gloo"."""
         return self._backend
 
     def world_size(self) -> int:
-        """Bundles in all. Reserves nothing."""
+        """Return the number of all bundles. Reserves nothing."""
         return sum(self._counts)
 
     def node_count(self) -> int:
-        """Logical nodes in use. Reserves nothing."""
+        """Return the number of logical nodes in use. Reserves nothing."""
         return sum(count > 0 for count in self._counts)
 
     def explain(self, *, unified: bool = False) -> Report:
-        """Say whether a reservation would fit now, where it would go, and who holds what is missing. Reserves nothing.
+        """Report whether a reservation would fit now, on which nodes, and who holds what is missing. Reserves nothing.
 
-        Which GPUs are free is not looked at, as that needs them to be held: for `gpu_ids` the answer is about any GPUs.
+        For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.
 
         Args:
-            unified: as of `reserve`. It makes no difference for a cluster that is reserved.
+            unified: as for `reserve`. It has no effect if the cluster is reserved.
 
         Returns:
-            The report. For a cluster that is reserved its verdict is "reserved", and it shows on which nodes and since
-            when.
+            The report. If the cluster is reserved, its verdict is "reserved", and it shows the nodes and since when.
 
         Raises:
             PlacementError: Ray is not running.
         """
         self._check_running()
-        if slots := self._shown_slots():
-            return examine_reserved(self._holding.asks, slots, self._holding.reserved_at)
-        return examine(self._holding.asks, unified=unified, segment_size=self._holding.segment_size)
+        with head_deadline():
+            if slots := self._shown_slots():
+                return examine_reserved(self._holding.request.asks, slots, self._holding.reserved_at)
+            return examine(self._holding.request, unified=unified)
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
-        """Reserve now, if that has not been done.
+        """Reserve now, unless that has been done.
 
         Args:
             unified: one placement group over all logical nodes, each on a physical node of its own, instead of one
@@ -256,6 +258,7 @@ class RayVirtualCluster:
             ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
                 names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
+            HeadTimeoutError: Ray's head did not answer within `reserve_timeout_s`.
             PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
                 not running; or this is a view of a cluster that has been shut down.
         """
@@ -282,14 +285,14 @@ class RayVirtualCluster:
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups, one per logical node in use (one in all when unified). Reserves."""
+        """Return the placement groups, one per logical node in use (one in all when unified). Reserves."""
         mine = {slot.placement_group.id for slot in self.slots()}
         return [group for group in self._holding.groups if group.id in mine]
 
     def slots(self) -> tuple[Slot, ...]:
-        """The bundles in physical order: by topology domain, node, accelerator id. Reserves.
+        """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
 
-        A slot that has replaced a lost one stands at its place.
+        A slot that has replaced a lost one is in its place.
         """
         self._check_its_ray()
         if not self._holding.reserved:
@@ -298,37 +301,37 @@ class RayVirtualCluster:
         return slots if self._places is None else tuple(slots[at] for at in self._places)
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
-        """Reserve anew what was on nodes that are gone, on other nodes; survivors and their slots are not touched.
+        """Reserve the slots of lost nodes again, on other nodes. The other slots do not change.
 
-        Bundles are pinned, so the groups of a lost node are parked, their other bundles stay usable, and other
-        reservations are not held up. A group is removed when all its bundles are replaced.
+        Bundles are pinned, so Ray parks the groups of a lost node: their other bundles stay usable, and other
+        reservations are not delayed. A group is removed when all its bundles are replaced.
 
         Args:
             timeout_s: seconds to wait for room, also on nodes that are still to join.
 
         Returns:
-            The new slots, which stand in `slots()` at the places of the lost ones; nothing when no node is lost, or
-            Ray has not noticed it yet, so that it can be asked for again.
+            The new slots, which are in `slots()` in the places of the lost ones; nothing if no node is lost, or if Ray
+            has not noticed that yet, so call it again then.
 
         Raises:
-            ResourceInsufficientError, PlacementTimeoutError: there was no room; nothing has changed.
+            ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
         """
-        checked_seconds("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s)
         self.slots()
         new = self._holding.replace_lost(timeout_s=timeout_s)
         mine = set(self.slots())
         return tuple(slot for slot in new if slot in mine)
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
-        """Views over the same reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
+        """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
 
-        A view is a cluster without a reservation of its own: its `shutdown` gives nothing back.
+        A view is a cluster without a reservation of its own: its `shutdown` releases nothing.
 
         Raises:
-            ValueError: sizes that are not positive, or are not the whole cluster together.
+            ValueError: a size is not positive, or the sizes do not add up to the whole cluster.
         """
         for size in sizes:
-            checked_positive("a size", size)
+            check_positive("a size", size)
         if sum(sizes) != self.world_size():
             raise ValueError(
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
@@ -337,10 +340,10 @@ class RayVirtualCluster:
         return tuple(self._view(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
-        """A view of the slots of some logical nodes. Reserves.
+        """Return a view of the slots of some logical nodes. Reserves.
 
         Raises:
-            IndexError: a logical node that is not in use.
+            IndexError: a logical node is not in use.
         """
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
         there = {slot.node_idx for slot in self.slots()}
@@ -349,12 +352,12 @@ class RayVirtualCluster:
         return self._view([at for at, slot in enumerate(self.slots()) if slot.node_idx in wanted])
 
     def _view(self, mine: Iterable[int]) -> "RayVirtualCluster":
-        """A view of the slots that are `mine[0]`th, ... of this cluster's."""
+        """Return a view of the slots with the given positions in this cluster."""
         slots = self.slots()
         chosen = list(mine)
         view = object.__new__(RayVirtualCluster)
         view.__dict__.update(self.__dict__)
-        view._parent = self  # keeps it alive: a forgotten cluster gives its reservation back
+        view._parent = self  # keeps it alive: a dropped cluster releases its reservation
         view._places = tuple(chosen if self._places is None else (self._places[at] for at in chosen))
         view._counts = tuple(
             sum(slots[at].node_idx == node_idx for at in chosen) for node_idx in range(len(self._counts))
@@ -362,7 +365,7 @@ class RayVirtualCluster:
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of the first slot's node and a port leased there until `shutdown()`; each call a new one.
+        """Return the address of the first slot's node and a new port that is leased there until `shutdown()`.
 
         Raises:
             PlacementError: the cluster has no slot.
@@ -373,7 +376,7 @@ class RayVirtualCluster:
         return self._lease(self.slots()[:1])[0]
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
-        """Address of a bundle's node and a port leased there until `shutdown()`.
+        """Return the address of a bundle's node and a port that is leased there until `shutdown()`.
 
         Args:
             pg_idx: index into `get_placement_groups()`.
@@ -391,8 +394,8 @@ class RayVirtualCluster:
         """Lease a port for each of many bundles, all or none.
 
         Args:
-            pg_bundle_pairs: `(pg_idx, bundle_idx)` as of `get_available_address_and_port`.
-            batch_size: accepted for programs written for NeMo RL; there is one request for each node, whatever it is.
+            pg_bundle_pairs: `(pg_idx, bundle_idx)` as for `get_available_address_and_port`.
+            batch_size: accepted for programs written for NeMo RL, and ignored: there is one request for each node.
 
         Returns:
             The address and the port of each bundle, in order.
@@ -418,20 +421,20 @@ class RayVirtualCluster:
         return [(lease.address, lease.port) for lease in leases]
 
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
-        """The memory, in bytes, of each physical node of the cluster that is alive, in physical order. Reserves.
+        """Return the memory of each physical node of the cluster that is alive, in physical order. Reserves.
 
-        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent had to be made anew;
-        else of this one sample. One request a node.
+        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced. Without
+        it they are those of this one sample. It takes one request per node.
         """
         return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that this process runs on this cluster's slots, in the order they were made.
+        """Return the worker groups that this process runs on this cluster's slots, in the order of their creation.
 
         The cluster does not keep them alive. Reserves nothing. A view returns the groups on its own slots.
 
         Returns:
-            Each group that has not been shut down: what was given to `claim_slots` as `group`, once.
+            Each group that has not been shut down, once: the `group` that was passed to `claim_slots`.
         """
         return tuple(groups_on(self._shown_slots()))
 
@@ -439,11 +442,11 @@ class RayVirtualCluster:
         return self.slots() if self._holding.reserved and not self._holding.ray_ended else ()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
-        """The cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
+        """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
 
         Args:
-            worker_groups: groups to draw in it: anything with `name_prefix`, `world_size`, `worker_metadata`.
-            title: instead of the headline that counts nodes and GPUs.
+            worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
+            title: replaces the headline that counts nodes and GPUs.
         """
         return draw(self._counts, self._shown_slots(), self.use_gpus, worker_groups, title)
 
@@ -452,10 +455,10 @@ class RayVirtualCluster:
         Console().print(self.grid([] if worker_group is None else [worker_group]))
 
     def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
-        """Print the grid with several groups; without an argument, those that live on this cluster."""
+        """Print the grid with several groups. The default are all groups on this cluster."""
         groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
-        bundles = counted(sum(self._counts), "GPU" if self.use_gpus else "CPU")
-        nodes = counted(sum(count > 0 for count in self._counts), "node")
+        bundles = count_noun(sum(self._counts), "GPU" if self.use_gpus else "CPU")
+        nodes = count_noun(sum(count > 0 for count in self._counts), "node")
         title = f"Ray Cluster Global View: {nodes}, {bundles}, Worker Groups: {len(groups)}"
         Console().print(self.grid(groups, title=title))
 
@@ -463,13 +466,14 @@ class RayVirtualCluster:
         return as_html(self.grid(groups_on(self._shown_slots())))
 
     def shutdown(self) -> bool:
-        """Give everything back: leased ports and placement groups, with whatever runs in them.
+        """Release leased ports and placement groups, with everything that runs in them.
 
-        Waits, at most 30 s, until Ray has the resources. Can be repeated; safe when Ray is down. A view gives nothing
-        back.
+        Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A view
+        releases nothing.
 
         Raises:
             PlacementError: Ray did not have the resources back in time.
+            HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
         if self._parent is None and not self._holding.give_back():
             raise PlacementError(

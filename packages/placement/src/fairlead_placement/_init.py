@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach to a Ray cluster or start one on this machine, and say which one this process is attached to."""
+"""Attaches to a Ray cluster or starts one on this machine, and identifies the one that this process is attached to."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -10,15 +11,18 @@ from typing import Any
 
 import ray
 
-from ._ray_private import find_cluster
-from .exceptions import PlacementError
+from ._nodes.head import call_within
+from ._ray_private import cluster_file, connect_to_head, find_cluster
+from .exceptions import HeadTimeoutError, PlacementError
 
 __all__ = ["connection", "init_ray"]
 
-# A local cluster that this function started carries a resource of this name, so that it can be told from others.
+# A local cluster that this function started has a resource of this name, which distinguishes it from others.
 _TAG = "fairlead-local-"
 logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
+# A head answers within milliseconds. A busy one gets this long.
+ATTACH_S = 15.0
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
 )
@@ -36,23 +40,24 @@ def init_ray(
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
-        address: of the cluster to attach to, as for `ray.init`; "local" always starts a new one. None: the cluster
-            that `RAY_ADDRESS` names or that runs on this machine. A local cluster that this function started for
-            other visible devices is not attached to.
-        num_cpus: CPUs of a local cluster; None: those of the machine. A cluster that is attached to keeps what it has,
-            and a warning says so.
-        num_gpus: GPUs of a local cluster; None: those of the machine.
+        address: of the cluster to attach to, as for `ray.init`; "local" always starts a new one. None attaches to the
+            cluster that `RAY_ADDRESS` names or that runs on this machine, except for a local cluster that this function
+            started for other visible devices.
+        num_cpus: CPUs of a local cluster; None for those of the machine. If this function attaches to a running
+            cluster, that keeps its size, and a warning says so.
+        num_gpus: GPUs of a local cluster; None for those of the machine.
 
     Returns:
         Ray's context, as of `ray.init`. `ray.shutdown()` ends what was started.
 
     Raises:
-        ValueError: an address that cannot be one.
+        ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
             `address` cannot be reached; or it wants a token that is not there.
+        HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
 
-    Nothing of this process's environment is handed to the cluster, and `os.environ` is not edited (Ray itself
-    records in it that a local cluster uses token authentication).
+    `init_ray` passes nothing of this process's environment to the cluster and does not modify `os.environ`. (Ray itself
+    records in it that a local cluster uses token authentication.)
     """
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
@@ -61,7 +66,7 @@ def init_ray(
         rays = logging.getLogger("ray")
         level = rays.level
         try:
-            # Not worth a line in the log; but ray.init sets the level for good.
+            # This call is not worth a line in the log, but ray.init sets the level for good.
             context = ray.init(ignore_reinit_error=True, logging_level="error")
         finally:
             rays.setLevel(level)
@@ -87,7 +92,7 @@ def init_ray(
 
 
 def _attach(named: str | None) -> Any | None:
-    """The cluster at `named`; None if none was named and none runs that is ours to use."""
+    """Attach to the cluster at `named`; return None if none was named and none runs that is ours to use."""
     address = named if named not in (None, "auto") else find_cluster()
     named = named or os.environ.get("RAY_ADDRESS")
     if address is None or not _answers(address):
@@ -98,13 +103,21 @@ def _attach(named: str | None) -> Any | None:
             )
         return None
     try:
+        if "://" not in address and address != "auto":
+            call_within(ATTACH_S, connect_to_head, address)
         context = ray.init(address=address)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
             f"The Ray cluster at {address} wants a token and this process has none that it takes. Set {_TOKEN}. "
             f"Ray said: {error}"
         ) from error
-    except (ConnectionError, ValueError) as error:
+    except TimeoutError as error:
+        raise HeadTimeoutError(
+            f"Something listens at {address} ({_origin(address, named)}), but no Ray head answered there within "
+            f"{ATTACH_S:g} s. Its cluster may have ended or hang: correct the address, end the rest of that cluster, "
+            f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
+        ) from error
+    except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
         raise PlacementError(
             f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
@@ -118,8 +131,22 @@ def _attach(named: str | None) -> Any | None:
     return context
 
 
+def _origin(address: str, named: str | None) -> str:
+    """Return where an address comes from."""
+    if named and named == os.environ.get("RAY_ADDRESS"):
+        return "from RAY_ADDRESS"
+    if named and named != "auto":
+        return "given as address"
+    file = cluster_file()
+    with contextlib.suppress(OSError):
+        # Ray replaces a host that is this machine by the machine's own address.
+        if file and Path(file).read_text(encoding="utf-8").strip().rpartition(":")[2] == address.rpartition(":")[2]:
+            return f"from the file {file}, which Ray writes when it starts; delete it if that cluster has ended"
+    return "the address of a Ray process that runs on this machine"
+
+
 def _warn_of_no_effect(**wanted: int | None) -> None:
-    """Warn that a cluster that is attached to does not have what was wanted of a local one."""
+    """Warn if a cluster to which this process has attached differs from the local one that was requested."""
     resources = ray.cluster_resources()
     for name, amount in wanted.items():
         has = resources.get("CPU" if name == "num_cpus" else "GPU", 0)
@@ -134,9 +161,9 @@ def _warn_of_no_effect(**wanted: int | None) -> None:
 
 
 def _answers(address: str) -> bool:
-    """Whether anybody listens there; Ray itself tries for minutes."""
+    """Return whether anything listens at an address. Ray itself tries for minutes."""
     if "://" in address or address == "auto":
-        return True  # Ray's to resolve
+        return True  # Ray resolves it
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")

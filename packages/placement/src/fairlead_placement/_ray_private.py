@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call on Ray that is not public, each with its reason and what happens without it."""
+"""Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ __all__ = [
     "autoscaler_is_there",
     "block_shutdown",
     "clean_runtime_env",
+    "cluster_file",
+    "connect_to_head",
+    "create_actor",
     "draining_nodes",
     "driver_of",
     "find_cluster",
@@ -27,59 +30,108 @@ __all__ = [
 ]
 
 _never_connecting = threading.local()
-# Seconds that the head may take to say which nodes are alive.
+# Seconds that the head may take to report which nodes are alive.
 ALIVE_S = 5.0
 
 
-def free_per_node() -> Mapping[str, Mapping[str, float]]:
-    """Free resources by node id. A resource that is used up is absent, not zero.
+def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
+    """Return the free resources by node id. A resource that is used up is absent, not zero.
 
-    `ray.available_resources()` is public but sums over the cluster, and a sum says nothing about what fits where.
-    There is no other way to know, so this has no fallback.
+    Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
+    Fallback: None; callers then subtract what placement groups and actors hold from what the nodes have.
     """
-    found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
-    return found
+    try:
+        free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    except AttributeError:
+        return None
+    return free
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of the nodes that are about to go.
+    """Return the ids of the nodes that are draining: they end soon.
 
-    Without this call they look like any other and are found out when they die.
+    Reason: `ray.nodes()` lists them like any other node.
+    Fallback: no node. A reservation on such a node then loses its slots when the node dies.
     """
-    ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
-    return frozenset(ask()) if ask is not None else frozenset()
+    try:
+        return frozenset(ray._private.state.state.get_draining_nodes())
+    except AttributeError:
+        return frozenset()
 
 
 def job_of_placement_group(placement_group_id: str) -> str:
-    """The job that made a placement group: the last four bytes of its id (the state API says it, given a dashboard)."""
+    """Return the job that created a placement group: the last four bytes of the group's id.
+
+    Reason: only the state API reports it, which needs a dashboard. No attribute of Ray is used.
+    """
     return placement_group_id[-8:]
 
 
-def find_cluster() -> str | None:
-    """The `host:port` that `ray.init(address="auto")` would attach to, or None.
+def driver_of(job_id: str) -> str:
+    """Return the worker id of a job's driver: the job's id, padded.
 
-    Ray says it only by attaching, and attaching to a cluster that has died is tried for minutes. Without this call
-    the address is "auto", and that is what happens.
+    Reason: Ray constructs it so and does not report it. No attribute of Ray is used.
+    """
+    return job_id.ljust(56, "f")
+
+
+def find_cluster() -> str | None:
+    """Return the `host:port` that `ray.init(address="auto")` would attach to, or None.
+
+    Reason: Ray reports it only by attaching, and it tries for minutes to attach to a cluster that has died.
+    Fallback: "auto", with which `ray.init` does that.
     """
     try:
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:
         return "auto"
     try:
-        found: str | None = canonicalize_bootstrap_address("auto")
+        address: str | None = canonicalize_bootstrap_address("auto")
     except ConnectionError:
         return None
-    return found
+    return address
+
+
+def cluster_file() -> str | None:
+    """Return the path of the file in which Ray keeps the address of the cluster started last on this machine.
+
+    Reason: an error about that address has to name the file, so that the user can correct or delete it.
+    Fallback: None; the error then names no file.
+    """
+    try:
+        from ray._private.utils import get_ray_address_file
+    except ImportError:
+        return None
+    path: str = get_ray_address_file(None)
+    return path
+
+
+def connect_to_head(address: str) -> None:
+    """Connect to the head at an address, and return once it has answered. Raise what `ray.init` raises without a token.
+
+    Reason: `ray.init` tries for minutes, and cannot be interrupted by a deadline as it has to run in the main thread.
+    Fallback: nothing is done, and `ray.init` tries for minutes.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    except ImportError:
+        return
+    # Without a token that it needs, the client would abort the process.
+    ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+    GcsClient(address=address)
 
 
 def autoscaler_is_there() -> bool:
-    """Whether an autoscaler has told Ray what it may add.
+    """Return whether an autoscaler has reported to Ray which nodes it may add.
 
-    Only it reports a cluster configuration, and nothing public says so. Without this call a request that the present
-    nodes cannot hold is refused at once.
+    Reason: only an autoscaler reports a cluster configuration, and nothing public shows it.
+    Fallback: False. A request that the present nodes cannot hold is then refused at once.
     """
-    ask: Any = getattr(ray._private.state.state, "get_max_resources_from_cluster_config", None)
-    return ask is not None and ask() is not None
+    try:
+        return ray._private.state.state.get_max_resources_from_cluster_config() is not None
+    except AttributeError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -87,14 +139,14 @@ class LiveActor:
     """An actor that is not dead, and what it holds.
 
     Attributes:
-        actor_id: hexadecimal, as the other ids.
+        actor_id: Ray's id of it, hexadecimal, as the other ids.
         class_name: its class.
-        name: its name, or nothing.
-        job_id: the job that made it.
-        node_id: where it runs; empty as long as it does not.
-        group_id: its placement group, or nothing.
+        name: its name, or "".
+        job_id: the job that created it.
+        node_id: where it runs; "" until it runs.
+        group_id: its placement group, or "".
         resources: amounts; in a placement group by Ray's names for the group's, such as "CPU_group_<id>".
-        gpus: Ray's numbers, on its node, of the GPUs it holds a part of: not their ids.
+        gpus: Ray's numbers, on its node, of the GPUs it holds a part of. These are not GPU ids.
     """
 
     actor_id: str
@@ -108,10 +160,11 @@ class LiveActor:
 
 
 def live_actors() -> tuple[LiveActor, ...]:
-    """Every actor that is not dead.
+    """Return every actor that is not dead.
 
-    `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without, and says nothing
-    about which GPUs an actor has. Where the private table has another shape, no actor is named in errors.
+    Reason: `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without, and does
+    not report which GPUs an actor has.
+    Fallback: no actor. Errors then name placement groups only.
     """
     try:
         from ray.core.generated.gcs_pb2 import ActorTableData
@@ -146,9 +199,10 @@ def live_actors() -> tuple[LiveActor, ...]:
 
 
 def visible_gpus() -> Callable[[], list[str] | None]:
-    """A function, for a task, that tells the ids of all GPUs of its node, or None when they are 0, 1, ...
+    """Return a function, for a task, that returns the ids of all GPUs of its node, or None when they are 0, 1, ...
 
-    Ray tells a process only the ids that it holds. Without this attribute the ids are taken to be 0, 1, ...
+    Reason: Ray reports to a process only the ids that it holds.
+    Fallback: None, so the ids are assumed to be 0, 1, ...
     """
 
     def ids() -> list[str] | None:
@@ -161,49 +215,48 @@ def visible_gpus() -> Callable[[], list[str] | None]:
 
 
 def never_connect() -> None:
-    """Have what this thread asks of Ray fail when Ray has ended.
+    """Make Ray's functions fail on this thread once Ray has ended, instead of starting or joining a Ray.
 
-    Otherwise `ray.get` and the like connect to whatever cluster they find, or start one: after a `ray.shutdown()` on
-    another thread, a background thread would join a stranger's cluster. Ray has a switch for that only for whole
-    processes, before it is imported. Without this the thread still looks before each round whether Ray is there.
+    Reason: `ray.get` and the like connect to any cluster they find, or start one. After a `ray.shutdown()` on another
+    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes,
+    before Ray is imported.
+    Fallback: nothing is done. The background threads still check before each round whether Ray runs.
     """
-    from ray._private import auto_init_hook
+    try:
+        from ray._private import auto_init_hook
 
-    connect = getattr(auto_init_hook, "auto_init_ray", None)
-    if connect is not None and not hasattr(connect, "_fairlead"):
+        connect = auto_init_hook.auto_init_ray
+    except (ImportError, AttributeError):
+        return
+    if not hasattr(connect, "_fairlead"):
 
-        def connect_unless_told() -> None:
-            if not getattr(_never_connecting, "told", False):
+        def connect_unless_forbidden() -> None:
+            if not getattr(_never_connecting, "forbidden", False):
                 connect()
 
-        connect_unless_told._fairlead = True  # type: ignore[attr-defined]
-        auto_init_hook.auto_init_ray = connect_unless_told
-    _never_connecting.told = True
+        connect_unless_forbidden._fairlead = True  # type: ignore[attr-defined]
+        auto_init_hook.auto_init_ray = connect_unless_forbidden
+    _never_connecting.forbidden = True
 
 
 @contextlib.contextmanager
 def block_shutdown() -> Iterator[None]:
     """Make `ray.shutdown()` on other threads wait while this thread uses Ray, or drops references to Ray's objects.
 
-    Ray ends the process, with exit code 1 and without a traceback, when one thread shuts Ray down and another one frees
-    an object reference or an actor handle at that moment. `ray.init` and `ray.shutdown` take a lock, and this takes the
-    same one. Without the lock nothing is blocked, and that can happen.
+    Reason: Ray ends the process, with exit code 1 and without a traceback, if one thread shuts Ray down while another
+    one frees an object reference or an actor handle. `ray.init` and `ray.shutdown` take a lock, and so does this.
+    Fallback: nothing is blocked, and that can happen.
     """
     lock = getattr(ray._private.worker, "_connect_or_shutdown_lock", None)
     with contextlib.nullcontext() if lock is None else lock:
         yield
 
 
-def driver_of(job_id: str) -> str:
-    """Return the worker id of a job's driver: the job's id, filled up. Ray makes it so and does not say it."""
-    return job_id.ljust(56, "f")
-
-
 def _worker_row(worker_id: str) -> Any | None:
     """Return what Ray's head knows of a process, or None if it knows nothing.
 
-    `ray.util.state.list_workers` is public but needs the dashboard and lists them all. Without this call nobody's end
-    is noticed, and node agents end with the process that asked for them first.
+    Reason: `ray.util.state.list_workers` is public but needs the dashboard and lists all processes.
+    Fallback: None. The end of a process is then not noticed, and node agents end with the process that created them.
     """
     try:
         from ray.core.generated.gcs_pb2 import WorkerTableData
@@ -217,25 +270,29 @@ def _worker_row(worker_id: str) -> Any | None:
 
 def _node_of(row: Any) -> bytes:
     address = row.worker_address
-    # It had another name before.
-    found: bytes = getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")
-    return found
+    # Earlier versions of Ray name it raylet_id.
+    node_id: bytes = getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")
+    return node_id
 
 
 def node_of_worker(worker_id: str) -> str | None:
-    """Return the id of a process's node, or None if it is unknown."""
+    """Return the id of a process's node, or None if it is unknown. Reason and fallback are those of `_worker_row`."""
     row = _worker_row(worker_id)
     return _node_of(row).hex() or None if row is not None else None
 
 
 def worker_is_alive(worker_id: str) -> bool | None:
-    """Return whether a process and its node are alive, or None if that is unknown. Two small requests."""
+    """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
+
+    Reason: when a node dies, Ray does not mark its processes as dead, and `ray.nodes()` lists all nodes.
+    Fallback: None, as of `_worker_row`.
+    """
     row = _worker_row(worker_id)
     if row is None:
         return None
     if not row.is_alive:
         return False
-    # When a node dies, Ray does not mark its processes as dead. The request takes ids of this class alone.
+    # The request takes ids of this class only.
     node_id = ray.NodeID(_node_of(row))
     try:
         (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
@@ -245,11 +302,12 @@ def worker_is_alive(worker_id: str) -> bool | None:
 
 
 def clean_runtime_env() -> Any | None:
-    """Return the options with which an actor gets the job's runtime_env, not that of the process which makes it.
+    """Return the runtime_env with which an actor gets the job's environment, or None if it would get that anyway.
 
-    Ray merges the environment of the process into that of its children and has no way to leave it out. A value of
-    None, which the public constructor drops, removes one. Without it an agent would run in a worker's Python, which
-    may exist on that worker's node alone.
+    Reason: Ray merges the environment of the process that creates an actor into the actor's and cannot leave it out. A
+    value of None, which the public constructor drops, removes an entry.
+    Fallback: None. An agent then runs in the Python of the worker that created it, which may exist on the worker's node
+    alone.
     """
     from ray.runtime_env import RuntimeEnv
 
@@ -270,3 +328,13 @@ def clean_runtime_env() -> Any | None:
     if variables:
         dict.__setitem__(clean, "env_vars", variables)
     return clean
+
+
+def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
+    """Create an actor of a remote class and return its handle.
+
+    Reason: the public `options` drops the entries of `clean_runtime_env`.
+    Fallback: `options`. The actor then gets the environment of the process that creates it.
+    """
+    create = getattr(actor_class, "_remote", None)
+    return actor_class.options(**options).remote(*args) if create is None else create(args=tuple(args), **options)

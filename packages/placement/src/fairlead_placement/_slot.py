@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value that crosses package borders: a place where one worker may live."""
+"""The value that crosses package borders: a place for one worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ __all__ = ["Slot"]
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A reserved bundle, in physical order, with what a worker in it needs to know.
+    """A reserved bundle, with what a worker in it needs to know.
 
     Attributes:
         placement_group: the Ray placement group that holds the bundle.
         bundle_index: Ray's own index of the bundle in that group (not a physical order).
-        node_idx: number of the logical node (entry of the list the cluster was asked for).
+        node_idx: number of the logical node (index into the cluster's `bundle_ct_per_node_list`).
         node_id: Ray's id of the physical node, hexadecimal.
         node_ip: address of the physical node.
         node_rank: number of the physical node among those of the cluster, 0.. in physical order.
         local_rank: number of the slot on its physical node, 0.. in physical order.
         accelerator_ids: ids of the accelerators of the bundle, as Ray names them; empty on CPU.
         labels: labels of the physical node.
-        worker_resources: what one worker here asks Ray for, such as `{"CPU": 1, "GPU": 0.5}`.
+        worker_resources: what one worker here requests from Ray, such as `{"CPU": 1, "GPU": 0.5}`.
         capacity: how many worker groups may share the slot.
         env: variables that every process in this slot must have.
     """

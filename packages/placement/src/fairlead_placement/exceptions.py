@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong while a place is being found, one class per situation."""
+"""The errors of this package, one class per situation."""
 
 from ._show.report import Report
 
-__all__ = ["PlacementError", "PlacementTimeoutError", "PortUnavailableError", "ResourceInsufficientError"]
+__all__ = [
+    "HeadTimeoutError",
+    "PlacementError",
+    "PlacementTimeoutError",
+    "PortUnavailableError",
+    "ResourceInsufficientError",
+]
 
 
 class PlacementError(Exception):
-    """Base of everything this package raises once Ray has been asked for something.
+    """Base of the errors that this package raises after it has sent a request to Ray.
 
-    Misuse that can be seen without asking Ray is a ValueError or a TypeError instead.
+    Misuse that can be detected before that is a ValueError or a TypeError instead.
     """
 
 
 class _Reported(PlacementError):
-    """An error that shows what was asked and what was found."""
+    """An error that shows what was requested and what was found."""
 
     def __init__(self, reason: str, report: Report | None = None) -> None:
         super().__init__(reason, report)
@@ -26,23 +32,35 @@ class _Reported(PlacementError):
 
 
 class ResourceInsufficientError(_Reported):
-    """The nodes that are there cannot hold the request, even when nothing else runs on them.
+    """The nodes of the cluster cannot hold the request, even when nothing else runs on them.
 
-    You do not get this when the request would fit but others hold the resources: that is waited for, and ends
-    as `PlacementTimeoutError`. Except for particular GPUs (`gpu_ids`): others hold exactly those, as the reason says.
+    If the request would fit but others hold the resources, the reservation waits for them and then raises
+    `PlacementTimeoutError`. The exception are particular GPUs (`gpu_ids`): if others hold exactly those, it raises this
+    error, and the reason says so.
 
     Attributes:
-        reason: one sentence: what does not fit and what to do about it.
-        report: what was asked, what each node has, who holds it; None where nothing was to be reserved.
+        reason: what does not fit and what to do about it.
+        report: what was requested, what each node has, and who holds it; None if nothing was to be reserved.
     """
 
 
 class PlacementTimeoutError(_Reported, TimeoutError):
-    """The request would fit, but did not become possible within the deadline; or a node's agent did not answer in time.
+    """The request would fit, but others held the resources until the deadline; or a node's agent was too slow.
 
     Attributes:
-        reason: one sentence: what was not free in time and what to do about it.
-        report: what was asked, what each node has, who holds it; None where nothing was to be reserved.
+        reason: what was not free in time and what to do about it.
+        report: what was requested, what each node has, and who holds it; None if nothing was to be reserved.
+    """
+
+
+class HeadTimeoutError(PlacementTimeoutError):
+    """Ray's head (GCS) did not answer a request in time. The request is sent, and may still take effect.
+
+    Placement groups that had to be removed are removed in the background once the head answers again.
+
+    Attributes:
+        reason: what was requested, how long this process waited, and what to do.
+        report: None.
     """
 
 
@@ -51,11 +69,11 @@ class PortUnavailableError(PlacementError):
 
     Attributes:
         node_ip: address of the node.
-        count: how many ports were asked for.
+        count: how many ports were requested.
         low: first port of the range.
         high: last port of the range, included.
         leased: how many of the range this job's agent has leased.
-        in_use: how many others have bound.
+        in_use: how many ports of the range other processes have bound.
     """
 
     def __init__(self, node_ip: str, count: int, low: int, high: int, leased: int, in_use: int) -> None:

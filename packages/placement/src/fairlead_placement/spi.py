@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packages built on fairlead-placement may use, besides the names that users need.
+"""The interface for packages that are built on fairlead-placement, besides the names that users need.
 
-These names follow the same versioning as those of `fairlead_placement`. They read what a cluster has, claim slots for a
-group of workers, run functions through node agents, and release what a dropped object holds.
+These names follow the same versioning as those of `fairlead_placement`. They send requests to Ray's head with a
+deadline, read what a cluster has, claim slots for a group of workers, run functions through node agents, and release
+what a dropped object holds.
 """
 
 from ._init import connection
 from ._nodes.agent import run_on_nodes, usage_on_nodes
+from ._nodes.head import ask_head, head_deadline
 from ._nodes.inventory import alive_nodes, read_holders, read_nodes
 from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
 from ._reserve.claims import SlotClaim, claim_slots
@@ -19,11 +21,13 @@ __all__ = [
     "SlotClaim",
     "Waiting",
     "alive_nodes",
+    "ask_head",
     "autoscaler_is_there",
     "block_shutdown",
     "claim_slots",
     "connection",
     "draining_nodes",
+    "head_deadline",
     "never_connect",
     "place_pinned",
     "read_holders",

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side of a node agent that asks: one detached actor per job and node, made when first needed."""
+"""Sends requests to node agents: one detached actor per job and node, created when first needed."""
 
 import collections
+import contextlib
 import functools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
-from .._ray_private import clean_runtime_env, driver_of, node_of_worker, worker_is_alive
+from .._ray_private import clean_runtime_env, create_actor, driver_of, node_of_worker, worker_is_alive
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters, owners
-from .inventory import alive_nodes
+from .head import ask_head, head_deadline
+from .inventory import alive_nodes, choose_alive
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
 __all__ = [
     "AGENT_NAME_PREFIX",
+    "Monitor",
     "NodeAgent",
     "ask_nodes",
     "guard_groups",
     "is_driver",
     "known_agents",
     "new_lease_ids",
+    "read_usage",
     "run_on_nodes",
     "this_process",
     "usage_on_nodes",
@@ -39,9 +44,12 @@ AGENT_NAME_PREFIX = "fairlead-agent-"
 NAMESPACE = "fairlead"
 # Just after an agent's death its name may still lead to the dead one, on a busy head for seconds.
 PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
-# The second is its death too, by Ray's memory monitor, which prefers what has started last. The third says that it has
-# died, or will answer again: Ray does not know yet.
+# OutOfMemoryError: Ray's memory monitor has killed the agent; it prefers what has started last. ActorUnavailableError:
+# Ray does not know yet whether the agent has died or will answer again.
 _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
+# Memory samples under way at once. Each waits for a process to start when a node has no agent yet.
+AT_ONCE = 32
+STOP_S = 10.0
 # fairlead-placement need not be installed on the nodes.
 for _module in (agent_process, meters, owners, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
@@ -49,7 +57,7 @@ for _module in (agent_process, meters, owners, _ray_private):
 
 # By session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
-# How many have died there: the name of one that has been killed twice leads to the dead one for good.
+# How many agents have died there: the name of one that has been killed twice leads to the dead one for good.
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
 # By the same: the agent that guards this process's placement groups, and its answer, which is not waited for.
 _guards: dict[tuple[str, str, str], tuple[Any, Any]] = {}
@@ -63,33 +71,37 @@ def _actor_class() -> Any:
 
 
 def _handle(node_id: str, *, instead_of: Any = None) -> Any:
-    """The agent's handle; of a new agent if the one that is known is `instead_of`, which has died."""
-    context = ray.get_runtime_context()
+    """Return the agent's handle; create a new agent if the known one is `instead_of`, which has died."""
     key = _key(node_id)
-    me, driver = context.get_worker_id(), driver_of(key[1])
     with _lock:
-        # Only one of several threads that met the dead agent makes a new one.
+        # Several threads may have met the dead agent. Only the first creates a new one.
         if _handles.get(key) is instead_of:
             _deaths[key] += instead_of is not None
-            again = f"-{_deaths[key]}" if _deaths[key] else ""
-            # A detached agent ends itself. One that could not see its driver end, or whose driver has ended before,
-            # which a detached actor outlives, ends with the process that made it.
-            sees = worker_is_alive(driver) is True
-            _handles[key] = _actor_class()._remote(
-                args=(node_id, driver if sees else "", me if me != driver else ""),
-                name=f"{AGENT_NAME_PREFIX}{key[1]}-{node_id}{again}",
-                namespace=NAMESPACE,
-                lifetime="detached" if sees else None,
-                # `options` would drop what keeps this process's environment out.
-                runtime_env=clean_runtime_env(),
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=0,
-                # It answers while something slow is under way.
-                max_concurrency=16,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            )
+            _handles[key] = ask_head(f"start the agent of node {node_id[:8]}", _create, key)
         return _handles[key]
+
+
+def _create(key: tuple[str, str, str]) -> Any:
+    _, job_id, node_id = key
+    me, driver = this_process(), driver_of(job_id)
+    again = f"-{_deaths[key]}" if _deaths[key] else ""
+    # A detached agent ends itself. If it cannot see its driver end, or the driver has ended already (a detached actor
+    # outlives its driver), the agent ends with the process that created it.
+    sees = worker_is_alive(driver) is True
+    return create_actor(
+        _actor_class(),
+        (node_id, driver if sees else "", me if me != driver else ""),
+        name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}{again}",
+        namespace=NAMESPACE,
+        lifetime="detached" if sees else None,
+        runtime_env=clean_runtime_env(),
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=0,
+        # It answers while something slow is under way.
+        max_concurrency=16,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
 
 
 def _key(node_id: str) -> tuple[str, str, str]:
@@ -98,7 +110,7 @@ def _key(node_id: str) -> tuple[str, str, str]:
 
 
 def this_process() -> str:
-    """Return the worker id of this process, for which the agents hold what it has them hold."""
+    """Return the worker id of this process, which owns what the agents hold for it."""
     worker_id: str = ray.get_runtime_context().get_worker_id()
     return worker_id
 
@@ -109,10 +121,10 @@ def is_driver() -> bool:
 
 
 def guard_groups() -> None:
-    """Have node agents remove the placement groups of this process when it has ended; returns at once.
+    """Tell node agents to remove the placement groups of this process when it has ended, without waiting for them.
 
-    Ray does that for a driver. For any other process the agent of its node does it, and, as that node may die with it,
-    the agent of the driver's node. Call it before each group is made: an agent that has died is replaced then.
+    Ray does that for a driver. For any other process the agent of its node does it and, as that node may die with it,
+    the agent of the driver's node. Call this before each group is created: it replaces an agent that has died.
     """
     if is_driver():
         return
@@ -122,13 +134,13 @@ def guard_groups() -> None:
         agent, answer = _guards.get(_key(node_id), (None, None))
         died = answer is not None and _failed_already(answer)
         agent = _handle(node_id, instead_of=agent) if died else _handle(node_id)
-        # The answer is kept: Ray prints the error of one that nobody holds.
+        # The reference is kept: Ray prints the error of an answer that nobody refers to.
         _guards[_key(node_id)] = (agent, _send(agent, "guard", me))
 
 
 @functools.cache
 def _node_of_driver(driver: str) -> str | None:
-    return node_of_worker(driver)
+    return ask_head("find the driver's node", node_of_worker, driver)
 
 
 def _failed_already(answer: Any) -> bool:
@@ -141,19 +153,19 @@ def _failed_already(answer: Any) -> bool:
 
 
 class NodeAgent:
-    """Does on one node what has to be done there, such as holding ports, for the whole job.
+    """Acts on one node for the whole job: it holds ports, measures processes and memory, and runs functions.
 
-    The actor needs no resources and is made on first use. It lives as long as the job, whichever process asked for it
-    first, and ends within 10 s of it, however the job ends. When it dies its leases are gone, workers are not touched,
-    and the next request makes a new one.
+    The actor needs no resources and is created on first use. It lives as long as the job, whichever process used it
+    first, and ends within 10 s of the job, however the job ends. When the agent dies, its leases are lost, workers are
+    not affected, and the next request creates a new agent.
 
     Args:
         node_id: Ray's id of a node that is alive.
-        timeout_s: seconds that one request may take, the start of the agent's process included.
+        timeout_s: seconds that one request may take, including the start of the agent's process.
 
     Raises:
-        PlacementTimeoutError: not here, but from every request: it was not answered in time.
-        PlacementError: likewise: the agent could not do it, mostly because its node is gone.
+        PlacementTimeoutError: every request raises it if it was not answered in time. The constructor does not.
+        PlacementError: every request raises it if the agent failed, in most cases because its node is gone.
 
     >>> NodeAgent("0" * 56)
     NodeAgent(00000000)
@@ -167,7 +179,7 @@ class NodeAgent:
         return f"NodeAgent({self.node_id[:8]})"
 
     def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
-        """Hold `count` ports of the range low to high, `high` included, or none.
+        """Hold `count` ports of the range low to high (both included), or none.
 
         Returns:
             The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
@@ -177,20 +189,20 @@ class NodeAgent:
         return list(zip(ports, lease_ids, strict=False)), leased, in_use
 
     def release(self, lease_ids: list[str]) -> None:
-        """Give ports back, by lease id."""
+        """Release ports, by lease id."""
         self._ask("release", lease_ids)
 
     def leased(self) -> list[int]:
-        """The ports held now, ascending."""
+        """Return the ports held now, in ascending order."""
         ports: list[int] = self._ask("leased")
         return ports
 
     def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
-        """What processes of the node use, by pid, in the order asked. One that is gone is left out."""
+        """Return what processes of the node use, in the order of `pids`. A process that has ended is left out."""
         return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
 
     def requests(self) -> dict[str, int]:
-        """How many requests to measure processes (`usage`) and to call functions (`run`) have reached the agent."""
+        """Return how many requests have reached the agent: `usage` to measure processes, `run` to call functions."""
         counts: dict[str, int] = self._ask("requests")
         return counts
 
@@ -198,27 +210,31 @@ class NodeAgent:
         """Take a sample of the node's memory.
 
         Args:
-            watcher: for whom samples, once a second, go on until `unwatch`; None: this is the only one.
-            name: tag `cluster` of the watcher's metrics.
+            watcher: for whom the agent takes a sample each second until `unwatch`; None for this single sample.
+            name: the tag `cluster` of the watcher's metrics.
+
+        Returns:
+            The sample, with the peaks since the watcher's first.
         """
         total, used, available, peak, gpus, samples, sampled_at = self._ask("memory", watcher, name, this_process())
         on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
         return NodeUsage(self.node_id, total, used, available, peak, on_gpus, samples, sampled_at)
 
     def unwatch(self, watcher: str) -> None:
-        """Take no more samples for a watcher. Can be repeated; other watchers are served on."""
+        """Take no more samples for a watcher. Can be repeated, and does not affect other watchers."""
         self._ask("unwatch", watcher)
 
     def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
-        """Call a function on the node and return what it returns; other requests are answered meanwhile.
+        """Call a function on the node and return what it returns. The agent answers other requests meanwhile.
 
         Args:
             function: shipped by value if its module is registered for that, else by name.
             args: its arguments.
-            timeout_s: seconds that this request may take; the agent's if None. The function itself is not interrupted.
+            timeout_s: seconds that this request may take; None for the agent's `timeout_s`. The function itself is not
+                interrupted.
 
         Raises:
-            PlacementTimeoutError: no answer by then.
+            PlacementTimeoutError: the function has not returned by then.
             Exception: what the function raised.
         """
         returned: _T = self._ask("run", function, *args, timeout_s=timeout_s)
@@ -227,30 +243,24 @@ class NodeAgent:
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        agent: Any = None
+        died = True
         try:
-            agent = _handle(self.node_id)
-            for pause in PAUSES_S:
-                try:
-                    return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
-                except _GONE as error:
-                    if isinstance(error, ray.exceptions.RayTaskError):
-                        raise
-                    died = not isinstance(error, ray.exceptions.ActorUnavailableError)
-                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-                if died:
-                    agent = _handle(self.node_id, instead_of=agent)
-            return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
+            with head_deadline(limit):
+                for attempt, pause in enumerate((*PAUSES_S, 0.0)):
+                    if died:
+                        agent = _handle(self.node_id, instead_of=agent)
+                    try:
+                        return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
+                    except _GONE as error:
+                        if attempt == len(PAUSES_S) or isinstance(error, ray.exceptions.RayTaskError):
+                            raise
+                        died = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                    time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         except ray.exceptions.RayTaskError:
             raise  # the function's own, whatever its class
-        except ray.exceptions.GetTimeoutError as error:
-            raise _late(self.node_id, method, limit) from error
         except ray.exceptions.RayError as error:
-            raise _failed(self.node_id, method, error) from error
-
-
-def new_lease_ids(count: int) -> list[str]:
-    """Ids to lease ports under. The driver's: what was asked for and never answered can be given back too."""
-    return [uuid.uuid4().hex for _ in range(count)]
+            raise _explain(self.node_id, method, limit, error) from error
 
 
 def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
@@ -261,19 +271,24 @@ def _send(agent: Any, method: str, *args: Any) -> Any:
     return getattr(agent, method).remote(*args)
 
 
+def new_lease_ids(count: int) -> list[str]:
+    """Return ids to lease ports under. This process chooses them, so it can release a lease whose answer was lost."""
+    return [uuid.uuid4().hex for _ in range(count)]
+
+
 def run_on_nodes(
     function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
 ) -> dict[str, _T | Exception]:
-    """Call a function on several nodes at once: one request to each.
+    """Call a function on several nodes at once, with one request to each.
 
     Args:
-        function: as of `NodeAgent.run`.
+        function: as for `NodeAgent.run`.
         arguments: the function's positional arguments, by node id.
         timeout_s: seconds that all requests together may take.
 
     Returns:
-        By node id, what the function returned there; where it failed, the exception, not raised: one node that is gone
-        does not hide what the others say.
+        By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
+        so that a node that is gone does not hide what the other nodes return.
     """
     return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
 
@@ -281,67 +296,116 @@ def run_on_nodes(
 def usage_on_nodes(
     pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
 ) -> dict[str, list[ProcessUsage] | Exception]:
-    """What processes on several nodes use, measured at once: one request to each node.
+    """Measure processes on several nodes at once, with one request to each node.
 
     Args:
         pids: the processes, by node id.
         timeout_s: seconds that all requests together may take.
 
     Returns:
-        By node id, a list as of `NodeAgent.usage`; where that failed, the exception, not raised.
+        By node id, a list as of `NodeAgent.usage`, or the exception with which the request failed.
     """
-    found = ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
+    answers = ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
     return {
         node_id: rows if isinstance(rows, Exception) else [ProcessUsage(*row) for row in rows]
-        for node_id, rows in found.items()
+        for node_id, rows in answers.items()
     }
 
 
 def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
-    """The same request to several agents at once; by node id the answer or, not raised, the exception."""
+    """Send the same request to several agents at once; return by node id the answer, or the exception."""
     deadline = time.monotonic() + timeout_s
-    asked = {node_id: _send(_handle(node_id), method, *args) for node_id, args in arguments.items()}
-    refs = list(asked.values())
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    found: dict[str, Any] = {}
-    for node_id, ref in asked.items():
+    with head_deadline(timeout_s):
+        sent = {node_id: _send(_handle(node_id), method, *args) for node_id, args in arguments.items()}
+    if sent:
+        ray.wait(list(sent.values()), num_returns=len(sent), timeout=timeout_s)
+    answers: dict[str, Any] = {}
+    for node_id, ref in sent.items():
         try:
-            found[node_id] = ray.get(ref, timeout=0)
+            answers[node_id] = ray.get(ref, timeout=0)
         except ray.exceptions.RayTaskError as error:
-            found[node_id] = error  # the function's own, whatever its class
+            answers[node_id] = error  # the function's own, whatever its class
         except _GONE:
-            # The agent was gone: the node may still be there, and a new agent too.
+            # The agent was gone. Its node may still be there, and a new agent too.
             left = max(0.0, deadline - time.monotonic())
             try:
-                found[node_id] = NodeAgent(node_id)._ask(method, *arguments[node_id], timeout_s=left)
+                answers[node_id] = NodeAgent(node_id)._ask(method, *arguments[node_id], timeout_s=left)
             except Exception as error:  # noqa: BLE001  whatever the function raises
-                found[node_id] = error
-        except ray.exceptions.GetTimeoutError:
-            found[node_id] = _late(node_id, method, timeout_s)
+                answers[node_id] = error
         except ray.exceptions.RayError as error:
-            found[node_id] = _failed(node_id, method, error)
-    return found
+            answers[node_id] = _explain(node_id, method, timeout_s, error)
+    return answers
 
 
-def _failed(node_id: str, method: str, error: BaseException) -> PlacementError:
+def _explain(node_id: str, method: str, limit: float, error: BaseException) -> PlacementError:
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return PlacementTimeoutError(
+            f"The agent of node {node_id} did not answer {method!r} within {limit:g} s. "
+            "Its process may be starting on a very busy node: try again, or look at the node."
+        )
     return PlacementError(
         f"The agent of node {node_id} could not do {method!r}: {error}. If the node is gone, "
         "`replace_lost_nodes()` of its cluster reserves others."
     )
 
 
-def _late(node_id: str, method: str, limit: float) -> PlacementTimeoutError:
-    return PlacementTimeoutError(
-        f"The agent of node {node_id} did not answer {method!r} within {limit:g} s. "
-        "Its process may be starting on a very busy node: try again, or look at the node."
-    )
-
-
 def known_agents() -> list[NodeAgent]:
-    """The agents this process has made or found and whose nodes are alive."""
+    """Return the agents that this process uses and whose nodes are alive."""
     context = ray.get_runtime_context()
     here = (context.get_session_name(), context.get_job_id())
     alive = alive_nodes()
     with _lock:
         return [NodeAgent(node_id) for *where, node_id in _handles if tuple(where) == here and node_id in alive]
+
+
+class Monitor:
+    """Has the agents of some nodes sample memory from the first `read` until `stop`."""
+
+    def __init__(self, node_ids: Sequence[str], name: str) -> None:
+        self._node_ids = tuple(node_ids)
+        self._name = name
+        self._watcher = uuid.uuid4().hex
+
+    def watch(self, node_ids: Sequence[str]) -> None:
+        """Watch these nodes from now on. Agents of nodes that are gone need not be stopped."""
+        new = [node_id for node_id in node_ids if node_id not in self._node_ids]
+        self._node_ids = tuple(node_ids)
+        # A new node whose agent does not answer now is watched from the next `read` on.
+        with contextlib.suppress(PlacementError):
+            read_usage(new, watcher=self._watcher, name=self._name)
+
+    def read(self) -> tuple[NodeUsage, ...]:
+        """Return a sample of each node, with the peaks since the first call or the last replacement of the agent."""
+        return read_usage(self._node_ids, watcher=self._watcher, name=self._name)
+
+    def stop(self) -> None:
+        """Have no more samples taken. Can be repeated.
+
+        An agent that does not answer is left alone: it ends with the job, and no reservation waits for it.
+        """
+        # Without threads: at the end of the interpreter none can be started.
+        ask_nodes("unwatch", dict.fromkeys(choose_alive(self._node_ids), (self._watcher,)), STOP_S)
+
+
+def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:
+    """Return the memory of each node that is alive, in the order given, with one request to each, all at once."""
+
+    def ask(node_id: str) -> NodeUsage | None:
+        try:
+            return NodeAgent(node_id).memory(watcher, name)
+        except PlacementError:
+            if _alive([node_id]):
+                raise
+            return None
+
+    nodes = _alive(node_ids)
+    if not nodes:
+        return ()
+    with ThreadPoolExecutor(max_workers=min(len(nodes), AT_ONCE)) as pool:
+        return tuple(usage for usage in pool.map(ask, nodes) if usage is not None)
+
+
+def _alive(node_ids: Sequence[str]) -> list[str]:
+    with head_deadline():
+        alive = alive_nodes()
+    return [node_id for node_id in node_ids if node_id in alive]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a node agent's process, on several threads.
+"""The code that runs inside a node agent's process, on several threads.
 
-Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and `_agent_meters` and
-`_agent_owners`, which are shipped by value too.
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and its siblings
+`meters` and `owners`, which are shipped by value too.
 """
 
 import errno
@@ -22,17 +22,17 @@ from .owners import Owners, end_this_actor
 
 __all__ = ["AgentProcess"]
 
-# Ids of leases that were given back before they were made; more at once than any driver has asks under way.
+# How many ids of leases that were released before they were made are kept. No driver has so many requests under way.
 _UNWANTED_KEPT = 10_000
 
 
 class AgentProcess:
-    """Holds the leased ports of one node for one job, and measures what is used there.
+    """Holds the leased ports of one node for one job, and measures the node.
 
     Args:
         node_id: Ray's id of the node.
-        job: the driver's worker id. The agent ends itself when the driver has ended and nobody is left who holds
-            something.
+        job: the driver's worker id. The agent ends itself when the driver has ended and no other process holds
+            anything.
         guarded: the worker id of a process whose placement groups are removed when it has ended.
     """
 
@@ -44,10 +44,10 @@ class AgentProcess:
         self._requests: Counter[str] = Counter()
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._unwanted: dict[str, None] = {}
-        # Who holds a lease or has the memory watched: worker ids by lease id and by watcher.
+        # The processes that hold a lease or watch the memory: worker ids by lease id and by watcher.
         self._owner: dict[str, str] = {}
-        # Where the next search starts. Moving on keeps a port that was just given back out of use for a while, so
-        # that late connections of its former users do not reach somebody else.
+        # Where the next search starts. It moves on, so that a released port is not used again at once: late connections
+        # of its former users must not reach another server.
         self._next = random.randrange(1 << 16)
 
         self._owners: Owners | None = None
@@ -74,11 +74,13 @@ class AgentProcess:
             self.unwatch(name)
 
     def lease(self, lease_ids: list[str], low: int, high: int, owner: str = "") -> tuple[list[int], int, int]:
-        """Hold a port in low..high (both included) for each id, or none; until it is released, or the owner has ended.
+        """Hold a port in low..high (both included) for each id, or none, until it is released or its owner has ended.
 
-        Returns the ports and, when there are too few, how many of the range this agent and others hold. The id, which
-        the driver chooses, is what gives a lease back: a port number may be somebody else's by then, and an answer may
-        come too late to be heard.
+        The driver chooses the ids and releases a lease by its id: a port number may belong to another lease by then,
+        and the answer may arrive too late.
+
+        Returns:
+            The ports; if there are too few, how many ports of the range this agent and other processes hold.
         """
         with self._lock:
             answer = self._lease(lease_ids, low, high)
@@ -88,9 +90,9 @@ class AgentProcess:
 
     def _lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
         if any(one in self._unwanted for one in lease_ids):
-            return [], 0, 0  # given back already: nobody waits for them
+            return [], 0, 0  # released already: nobody waits for them
         if all(one in self._held for one in lease_ids):
-            return [self._held[one][0] for one in lease_ids], 0, 0  # asked again, as the answer was lost
+            return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
         size = high - low + 1
         start = (self._next - low) % size
         mine = {port for port, _ in self._held.values()}
@@ -117,7 +119,7 @@ class AgentProcess:
         return ports, 0, 0
 
     def release(self, lease_ids: list[str]) -> None:
-        """Give ports back; a lease that is not held is not an error, so that a release can be repeated."""
+        """Release ports. A lease that is not held is not an error, so that a release can be repeated."""
         with self._lock:
             for lease_id in lease_ids:
                 self._owner.pop(lease_id, None)
@@ -125,7 +127,7 @@ class AgentProcess:
                 if held is not None:
                     held.close()
                 else:
-                    # Of an agent that stood still one thread overtakes another: the lease may be still to come.
+                    # In an agent that was stopped, one thread may overtake another: the lease may still come.
                     self._unwanted[lease_id] = None
             while len(self._unwanted) > _UNWANTED_KEPT:
                 del self._unwanted[next(iter(self._unwanted))]
@@ -143,7 +145,7 @@ class AgentProcess:
         return self._processes.read(pids)
 
     def memory(self, watcher: str | None, name: str, owner: str = "") -> tuple[Any, ...]:
-        """As `MemoryMeter.read`, and the time. Samples for a watcher end when its owner has."""
+        """Return a sample of `MemoryMeter.read`, and the time. Sampling for a watcher ends when its owner has ended."""
         if watcher is not None and owner:
             with self._lock:
                 self._owner[watcher] = owner
@@ -170,11 +172,11 @@ class AgentProcess:
 def _hold(port: int) -> socket.socket | None:
     """Return a bound socket that never listens, or None if the port is taken.
 
-    Bound without SO_REUSEADDR, so neither another lease nor a plain bind can have the port; the option is set
-    afterwards, which lets a server that sets it too (torch's TCPStore, gRPC) listen while the lease is held.
+    It is bound without SO_REUSEADDR, so neither another lease nor a plain bind can use the port. The option is set
+    afterwards, so that a server that sets it too (torch's TCPStore, gRPC) can listen while the lease is held.
 
-    The socket is bound on IPv6 and IPv4 together, so that nobody can have the port on either; where the machine has no
-    IPv6, on IPv4.
+    The socket is bound on IPv6 and IPv4 together, so that nobody can use the port on either. On a machine without IPv6
+    it is bound on IPv4.
     """
     try:
         return _bind(socket.AF_INET6, "::", port)

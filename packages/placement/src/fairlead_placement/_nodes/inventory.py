@@ -1,45 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cluster has right now, read from Ray."""
+"""Reads from Ray's head what the cluster has right now, and who holds it."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 
-from .._plan.model import Node
+from .._model import Node
 from .._plan.topology import physical_order
 from .._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors
 from .._show.report import Holder
+from ..exceptions import HeadTimeoutError
+from .head import ask_head
 
-__all__ = ["alive_nodes", "read_holders", "read_nodes"]
+__all__ = ["alive_nodes", "choose_alive", "read_holders", "read_nodes"]
 
 
-def alive_nodes() -> frozenset[str]:
-    """The ids of the nodes that Ray takes to be alive, those that are about to go included."""
-    return frozenset(row["NodeID"] for row in ray.nodes() if row["Alive"])
+# Callers that can do without an answer wait no longer.
+ALIVE_S = 5.0
+
+
+def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
+    """Return the ids of the nodes that Ray considers alive, including those that are draining.
+
+    Args:
+        timeout_s: seconds that Ray's head may take; None for what is left of `head_deadline`, or for no limit.
+
+    Raises:
+        HeadTimeoutError: the head did not answer in time.
+    """
+    rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
+    return frozenset(row["NodeID"] for row in rows if row["Alive"])
+
+
+def choose_alive(node_ids: Iterable[str]) -> list[str]:
+    """Return the nodes that are alive; all of them if Ray's head does not answer. Their agents answer without it."""
+    try:
+        alive = alive_nodes(timeout_s=ALIVE_S)
+    except HeadTimeoutError:
+        return list(node_ids)
+    return [node_id for node_id in node_ids if node_id in alive]
 
 
 def read_nodes() -> tuple[Node, ...]:
-    """The nodes that are alive and not about to go, in physical order."""
+    """Return the nodes that are alive and not draining, in physical order.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
+    """
+    return ask_head("list the nodes and what is free on them", _read_nodes)
+
+
+def _read_nodes() -> tuple[Node, ...]:
     free = free_per_node()
     leaving = draining_nodes()
-    nodes = [
-        Node(
-            node_id=row["NodeID"],
-            ip=row["NodeManagerAddress"],
-            total=row["Resources"],
-            # A node that has just joined is listed before it is known what is free there: nothing, until it is.
-            free=free.get(row["NodeID"], {}),
-            labels=row.get("Labels") or {},
+    rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in leaving]
+    if free is None:
+        free = _estimate_free(rows)
+    return tuple(
+        physical_order(
+            Node(
+                node_id=row["NodeID"],
+                ip=row["NodeManagerAddress"],
+                total=row["Resources"],
+                # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
+                free=free.get(row["NodeID"], {}),
+                labels=row.get("Labels") or {},
+            )
+            for row in rows
         )
-        for row in ray.nodes()
-        if row["Alive"] and row["NodeID"] not in leaving
-    ]
-    return tuple(physical_order(nodes))
+    )
+
+
+def _estimate_free(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, float]]:
+    """Return what no placement group or actor holds on each node. Ray does not list what tasks hold."""
+    free = {row["NodeID"]: Counter(row["Resources"]) for row in rows}
+    for holder in _read_holders():
+        for node_id, bundles in holder.bundles.items():
+            for bundle in bundles if node_id in free else ():
+                free[node_id].subtract(bundle)
+    return free
 
 
 def read_holders() -> tuple[Holder, ...]:
-    """The placement groups that hold resources, and the actors that hold some outside of any."""
+    """Return the placement groups that hold resources, and the actors that hold resources outside of any group.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
+    """
+    return ask_head("list who holds resources", _read_holders)
+
+
+def _read_holders() -> tuple[Holder, ...]:
     holders = []
     for group_id, row in placement_group_table().items():
         if row["state"] == "REMOVED":
@@ -52,7 +106,7 @@ def read_holders() -> tuple[Holder, ...]:
             job = job_of_placement_group(group_id)
             holders.append(Holder("placement group", row["name"], group_id, job, bundles))
     for actor in live_actors():
-        # In a placement group it holds "CPU_group_...": what the group holds already.
+        # An actor in a placement group holds "CPU_group_...", which the group holds already.
         own = {what: amount for what, amount in actor.resources.items() if amount > 0 and "_group_" not in what}
         if own and actor.node_id:
             name = actor.name or actor.class_name

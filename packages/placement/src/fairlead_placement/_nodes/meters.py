@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures processes and memory inside a node agent's process.
 
-Shipped by value, as `_agent_process`: this module imports nothing of its siblings. psutil is there wherever Ray is:
-Ray brings its own and does not start without it.
+Shipped by value, as `agent_process`: this module imports no sibling. psutil is installed wherever Ray is, because Ray
+brings its own and does not start without it.
 """
 
 import threading
@@ -20,11 +20,11 @@ Row = tuple[int, int, int, int, list[GpuRow] | None, int]
 
 
 class Gpus:
-    """The node's GPUs as nvidia-ml-py sees them; without it, or without a GPU, it reports nothing.
+    """Reads the node's GPUs through nvidia-ml-py. Without that, or without a GPU, all figures are None.
 
     A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
-    thread of its own. Figures that do not come in time are unknown (None), and so are all later ones, at once, until
-    the driver has answered the call that is under way.
+    thread of its own. Figures that do not arrive in time are unknown (None), and later requests return None at once
+    until the driver has answered the call that is under way.
 
     Args:
         timeout_s: seconds to wait for the driver.
@@ -34,28 +34,28 @@ class Gpus:
         self._timeout_s = timeout_s
         self._nvml: Any = None
         self._absent = False
-        # Held while the driver is waited for: requests take turns, and each waits only if none is owed an answer.
+        # Held while a request waits for the driver. Requests take turns, and do not wait while a call is unanswered.
         self._lock = threading.Lock()
         self._call: threading.Thread | None = None
 
     def memory(self) -> list[tuple[int, int]] | None:
-        """(total, used) bytes of each GPU, by NVML's index."""
+        """Return the (total, used) bytes of each GPU, by NVML's index."""
         found = self._of_each("nvmlDeviceGetMemoryInfo")
         return found and [(int(one.total), int(one.used)) for one in found]
 
     def by_process(self) -> dict[int, int] | None:
-        """Bytes that each process holds on all GPUs together."""
+        """Return the bytes that each process holds on all GPUs together."""
         found = self._of_each("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return None
         held: dict[int, int] = {}
         for process in (process for on_gpu in found for process in on_gpu):
-            # None where the driver does not tell.
+            # None if the driver does not report it.
             held[process.pid] = held.get(process.pid, 0) + (process.usedGpuMemory or 0)
         return held
 
     def _of_each(self, function: str) -> list[Any] | None:
-        """Return what an NVML function says of each GPU; None if that is unknown."""
+        """Return what an NVML function returns for each GPU; None if that is unknown."""
         answers: list[list[Any] | None] = []
         with self._lock:
             if self._absent or (self._call is not None and self._call.is_alive()):
@@ -95,7 +95,7 @@ def _load_nvml() -> Any:
 
 
 class ProcessMeter:
-    """What processes use; remembers their CPU time from one request to the next."""
+    """Measures processes, and remembers their CPU time from one request to the next."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
@@ -104,7 +104,7 @@ class ProcessMeter:
         self._last: dict[tuple[int, float], tuple[float, float]] = {}
 
     def read(self, pids: list[int]) -> list[tuple[int, float, int, int, int | None]]:
-        """(pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is there."""
+        """Return (pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is alive."""
         import psutil
 
         on_gpus = self._gpus.by_process()
@@ -132,7 +132,7 @@ class ProcessMeter:
 
 
 class _Watch:
-    """What one watcher has seen since it began."""
+    """The samples and peaks of one watcher."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -142,7 +142,7 @@ class _Watch:
 
 
 class MemoryMeter:
-    """Samples the node's memory once a second, on a thread of its own, while anybody watches."""
+    """Samples the node's memory once a second, on a thread of its own, while there is a watcher."""
 
     def __init__(self, gpus: Gpus, node_id: str) -> None:
         self._gpus = gpus
@@ -162,7 +162,7 @@ class MemoryMeter:
                 return self._sample([_Watch(name)])[0]
             watch = self._watches.setdefault(watcher, _Watch(name))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._go_on, name="fairlead-memory", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="fairlead-memory", daemon=True)
                 self._thread.start()
             return self._sample([watch])[0]
 
@@ -172,11 +172,11 @@ class MemoryMeter:
             self._watches.pop(watcher, None)
 
     def watchers(self) -> tuple[list[str], bool]:
-        """Who watches, and whether the thread runs."""
+        """Return the watchers, and whether the thread runs."""
         with self._lock:
             return list(self._watches), self._thread is not None
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         try:
             while True:
                 time.sleep(INTERVAL_S)
@@ -193,11 +193,11 @@ class MemoryMeter:
                 self._thread = None  # the next request starts another
             raise
 
-    def _sample(self, watches: list[_Watch]) -> list[tuple[int, int, int, int, list[tuple[int, int, int]] | None, int]]:
+    def _sample(self, watches: list[_Watch]) -> list[Row]:
         import psutil
 
         memory = psutil.virtual_memory()
-        # Not psutil's `used`, which counts what the kernel has borrowed for caches in some versions and not in others.
+        # psutil's `used` includes the kernel's caches in some versions and not in others.
         used = memory.total - memory.available
         gpus = self._gpus.memory()
         rows: list[Row] = []
@@ -213,22 +213,21 @@ class MemoryMeter:
         return rows
 
     def _publish(self, name: str, used: int, gpus: list[GpuRow] | None) -> None:
-        """Set Ray's metrics. Without ray[default] on the node nobody collects them, and nothing else happens."""
+        """Set Ray's metrics. Without ray[default] on the node they are not collected."""
         if self._gauges is None:
             from ray.util.metrics import Gauge
 
-            self._gauges = (
-                Gauge(
-                    "fairlead_node_memory_used_bytes",
-                    description="Memory in use on a node of a virtual cluster.",
-                    tag_keys=("node", "cluster"),
-                ),
-                Gauge(
-                    "fairlead_gpu_memory_used_bytes",
-                    description="Memory in use on a GPU of a node of a virtual cluster.",
-                    tag_keys=("node", "cluster", "gpu"),
-                ),
+            node = Gauge(
+                "fairlead_node_memory_used_bytes",
+                description="Memory in use on a node of a virtual cluster.",
+                tag_keys=("node", "cluster"),
             )
+            gpu = Gauge(
+                "fairlead_gpu_memory_used_bytes",
+                description="Memory in use on a GPU of a node of a virtual cluster.",
+                tag_keys=("node", "cluster", "gpu"),
+            )
+            self._gauges = node, gpu
         tags = {"node": self._node_id, "cluster": name}
         self._gauges[0].set(used, tags=tags)
         for index, (_, used_there, _) in enumerate(gpus or ()):

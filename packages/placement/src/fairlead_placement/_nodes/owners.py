@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices inside a node agent's process that a process which holds something has ended, or the whole job.
+"""Notices, inside a node agent's process, that the owner of a lease or a placement group has ended, or the whole job.
 
-Shipped by value, as `_agent_process`: it imports the standard library, ray and `_ray_private`, which is shipped by
-value too. Processes are named by Ray's worker ids, in hexadecimal.
+Shipped by value, as `agent_process`: it imports the standard library, ray and `_ray_private`, which is shipped by value
+too. Processes are identified by Ray's worker ids, in hexadecimal.
 """
 
 import logging
@@ -21,26 +21,26 @@ from .._ray_private import worker_is_alive
 
 __all__ = ["Owners", "owned_name", "remove_groups_of"]
 
-# One small request to Ray's head for each process that holds something. With 1,000 nodes these are 400 in a second.
+# Each check sends one small request to Ray's head per owner. With 1,000 nodes these are 400 requests per second.
 ALL_S = 5.0
 # Only two agents of a job guard a process's placement groups.
 GUARDED_S = 1.0
-# A group that the process had just asked for may appear after its end.
+# A group that the process has just requested may appear after its end.
 SCANS = 3
-# Ray ends an agent at its own request within milliseconds.
+# Ray ends an actor at its own request within milliseconds.
 END_S = 5.0
 _DIGITS = 12
 
 
 class Owners:
-    """Looks after those who hold something on this node, on a thread of its own.
+    """Watches, on a thread of its own, the processes that hold something on this node.
 
-    Ends the agent when the driver has ended, and nobody is left who holds something.
+    Ends the agent when the driver has ended and no other process holds anything.
 
     Args:
         job: the driver.
-        holders: returns who holds something.
-        release: releases what one of them holds.
+        holders: returns the processes that hold something.
+        release: releases everything that a process holds.
         end: ends the agent.
         is_alive: whether a process is alive; None if that is unknown.
     """
@@ -64,8 +64,8 @@ class Owners:
         self._more = threading.Event()
 
     def start(self) -> None:
-        """Start to look."""
-        threading.Thread(target=self._look_again_and_again, name="fairlead-owners", daemon=True).start()
+        """Start the thread."""
+        threading.Thread(target=self._run, name="fairlead-owners", daemon=True).start()
 
     def guard(self, owner: str) -> None:
         """Remove the placement groups of a process when it has ended."""
@@ -74,10 +74,10 @@ class Owners:
         self._more.set()
 
     def look(self, *, everything: bool) -> None:
-        """Release what those hold that have ended.
+        """Release what processes hold that have ended.
 
         Args:
-            everything: look at all of them and at the job, not only at those whose placement groups are guarded.
+            everything: check all of them and the job, not only those whose placement groups are guarded.
         """
         with self._lock:
             guarded = set(self._guarded)
@@ -95,7 +95,7 @@ class Owners:
         if everything and True not in alive.values() and self._is_alive(self._job) is False:
             self._end()
 
-    def _look_again_and_again(self) -> None:
+    def _run(self) -> None:
         due = time.monotonic() + ALL_S
         while True:
             # At random moments, so that the agents of a large cluster do not ask all at once.
@@ -105,15 +105,15 @@ class Owners:
             try:
                 self.look(everything=everything or not self._guarded)
             except Exception:
-                # Ray's head does not answer. The next look may succeed.
-                logging.getLogger(__name__).debug("cannot look who has ended", exc_info=True)
+                # Ray's head does not answer. The next check may succeed.
+                logging.getLogger(__name__).debug("cannot check which processes have ended", exc_info=True)
                 continue
             if everything:
                 due = time.monotonic() + ALL_S
 
 
 def end_this_actor(me: object) -> None:
-    """End the actor of this process, in order if Ray does it in time."""
+    """End the actor of this process, through Ray if Ray does it in time."""
     try:
         ray.kill(me)
         time.sleep(END_S)
@@ -122,12 +122,12 @@ def end_this_actor(me: object) -> None:
 
 
 def owned_name(name: str, owner: str) -> str:
-    """Return a unique name for a placement group; it holds the owner's id, if there is an owner to guard."""
+    """Return a unique name for a placement group. It contains the id of the owner, unless that is empty."""
     return f"{name}-{owner[:_DIGITS]}{uuid.uuid4().hex[:8]}"
 
 
 def remove_groups_of(owner: str) -> None:
-    """Remove the placement groups that bear an owner's name."""
+    """Remove the placement groups whose names contain an owner's id."""
     job = ray.get_runtime_context().get_job_id()
     for group_id, row in placement_group_table().items():
         # The last four bytes of a group's id are those of its job.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports that are held, not guessed."""
+"""Leases ports of nodes, which their agents hold."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ import ray
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
 from .agent import ask_nodes, new_lease_ids, this_process
-from .inventory import alive_nodes
+from .inventory import choose_alive
 
 __all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports", "release_ports"]
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999
-# Of an agent, whose process may have to start.
+# For an agent, whose process may have to start.
 ANSWER_S = 60.0
 
 
@@ -26,14 +26,14 @@ ANSWER_S = 60.0
 class PortLease:
     """A port held on a node until it is released, or the process that leased it ends.
 
-    The node's agent has it bound on IPv4 and IPv6, so no other lease and no plain `bind` gets it on either. A server
+    The node's agent binds it on IPv4 and IPv6, so no other lease and no plain `bind` can use it on either. A server
     that sets SO_REUSEADDR, as torch's TCPStore and gRPC do, can listen on it while it is held.
 
     Attributes:
         address: of the node, IPv4 or IPv6, without brackets.
         port: its number.
         node_id: Ray's id of the node.
-        lease_id: by which the node's agent knows it.
+        lease_id: the agent's id of the lease.
 
     >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
     >>> lease.host_port
@@ -49,11 +49,11 @@ class PortLease:
 
     @property
     def host_port(self) -> str:
-        """The address and the port as URLs and gRPC write them: an IPv6 address stands in brackets."""
+        """The address and the port as in URLs and gRPC, with brackets around an IPv6 address."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     def release(self) -> None:
-        """Give the port back. Can be repeated; does nothing when Ray is down or the node is gone."""
+        """Release the port. Can be repeated; does nothing if Ray has ended or the node is gone."""
         release_ports([self])
 
     def __enter__(self) -> "PortLease":
@@ -68,10 +68,10 @@ class PortLease:
 def lease_ports(
     slots: Sequence[Slot], *, count: int = 1, low: int = PORT_LOW, high: int = PORT_HIGH
 ) -> tuple[tuple[PortLease, ...], ...]:
-    """Lease `count` ports on the node of each slot, asking each node once and all at once.
+    """Lease `count` ports on the node of each slot, with one request to each node, all at once.
 
     Args:
-        slots: where the ports are wanted; several slots of one node get different ports.
+        slots: the slots on whose nodes ports are leased. Several slots of one node get different ports.
         count: ports per slot.
         low: first port of the range.
         high: last port of the range, included.
@@ -108,8 +108,8 @@ def lease_ports(
             for nth, at in enumerate(wanted):
                 leases[at] = tuple(held[nth * count : (nth + 1) * count])
     except BaseException:
-        # By the ids that were asked for: what an agent leases later, unheard, is given back as well. Whatever else
-        # goes wrong with that, this error is the one to hear of.
+        # This uses the requested ids, so that a lease whose answer never arrives is released too. If the release fails
+        # as well, the first error is the one to raise.
         with contextlib.suppress(PlacementError):
             _release(asked, ANSWER_S)
         raise
@@ -122,17 +122,17 @@ def check_range(low: int, high: int) -> None:
 
 
 def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -> None:
-    """Give ports back, asking each node once and all at once.
+    """Release ports, with one request to each node, all at once.
 
-    Can be repeated; does nothing where Ray or the node is gone.
+    Can be repeated; does nothing if Ray has ended or the node is gone.
 
     Args:
-        leases: what to give back.
-        timeout_s: seconds to wait until all agents have done it.
+        leases: the leases.
+        timeout_s: seconds to wait for all agents.
 
     Raises:
-        PlacementError: an agent did not answer, although its node is alive. Those of the other nodes are given back,
-            and this one will be if the agent answers later.
+        PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,
+            and those of this node will be if the agent answers later.
     """
     per_node: dict[str, list[str]] = {}
     for lease in leases:
@@ -142,14 +142,13 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
 
 def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
     if not per_node or not ray.is_initialized():
-        return  # without Ray the agents ended with the job, and their sockets with them
-    alive = alive_nodes()
-    asked = {node_id: (lease_ids,) for node_id, lease_ids in per_node.items() if node_id in alive}
+        return  # the agents ended with the job, and their sockets with them
+    asked = {node_id: (per_node[node_id],) for node_id in choose_alive(per_node)}
     failed = {
         node_id: answer
         for node_id, answer in ask_nodes("release", asked, timeout_s).items()
         if isinstance(answer, Exception)
     }
-    # A node that has gone meanwhile has no sockets. Anything else is worth hearing of.
-    for node_id in alive_nodes().intersection(failed) if failed else ():
+    # A node that has gone meanwhile holds no sockets. Any other failure is raised.
+    for node_id in choose_alive(failed) if failed else ():
         raise failed[node_id]

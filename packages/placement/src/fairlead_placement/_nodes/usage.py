@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured on a node, as values."""
+"""The values of measurements on a node."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ __all__ = ["GpuMemory", "NodeUsage", "ProcessUsage"]
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What one process uses.
+    """The use of resources by one process.
 
     Attributes:
         pid: its number on the node.
-        cpu_percent: CPU time since it was last asked for by this job, or since it started, in percent of one CPU.
-        rss_bytes: memory it has resident.
+        cpu_percent: CPU time since the last request of this job, or since the process started, in percent of one CPU.
+        rss_bytes: its resident memory.
         num_threads: its threads.
-        gpu_memory_bytes: what it holds on all GPUs of the node; None without nvidia-ml-py or a GPU there.
+        gpu_memory_bytes: its memory on all GPUs of the node; None without nvidia-ml-py or a GPU.
     """
 
     pid: int
@@ -30,9 +30,9 @@ class GpuMemory:
     """Memory of one GPU.
 
     Attributes:
-        total_bytes: what it has.
-        used_bytes: what is in use.
-        peak_bytes: the most that was in use in any sample.
+        total_bytes: its size.
+        used_bytes: how much of it is in use.
+        peak_bytes: the largest use in any sample.
     """
 
     total_bytes: int
@@ -42,17 +42,17 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class NodeUsage:
-    """Memory of one node, all processes on it together.
+    """Memory of one node, for all its processes together.
 
     Attributes:
         node_id: Ray's id of the node.
         memory_total_bytes: memory of the machine.
-        memory_used_bytes: what is not available.
-        memory_available_bytes: what processes can still have.
-        memory_peak_bytes: the most that was used in any sample.
-        gpu_memory: one entry per GPU of the machine, in NVML's order; None without nvidia-ml-py or a GPU there.
-        samples: how many have been taken, this one included.
-        sampled_at: when this one was taken, in seconds since the epoch by the node's clock.
+        memory_used_bytes: the memory that is not available.
+        memory_available_bytes: the memory that processes can still get.
+        memory_peak_bytes: the largest use in any sample.
+        gpu_memory: one entry per GPU of the machine, in NVML's order; None without nvidia-ml-py or a GPU.
+        samples: how many samples have been taken, including this one.
+        sampled_at: when this sample was taken, in seconds since the epoch by the node's clock.
     """
 
     node_id: str

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether asks can be placed at all, and where: a search that is exact as far as its budget goes.
+"""Searches for a placement of all asks. The result is exact unless the budget is spent first.
 
-Nodes that hold the same are interchangeable, and so are asks that want the same. The search counts kinds of nodes, not
-nodes, so its cost depends on how different nodes and asks are, hardly on how many nodes there are.
+Nodes that have the same amounts are interchangeable, and so are asks of the same shape. The search counts kinds of
+nodes, not nodes, so its cost depends on how different nodes and asks are, and hardly on the number of nodes.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from .model import Strategy
+from .._model import Strategy
 
-__all__ = ["Amounts", "Budget", "Room", "Undecided", "Want", "search"]
+__all__ = ["Amounts", "Budget", "Room", "Undecided", "Want", "match", "search"]
 
 
 class Undecided(Exception):
-    """The work limit was reached before the answer."""
+    """The budget was spent before the answer was found."""
 
 
 class Budget:
-    """A work limit that several searches share. Counted, not timed: the same question has the same answer.
+    """A limit of work that several searches share. It is counted, not timed, so that results are reproducible.
 
     Args:
         steps: how much work.
-        deadline: when to give up in any case, as of `time.monotonic`; None for no such limit.
+        deadline: when to give up in any case, as of `time.monotonic`; None for no deadline.
     """
 
     def __init__(self, steps: int, deadline: float | None = None) -> None:
@@ -40,9 +40,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Want:
-    """Asks of one shape, cut into the units that are placed one by one.
+    """Asks of one shape, divided into units that are placed one by one.
 
-    A unit is a bundle, or all bundles together when they have to be on one node.
+    A unit is a bundle, or all bundles together if they have to be on one node.
     """
 
     strategy: Strategy
@@ -65,13 +65,13 @@ def search(
     """Place every unit of every ask.
 
     Args:
-        wants: what is asked; the most demanding first.
+        wants: what is requested, the most demanding first.
         rooms: the nodes of each kind, as numbers.
         own: no two asks may use one node.
-        budget: how much to try.
+        budget: the limit of work.
 
     Returns:
-        For each want and each of its asks, the node of each unit; None only if there is no way.
+        The node of each unit, for each want and each of its asks; None only if they cannot be placed.
 
     Raises:
         Undecided: the budget was spent first.
@@ -80,9 +80,9 @@ def search(
 
 
 class _Search:
-    """Depth first, unit by unit; what failed once from the same position is not tried again.
+    """Searches depth first, unit by unit, and does not try a position again that has failed.
 
-    A position is how many nodes there are of each kind. A node that the ask at hand uses already is a kind of its own.
+    A position is the number of nodes of each kind. A node that the current ask uses already is of a kind of its own.
     """
 
     def __init__(self, wants: Sequence[Want], rooms: Mapping[Room, Sequence[int]], own: bool, budget: Budget) -> None:
@@ -96,7 +96,7 @@ class _Search:
             for after in reversed(range(want.asks))
             for left in range(want.units, 0, -1)
         ]
-        # How much all wants from this one on take of each resource.
+        # How much of each resource this want and all after it take.
         self.demands = [[0] * len(want.unit) for want in wants[:1]] or [[]]
         for want in reversed(wants):
             total = [a + u * want.units * want.asks for a, u in zip(self.demands[0], want.unit, strict=True)]
@@ -111,7 +111,7 @@ class _Search:
         self.failed: set[tuple[int, frozenset[tuple[int, int]]]] = set()
         self.nodes: dict[int, list[int]] = {}
         self.position: dict[int, int] = {}
-        for room, nodes in _capped(rooms, wants).items():
+        for room, nodes in _cap(rooms, wants).items():
             kind = self.number(room, False)
             if self.useful[kind] >= 0:
                 self.nodes[kind] = list(nodes)
@@ -145,7 +145,7 @@ class _Search:
         while len(trail) < len(self.steps):
             at = len(trail)
             if len(open_choices) == at:
-                # Nothing has failed on the first way down: no key is needed.
+                # Before the first failure no key is needed.
                 known = bool(failed) and self.key(at) in failed
                 open_choices.append(iter([] if known else self.choices(at)))
             kind = next(open_choices[-1], None)
@@ -160,9 +160,9 @@ class _Search:
         return self.replay(trail)
 
     def choices(self, at: int) -> list[int]:
-        """The kinds of nodes that may take a unit, the most promising first."""
+        """Return the kinds of nodes that may take a unit, the most promising first."""
         w, left, _ = self.steps[at]
-        # A search that goes straight to a plan may be as long as there are bundles. One that turns back may not.
+        # A search without failures may take a step per bundle. A search that turns back costs more.
         self.budget.spend(8 * bool(self.failed) + len(self.position) * (len(self.wants) - w + 1))
         if not self.hopeful(at):
             return []
@@ -175,9 +175,9 @@ class _Search:
             if strategy == "STRICT_PACK":
                 return (units, room)
             if strategy == "PACK":
-                # As few nodes as possible: one used already, else one for all of the rest, else the roomiest.
+                # As few nodes as possible: a node in use, or else one that holds all of the rest, or else the roomiest.
                 return (not mine, units < left, units if units >= left else -units, room)
-            # Used up evenly: the strict one needs many nodes with a little room, not few with much.
+            # Nodes are used up evenly: STRICT_SPREAD needs many nodes with a little room, not a few with much.
             return (mine, -units, room)
 
         possible = [
@@ -189,7 +189,7 @@ class _Search:
         return possible
 
     def hopeful(self, at: int) -> bool:
-        """Whether each want would still fit if it were alone, and all of them if nodes could be joined."""
+        """Return whether each want would still fit alone, and all of them together if nodes could be joined."""
         w, left, after = self.steps[at]
         wants = self.wants
         for v in range(w, len(wants)):
@@ -198,7 +198,7 @@ class _Search:
             needed = want.units * asks
             if v == w and not self.own:
                 needed -= want.units - left
-            # At most so many units on one node.
+            # The largest number of units on one node.
             most = needed
             if want.strategy == "STRICT_SPREAD":
                 most = 1 if self.own else asks
@@ -224,7 +224,7 @@ class _Search:
         return True
 
     def take(self, at: int, kind: int) -> tuple[int, int, dict[int, int]]:
-        """Put a unit on a node of this kind; the kind that the node becomes, and how the position changed."""
+        """Put a unit on a node of a kind. Return that kind, the node's new kind, and the change of the position."""
         w, left, _ = self.steps[at]
         to = self.after.get((kind, w), -1)
         if to < 0:
@@ -233,14 +233,14 @@ class _Search:
             to = self.after[kind, w] = self.number(room, True)
         changes = {kind: -1}
         changes[to] = changes.get(to, 0) + 1
-        if left == 1:  # the ask ends: nodes are nobody's again, or out of the game
+        if left == 1:  # the ask ends: its nodes can be used again, or not at all
             for used in {to, *(k for k in self.position if self.kinds[k][1])}:
                 count = self.position.get(used, 0) + changes.get(used, 0)
                 changes[used] = changes.get(used, 0) - count
                 if not self.own:
                     free = self.unmarked(used)
                     changes[free] = changes.get(free, 0) + count
-        # A node with no room for what is still to come is forgotten.
+        # A node without room for any later want is dropped.
         kept = {k: n for k, n in changes.items() if n and self.useful[k] >= w}
         self.apply(kept, 1)
         return kind, to, kept
@@ -254,7 +254,7 @@ class _Search:
                 self.position.pop(kind, None)
 
     def key(self, at: int) -> tuple[int, frozenset[tuple[int, int]]]:
-        """Positions with one key have one outcome."""
+        """Return a key for the position. Positions with the same key have the same outcome."""
         w = self.steps[at][0]
         position: Mapping[int, int] = self.position
         if not self.own and self.wants[w].strategy != "STRICT_SPREAD":
@@ -265,7 +265,7 @@ class _Search:
         return at, frozenset((kind, count) for kind, count in position.items() if self.useful[kind] >= w)
 
     def replay(self, trail: Sequence[tuple[int, int, Mapping[int, int]]]) -> list[list[list[int]]]:
-        """Single nodes for the kinds that were chosen, in physical order among equals."""
+        """Return single nodes for the chosen kinds, in physical order among equal nodes."""
         nodes = self.nodes
         for equals in nodes.values():
             heapify(equals)
@@ -288,11 +288,11 @@ class _Search:
         return found
 
 
-def _capped(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Want]) -> dict[Room, list[int]]:
-    """Forget what no plan can use: with 8 GPUs left and a CPU per GPU, 90 CPUs are as good as 100.
+def _cap(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Want]) -> dict[Room, list[int]]:
+    """Cap amounts that no plan can use: with 8 GPUs left and a CPU per GPU, 90 CPUs are as good as 100.
 
-    More nodes are then of one kind. If every unit takes some of q, what a node can give of r is limited by what it
-    has of q.
+    More nodes are then of one kind. If every unit takes some of q, a node can give only as much of r as its amount of q
+    allows.
     """
     resources = range(len(wants[0].unit)) if wants else range(0)
     ratios = [
@@ -308,3 +308,61 @@ def _capped(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Want]) -> dict[
             most[r] = min(most[r], max(amounts[q] * of_r // of_q for of_r, of_q in units))
         capped.setdefault((tuple(most), labels), []).extend(nodes)
     return capped
+
+
+def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list[Counter[tuple[int, ...]]] | None:
+    """Assign nodes to wants so that no two wants share a node: bipartite matching between kinds.
+
+    Args:
+        needs: how many nodes each want needs, the most demanding first.
+        profiles: the number of nodes of each profile. A profile is the worth of such a node to each want, or 0.
+
+    Returns:
+        The number of nodes of each profile for each want, from those worth least to it; None only if it is impossible.
+
+    A want may take the only nodes that another can use, and then has to take others: the matching follows shortest
+    augmenting paths.
+    """
+    unused = dict(profiles)
+    usable = [sorted((p for p in profiles if p[want]), key=lambda p: p[want]) for want in range(len(needs))]
+    tightest = [nodes[::-1] for nodes in usable]
+    given: list[Counter[tuple[int, ...]]] = [Counter() for _ in needs]
+    holders: dict[tuple[int, ...], set[int]] = {profile: set() for profile in profiles}
+    for want, need in enumerate(needs):
+        while need:
+            # Which want would have to give a node of which profile to which other, until one can take an unused node.
+            reached: dict[int, tuple[int, tuple[int, ...]] | None] = {want: None}
+            queue = deque([want])
+            while queue:
+                last = queue.popleft()
+                while tightest[last] and not unused[tightest[last][-1]]:
+                    tightest[last].pop()  # assigned nodes may change their want, but stay assigned
+                if tightest[last]:
+                    break
+                for profile in usable[last]:
+                    for other in holders[profile].difference(reached):
+                        reached[other] = (last, profile)
+                        queue.append(other)
+            else:
+                return None
+            end = tightest[last][-1]
+            amount = min(need, unused[end])
+            step = reached[last]
+            giver = last
+            while step is not None:
+                amount = min(amount, given[giver][step[1]])
+                giver, step = step[0], reached[step[0]]
+            unused[end] -= amount
+            taken, taker = end, last
+            while True:
+                given[taker][taken] += amount
+                holders[taken].add(taker)
+                step = reached[taker]
+                if step is None:
+                    break
+                given[taker][step[1]] -= amount
+                if not given[taker][step[1]]:
+                    holders[step[1]].discard(taker)
+                taker, taken = step
+            need -= amount
+    return given

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which topology domain each group of logical nodes goes to."""
+"""Decides which topology domain each group of logical nodes goes to."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from .matching import match
-from .search import Budget
+from .search import Budget, match
 
 __all__ = ["place_blocks"]
 
@@ -19,11 +18,12 @@ def place_blocks(
 
     Args:
         blocks: the shape of each ask of a block.
-        domains: in physical order, how many nodes of each profile (how many bundles of each shape it holds, or 0).
+        domains: in physical order, the number of nodes of each profile. A profile is how many bundles of each shape a
+            node holds, or 0.
         budget: how much to try.
 
     Returns:
-        For each domain its blocks; None only if there is no way. Blocks of the same shapes take domains in order.
+        The blocks of each domain; None only if they cannot be placed. Blocks of the same shapes take domains in order.
 
     Raises:
         Undecided: the budget was spent first.
@@ -39,7 +39,7 @@ def place_blocks(
 
 
 class _Domains:
-    """Fills domain after domain, as full as possible: what fits into fewer domains also fits into more."""
+    """Fills one domain after the other, as full as possible: blocks that fit into fewer domains also fit into more."""
 
     def __init__(
         self, kinds: Sequence[Mapping[int, int]], domains: Sequence[Mapping[Profile, int]], budget: Budget
@@ -96,7 +96,7 @@ class _Domains:
         return rows + [[0] * len(left)] * (len(self.domains) - len(rows))
 
     def choices(self, at: int, left: Sequence[int]) -> Iterator[list[int]]:
-        """How many blocks of each kind a domain may take: the most of the first kind first, of the last kind always."""
+        """Yield how many blocks of each kind a domain may take. The first kinds vary last, from the most down."""
         possible = [kind for kind, most in enumerate(self.alone[at]) if most and left[kind]]
         row = [0] * len(left)
         turn: int | None = 0
@@ -107,14 +107,14 @@ class _Domains:
                 space = self.space[at] - sum(row)
                 row[kind] = self.room(at, row, kind, min(left[kind], self.alone[at][kind], space))
             yield list(row)
-            # Next, one block less of the last kind that has any, and of the kinds after it again the most.
+            # The next row has one block less of the last kind that has any, and again the most of the kinds after it.
             turn = next((i for i in reversed(range(len(possible) - 1)) if row[possible[i]]), None)
             if turn is not None:
                 row[possible[turn]] -= 1
                 turn += 1
 
     def room(self, at: int, row: Sequence[int], kind: int, limit: int) -> int:
-        """How many blocks of a kind a domain can hold besides the others of a row."""
+        """Return how many blocks of a kind a domain can hold besides the others of a row."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2

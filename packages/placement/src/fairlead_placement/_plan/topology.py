@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Physical order, and segments: groups of nodes that stand in one topology domain.
+"""Orders nodes physically, and selects segments: groups of nodes in one topology domain.
 
 A *domain* is a set of nodes with a fast interconnect between them; a node without one has the domain None or "".
-Pure functions of what they are given.
+The functions are pure.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from .._checks import check_positive
+from .._model import Node
 from ..exceptions import ResourceInsufficientError
-from .model import Node
 
-__all__ = ["check_size", "node_place", "physical_order", "select_segment_nodes", "sort_bundle_indices_by_topology"]
+__all__ = [
+    "accelerator_order",
+    "node_place",
+    "physical_order",
+    "select_segment_nodes",
+    "sort_bundle_indices_by_topology",
+]
 
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
     """Sort nodes by topology domain, rank in the domain, and node id.
 
-    Domains follow each other by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
+    Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
     node id breaks every tie, so the slots of two nodes never interleave.
 
     Args:
-        nodes: all nodes of the cluster: the order of the domains depends on the ranks in them.
+        nodes: all nodes of the cluster, because the order of the domains depends on the ranks in them.
 
     Raises:
         ValueError: the rank of a node is not a number.
     """
     by_id = {node.node_id: node for node in nodes}
-    ordered = _in_order({node_id: node_place(node) for node_id, node in by_id.items()})
+    ordered = _sort_nodes({node_id: node_place(node) for node_id, node in by_id.items()})
     return [by_id[node_id] for _, node_id in ordered]
 
 
@@ -54,32 +61,32 @@ def node_place(node: Node) -> tuple[str, int]:
 def select_segment_nodes(
     topology: Mapping[str, tuple[str | None, float | None]], segment_size: int, num_nodes: int
 ) -> tuple[list[str], list[str]]:
-    """Take nodes in complete segments.
+    """Select nodes in complete segments.
 
     Args:
         topology: node id -> (domain, rank in the domain). A rank of None counts as 0.
         segment_size: nodes in a segment, all of one domain.
-        num_nodes: how many nodes to take, a multiple of `segment_size`.
+        num_nodes: how many nodes to select, a multiple of `segment_size`.
 
     Returns:
-        The nodes taken and the others, both in physical order: by domain (the one with the lowest rank first, then by
-        name), rank, node id. From each domain, the first ones: as many complete segments as it has and are still
-        wanted. What is left of a domain is never mixed with another, and a node without a domain is never taken.
+        The selected nodes and the others, both in physical order: by domain (the one with the lowest rank first, then
+        by name), rank, node id. From each domain the first nodes are selected: as many complete segments as it has and
+        are still missing. A segment never mixes domains, and a node without a domain is never selected.
 
     Raises:
-        TypeError, ValueError: a bad size, a rank that is no number, or a `num_nodes` that is no multiple.
+        TypeError, ValueError: a bad size, a rank that is not a number, or a `num_nodes` that is not a multiple.
         ResourceInsufficientError: the domains do not have that many complete segments.
 
     >>> topology = {"c": ("x", 1), "b": ("x", 0), "a": ("y", 0), "d": ("y", 1), "e": ("x", 2)}
     >>> select_segment_nodes(topology, segment_size=2, num_nodes=4)
     (['b', 'c', 'a', 'd'], ['e'])
     """
-    check_size("segment_size", segment_size)
-    check_size("num_nodes", num_nodes)
+    check_positive("segment_size", segment_size)
+    check_positive("num_nodes", num_nodes)
     if num_nodes % segment_size:
         raise ValueError(f"num_nodes must be divisible by segment_size, got {num_nodes} nodes and {segment_size}")
-    ordered = _in_order({node_id: _place(node_id, *place) for node_id, place in topology.items()})
-    domains = _by_domain(ordered)
+    ordered = _sort_nodes({node_id: _place(node_id, *place) for node_id, place in topology.items()})
+    domains = _group_by_domain(ordered)
     selected: list[str] = []
     for nodes in domains.values():
         selected += nodes[: min(len(nodes) // segment_size * segment_size, num_nodes - len(selected))]
@@ -107,26 +114,26 @@ def sort_bundle_indices_by_topology(
     Args:
         bundle_data: one row per bundle: (accelerator id, domain, rank in the domain, node id). Ids of digits are
             compared as numbers and come before others. A rank of None counts as 0.
-        segment_size: keep only bundles of nodes in complete segments. From each domain these are its first complete
-            nodes, as many as are a multiple of `segment_size`.
-        gpus_per_node: a node with fewer bundles is not complete. Required with `segment_size`, else unused.
+        segment_size: keep only bundles of nodes in complete segments. These are the first complete nodes of each
+            domain, rounded down to a multiple of `segment_size`.
+        gpus_per_node: a node with fewer bundles is not complete. Required with `segment_size`, otherwise unused.
 
     Returns:
-        Indices into `bundle_data`. All bundles of a node are neighbours. Bundles with equal ids on one node stay in
-        the order they have. It may be shorter than `bundle_data` only with `segment_size`, and then may be empty.
+        Indices into `bundle_data`. All bundles of a node are neighbours. Bundles with equal ids on one node keep their
+        order. With `segment_size` the list may be shorter than `bundle_data`, or empty.
 
     Raises:
-        TypeError, ValueError: a bad size, a row that is none, a rank that is no number, or a node in two places.
+        TypeError, ValueError: a bad size, a row of another length, a rank that is not a number, a node in two places.
 
     >>> sort_bundle_indices_by_topology([(1, "x", 1, "b"), (0, "x", 0, "a"), (0, "x", 1, "b")])
     [1, 2, 0]
     """
     if segment_size is not None:
-        check_size("segment_size", segment_size)
+        check_positive("segment_size", segment_size)
         if gpus_per_node is None:
             raise ValueError("gpus_per_node is required when segment_size is set: it tells which nodes are complete")
     if gpus_per_node is not None:
-        check_size("gpus_per_node", gpus_per_node)
+        check_positive("gpus_per_node", gpus_per_node)
     places: dict[str, tuple[str, float]] = {}
     bundles: dict[str, list[tuple[tuple[int, int, str], int]]] = {}
     for index, row in enumerate(bundle_data):
@@ -136,8 +143,8 @@ def sort_bundle_indices_by_topology(
         place = _place(node_id, domain, rank)
         if places.setdefault(node_id, place) != place:
             raise ValueError(f"node {node_id} is in two places: (domain, rank) {places[node_id]} and {place}")
-        bundles.setdefault(node_id, []).append((_accelerator_order(gpu_id), index))
-    ordered = _in_order(places)
+        bundles.setdefault(node_id, []).append((accelerator_order(gpu_id), index))
+    ordered = _sort_nodes(places)
     if segment_size is None:
         nodes = [node_id for _, node_id in ordered]
     else:
@@ -145,16 +152,10 @@ def sort_bundle_indices_by_topology(
         complete = [entry for entry in ordered if len(bundles[entry[1]]) >= gpus_per_node]
         nodes = [
             node_id
-            for members in _by_domain(complete).values()
+            for members in _group_by_domain(complete).values()
             for node_id in members[: len(members) // segment_size * segment_size]
         ]
     return [index for node_id in nodes for _, index in sorted(bundles[node_id])]
-
-
-def check_size(name: str, size: object) -> None:
-    """Refuse what is not a positive integer."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
 
 
 def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, float]:
@@ -162,12 +163,12 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
         raise TypeError(f"the domain of node {node_id} must be a string or None, got {domain!r}")
     if not isinstance(rank, int | float | None) or isinstance(rank, bool):
         raise TypeError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
-    if rank is not None and math.isnan(rank):  # which would sort anywhere
+    if rank is not None and math.isnan(rank):  # NaN has no order
         raise ValueError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
     return domain or "", rank or 0
 
 
-def _in_order(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
+def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
     """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id."""
     lowest: dict[str, float] = {}
     for domain, rank in places.values():
@@ -178,8 +179,8 @@ def _in_order(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
     return [(domain, node_id) for _, _, domain, _, node_id in ordered]
 
 
-def _by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Node ids per domain, in the order given, without the nodes that have none."""
+def _group_by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the node ids of each domain, in the order given, without the nodes that have no domain."""
     domains: dict[str, list[str]] = {}
     for domain, node_id in ordered:
         if domain:
@@ -187,10 +188,14 @@ def _by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     return domains
 
 
-def _accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:
+def accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:
+    """Return the sort key of an accelerator id: numbers by value, as those of GPUs, then any others by name.
+
+    Raises:
+        TypeError: it is neither an integer nor a string.
+    """
     if isinstance(gpu_id, bool) or not isinstance(gpu_id, int | str):
         raise TypeError(f"an accelerator id must be an integer or a string, got {gpu_id!r}")
-    # Ids are numbers for GPUs, but may be anything.
     if isinstance(gpu_id, int) or gpu_id.isdecimal():
         return (0, int(gpu_id), "")
     return (1, 0, gpu_id)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what is asked to placement groups that Ray has placed, or an error and nothing left behind."""
+"""Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
+import random
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from .._model import Ask, Node, Request
+from .._nodes.head import ask_head
 from .._nodes.inventory import alive_nodes, read_holders, read_nodes
-from .._plan.model import Ask, Node
 from .._plan.planner import decide
 from .._ray_private import autoscaler_is_there
 from .._show.report import Report, Verdict
@@ -16,17 +18,17 @@ from .._slot import Slot
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .groups import Demand, Reserved, place
 
-__all__ = ["examine", "examine_reserved", "report_of", "reserve"]
+__all__ = ["Attempt", "examine", "examine_reserved", "report_of", "reserve"]
 
 POLL_S = (0.05, 0.5)
-# A plan is looked for at least so long, even by a reservation that is not to wait: most are found in milliseconds.
+# The planner gets at least this long, even for a reservation that is not to wait. Most plans take milliseconds.
 LEAST_PLANNING_S = 1.0
 
 
-def examine(asks: Sequence[Ask], *, unified: bool, segment_size: int | None) -> Report:
-    """What would become of a reservation now, without reserving."""
-    nodes = read_nodes()
-    chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=segment_size)
+def examine(request: Request, *, unified: bool) -> Report:
+    """Return whether a reservation would succeed now, without reserving."""
+    asks, nodes = request.asks, read_nodes()
+    chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=request.segment_size)
     if chosen is not None:
         return report_of(asks, nodes, "fits", chosen)
     return report_of(asks, nodes, "impossible" if impossible else "taken")
@@ -49,83 +51,106 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
     )
 
 
-def reserve(
-    asks: Sequence[Ask],
-    *,
-    name: str,
-    unified: bool,
-    segment_size: int | None = None,
-    timeout_s: float,
-    wait_for_nodes_s: float,
-    avoid: AbstractSet[str] = frozenset(),
-) -> tuple[Reserved, ...]:
-    """Reserve every ask: one group each, or one group in all.
+class Attempt:
+    """One request and how it is placed: planned on any nodes that can hold it.
 
     Args:
-        asks: what is wanted.
-        name: shown in messages and in the groups' names.
-        unified: one group, each ask on a physical node of its own.
-        segment_size: asks in groups of this many, each group in one topology domain.
-        timeout_s: how long to wait for what others hold, and for an autoscaler.
-        wait_for_nodes_s: how long to wait for nodes that are joining.
+        request: the request.
+        unified: one group in all, each logical node on a physical node of its own, instead of a group per logical node.
+        deadline: the end of the reservation's time, as of `time.monotonic`.
+    """
+
+    waits_for = "others hold what it needs"
+    is_shown_to_autoscaler = True
+
+    def __init__(self, request: Request, *, unified: bool, deadline: float) -> None:
+        self.request, self.unified, self.deadline = request, unified, deadline
+        self._chosen: Mapping[int, tuple[str, ...]] | None = None
+
+    def is_impossible(self, nodes: Sequence[Node]) -> bool:
+        """Return whether it is certain that the nodes cannot hold the request, even when they are idle."""
+        until = max(self.deadline, time.monotonic() + LEAST_PLANNING_S)
+        self._chosen, impossible = decide(
+            self.request.asks, nodes, own_nodes=self.unified, segment_size=self.request.segment_size, deadline=until
+        )
+        return impossible
+
+    def place(self, nodes: Sequence[Node]) -> tuple[Reserved, ...] | None:
+        """Place the request on nodes that `is_impossible` has seen. Return None, with nothing left, if that fails."""
+        if self._chosen is None:
+            return None
+        return place(self.request.asks, self._chosen, name=self.request.name, unified=self.unified)
+
+    def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
+        """Return why the nodes cannot hold the request."""
+        request = self.request
+        bundles = sum(ask.count for ask in request.asks)
+        own = ", each logical node on a physical node of its own" if self.unified else ""
+        size = request.segment_size
+        segments = f", in segments of {size} nodes of one topology domain" if size else ""
+        after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
+        return (
+            f"The cluster cannot hold {bundles} bundles in {len(request.asks)} logical node(s){own}{segments}, even "
+            f"when it is idle (see below).{after} Ask for less, add nodes, or wait for nodes that are joining "
+            "(wait_for_nodes_s)."
+        )
+
+    def refuse(self, nodes: Sequence[Node], waited: float) -> ResourceInsufficientError | PlacementTimeoutError:
+        """Return the error for a request that others have kept from being placed."""
+        return PlacementTimeoutError(
+            f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs (see below). "
+            "Release some of it, or wait longer (reserve_timeout_s).",
+            report_of(self.request.asks, nodes, "taken"),
+        )
+
+
+def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple[Reserved, ...]:
+    """Place a request, again and again until it succeeds or its time is up.
+
+    Args:
+        attempt: the request.
         avoid: ids of nodes that are not used.
+
+    Returns:
+        The groups: one per logical node, or one in all.
 
     Raises:
         ResourceInsufficientError: the nodes cannot hold it even when idle, also after the wait.
-        PlacementTimeoutError: they could, but not within `timeout_s`.
+        PlacementTimeoutError: they could, but not within the request's `timeout_s`.
     """
+    request = attempt.request
     began = time.monotonic()
-    with Waiting(f"Reserving {name or 'a cluster'}") as waiting, Demand(asks, name) as demand:
+    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, Demand(request.asks, request.name) as demand:
         pause = POLL_S[0]
         while True:
             nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             waited = time.monotonic() - began
-            until = max(began + timeout_s, time.monotonic() + LEAST_PLANNING_S)
-            chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=segment_size, deadline=until)
-            if impossible:
-                limit = wait_for_nodes_s
-                if autoscaler_is_there():
-                    limit = max(limit, timeout_s)
+            if attempt.is_impossible(nodes):
+                limit = request.wait_for_nodes_s
+                if attempt.is_shown_to_autoscaler and ask_head("look for an autoscaler", autoscaler_is_there):
+                    limit = max(limit, request.timeout_s)
                     demand.show()
                 if waited >= limit:
-                    raise ResourceInsufficientError(
-                        _insufficient(asks, unified, segment_size, waited),
-                        report_of(asks, nodes, "impossible"),
-                    )
+                    report = report_of(request.asks, nodes, "impossible")
+                    raise ResourceInsufficientError(attempt.explain_impossible(nodes, waited), report)
                 waiting.show("nodes have to join", limit)
             else:
                 demand.withdraw()
-                limit = timeout_s
-                if chosen is not None:
-                    placed = place(asks, chosen, name=name, unified=unified)
-                    if placed is not None:
-                        return placed
+                limit = request.timeout_s
+                if (placed := attempt.place(nodes)) is not None:
+                    return placed
                 if waited >= limit:
-                    raise PlacementTimeoutError(
-                        f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs "
-                        "(see below). Release some of it, or wait longer (reserve_timeout_s).",
-                        report_of(asks, nodes, "taken"),
-                    )
-                waiting.show("others hold what it needs", limit)
-            time.sleep(max(0.0, min(pause, began + limit - time.monotonic())))
+                    raise attempt.refuse(nodes, waited)
+                waiting.show(attempt.waits_for, limit)
+            # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
+            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
 def report_of(
     asks: Sequence[Ask], nodes: Sequence[Node], verdict: Verdict, chosen: Mapping[int, tuple[str, ...]] | None = None
 ) -> Report:
-    """Return what is asked, what these nodes have, and who holds it, with what the planner has found."""
+    """Return a report of what is requested, what the nodes have, who holds it, and what the planner has found."""
     return Report(
         asks=tuple(asks), nodes=tuple(nodes), holders=read_holders(), verdict=verdict, plan=dict(chosen or {})
-    )
-
-
-def _insufficient(asks: Sequence[Ask], unified: bool, segment_size: int | None, waited: float) -> str:
-    bundles = sum(ask.count for ask in asks)
-    own = ", each logical node on a physical node of its own" if unified else ""
-    segments = f", in segments of {segment_size} nodes of one topology domain" if segment_size else ""
-    after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
-    return (
-        f"The cluster cannot hold {bundles} bundles in {len(asks)} logical node(s){own}{segments}, even when it is "
-        f"idle (see below).{after} Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
     )

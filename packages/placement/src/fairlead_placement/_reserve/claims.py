@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who lives in which slot, so that one group too many is refused instead of pending for ever.
+"""Counts the worker groups in each slot, so that one group too many is refused instead of pending forever.
 
-Counted per driver: Ray keeps an actor that a bundle has no room for pending without an error.
+The count is per driver. Ray keeps an actor pending, without an error, if its bundle has no room.
 """
 
 import threading
@@ -20,28 +20,28 @@ _held: dict[_Key, list["SlotClaim"]] = {}
 _groups: list[Callable[[], object | None]] = []
 # Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
-# A dropped group is ended in the background, within about 20 s at worst. One that comes after it waits.
+# A dropped group is ended in the background, within about 20 s at worst. The next group waits for that.
 DROPPED_S = 30.0
 
 
 class SlotClaim:
-    """A holder's right to run in a set of slots; made by `claim_slots`, given back by `release`.
+    """A worker group's right to run in a set of slots. `claim_slots` creates it; `release` ends it.
 
     Attributes:
-        holder: who has it, for messages.
+        holder: the name of the group, for messages.
     """
 
     def __init__(self, holder: str, keys: frozenset[_Key], group: object | None) -> None:
         self.holder = holder
         self._keys = keys
-        # Weak: being registered must not keep a forgotten group alive.
+        # Weak: the registration must not keep a dropped group alive.
         self._group = (lambda: None) if group is None else weakref.ref(group)
 
     def __repr__(self) -> str:
         return f"SlotClaim({self.holder!r}, {len(self._keys)} slots)"
 
     def release(self) -> None:
-        """Give the slots back. Can be repeated."""
+        """Release the slots. Can be repeated."""
         with _lock:
             for key in self._keys:
                 claims = _held.get(key, [])
@@ -55,12 +55,12 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     """Register `holder` in every slot, or in none.
 
     Args:
-        slots: where its workers will run; a slot may be named several times.
-        holder: the name shown to whoever comes too late.
-        group: what to draw in the cluster's grid: an object with `name_prefix`, `world_size`, `worker_metadata`.
+        slots: where its workers will run. A slot may appear several times.
+        holder: the name that is shown if another group is refused.
+        group: the object to draw in the cluster's grid. It has `name_prefix`, `world_size` and `worker_metadata`.
 
     Raises:
-        ResourceInsufficientError: a slot has as many holders as it has room for; names them.
+        ResourceInsufficientError: a slot is full. The message names its holders.
     """
     claim = SlotClaim(holder, frozenset(map(_key, slots)), group)
     if (full := _enter(claim, slots)) is not None:
@@ -72,7 +72,7 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
 
 
 def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError | None:
-    """Register a claim in every slot, or return the error that names who fills one."""
+    """Register a claim in every slot, or return the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
             there = _held.get(_key(slot), [])
@@ -91,7 +91,7 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
 def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
     names = ", ".join(repr(other.holder) for other in there)
     one = slot.capacity == 1
-    # `enable_colocation` makes room for two groups, and changes nothing where there is room for more.
+    # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
     wider = "enable_colocation=True" if one else f"max_colocated_worker_groups={slot.capacity + 1}"
     return (
         f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the bundle has room for "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns what an object holds when the program drops it without closing it.
+"""Releases what an object holds when the program drops it without closing it.
 
-The garbage collector runs on whichever thread it likes, in the middle of anything, also while that thread has locks.
-So its callback only puts the object's resources in a queue. A background thread returns them.
+The garbage collector runs on any thread, at any moment, also while that thread holds locks. So its callback only puts
+the object's resources in a queue. A background thread releases them.
 """
 
 import atexit
@@ -20,8 +20,8 @@ __all__ = ["release_when_dropped", "wait_for_dropped"]
 
 logger = logging.getLogger(__name__)
 
-# What is under way at interpreter exit is waited for so long. Ray's own exit ends what a driver holds, and the node
-# agents end what another process holds.
+# At interpreter exit, a release that is under way gets this long. Ray's own exit releases what a driver holds, and the
+# node agents release what another process holds.
 EXIT_S = 2.0
 
 
@@ -31,7 +31,7 @@ class _Dropped:
     release: Callable[[], object]
 
 
-# Of this class alone Python promises that a callback of the garbage collector may put something in at any moment.
+# Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
 _starting = threading.Lock()
 _working = threading.Lock()
@@ -40,16 +40,16 @@ _thread: threading.Thread | None = None
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
-    """Have a background thread return what an object holds when nobody refers to the object any more.
+    """Have a background thread release what an object holds when the program drops the object.
 
-    The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray ends what a driver holds, and the
-    node agents end what another process holds.
+    The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray releases what a driver holds,
+    and the node agents release what another process holds.
 
     Args:
         owner: the object. Neither function may refer to it.
         leak: returns the text of the warning, or "" if nothing is held.
-        release: returns what is held, and may take its time. It is called in either case, also after it was called by
-            somebody else.
+        release: releases what is held, and may take its time. It is called in either case, also if the program has
+            called it already.
     """
     _start()
     weakref.finalize(owner, _queue.put, _Dropped(leak, release)).atexit = False

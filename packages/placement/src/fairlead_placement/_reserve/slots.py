@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From placement groups to slots: in physical order, with what a worker in each needs to know."""
+"""Turns placement groups into slots: in physical order, with what a worker in each needs to know."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .._model import PRECISION
+from .._nodes.head import ask_head
 from .._nodes.inventory import read_nodes
-from .._plan.model import PRECISION, Node
+from .._plan.topology import accelerator_order
 from .._slot import Slot
-from ..exceptions import PlacementError
-from .accelerators import accelerator_ids
+from ..exceptions import PlacementError, PlacementTimeoutError
 from .groups import Reserved
 
-__all__ = ["slots_of"]
+__all__ = ["accelerator_ids", "slots_of"]
+
+# A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
+# the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
+LEAST_S = 10.0
 
 
 def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
     """Return the bundles of groups as slots in physical order.
 
-    Every bundle that has accelerators is asked for their ids, until the `deadline` of the reservation.
+    Args:
+        placed: the groups.
+        capacity: how many worker groups may share a slot.
+        deadline: the end of the reservation's time, as of `time.monotonic`, to read the ids of accelerators.
     """
     ids = accelerator_ids(placed, deadline=deadline)
     nodes = read_nodes()
@@ -26,7 +39,7 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> t
     if gone:
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
     rows = sorted(
-        (position[node_id], [_number(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
+        (position[node_id], [accelerator_order(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
         for g, one in enumerate(placed)
         for index, node_id in enumerate(one.node_ids)
     )
@@ -34,45 +47,80 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> t
     on_node = dict.fromkeys(node_rank, 0)
     slots = []
     for at, _, node_idx, g, index in rows:
-        slots.append(_slot(placed[g], index, nodes[at], ids[g][index], node_idx, node_rank[at], on_node[at], capacity))
+        slots.append(
+            Slot(
+                placement_group=placed[g].group,
+                bundle_index=index,
+                node_idx=node_idx,
+                node_id=nodes[at].node_id,
+                node_ip=nodes[at].ip,
+                node_rank=node_rank[at],
+                local_rank=on_node[at],
+                accelerator_ids=ids[g][index],
+                labels=dict(nodes[at].labels),
+                worker_resources=_share(placed[g].bundles[index], capacity),
+                capacity=capacity,
+            )
+        )
         on_node[at] += 1
     return tuple(slots)
 
 
-def _number(accelerator_id: str) -> tuple[int, int, str]:
-    """Sort key: ids are numbers for GPUs, but may be anything."""
-    return (0, int(accelerator_id), "") if accelerator_id.isdigit() else (1, 0, accelerator_id)
-
-
-def _slot(
-    one: Reserved,
-    index: int,
-    node: Node,
-    ids: tuple[str, ...],
-    node_idx: int,
-    node_rank: int,
-    local_rank: int,
-    capacity: int,
-) -> Slot:
-    return Slot(
-        placement_group=one.group,
-        bundle_index=index,
-        node_idx=node_idx,
-        node_id=node.node_id,
-        node_ip=node.ip,
-        node_rank=node_rank,
-        local_rank=local_rank,
-        accelerator_ids=ids,
-        labels=dict(node.labels),
-        worker_resources=_share(one.bundles[index], capacity),
-        capacity=capacity,
-    )
-
-
 def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """What one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
+    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
     share = {"CPU": 1.0}
     if bundle.get("GPU", 0) > 0:
         # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
         share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
     return share
+
+
+def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
+    """Return the ids of the GPUs of every bundle, by group and bundle index.
+
+    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
+    short task, all at once. Without GPUs no task is run.
+
+    Args:
+        reserved: the groups.
+        deadline: the end of the reservation's time, as of `time.monotonic`. The tasks get at least `LEAST_S`.
+
+    Raises:
+        PlacementTimeoutError: the tasks did not finish in time.
+    """
+    timeout_s = max(LEAST_S, deadline - time.monotonic())
+    refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
+    try:
+        ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementTimeoutError(
+            f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
+            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
+            "timeout_s of replace_lost_nodes), or look at the nodes."
+        ) from error
+    return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
+
+
+def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
+    """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
+    return {
+        (g, index): _ask_ids()
+        .options(
+            num_cpus=0,
+            num_gpus=bundle["GPU"],
+            max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index),
+        )
+        .remote()
+        for g, one in enumerate(reserved)
+        for index, bundle in enumerate(one.bundles)
+        if bundle.get("GPU", 0) > 0
+    }
+
+
+def _ask_ids() -> Any:
+    def ids() -> list[str]:
+        held: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return held
+
+    return ray.remote(ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a virtual cluster: a row per logical node, a cell per slot, the workers in it."""
+"""Draws a virtual cluster: a row per logical node, a cell per slot, and the workers in it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .._slot import Slot
 
-__all__ = ["counted", "draw"]
+__all__ = ["count_noun", "draw"]
 
 _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", "starting": "yellow"}
 
@@ -18,12 +18,12 @@ _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", 
 def draw(
     counts: Sequence[int], slots: Sequence[Slot], use_gpus: bool, groups: Sequence[Any], title: str | None
 ) -> RenderableType:
-    """A table with a headline and a legend. `slots` is empty as long as nothing is reserved."""
+    """Return a table with a headline and a legend. `slots` is empty until the cluster is reserved."""
     kind = "GPU" if use_gpus else "CPU"
     nodes, total = sum(count > 0 for count in counts), sum(counts)
     if not total:
         return Text("Empty Ray Cluster")
-    headline = Text(title or f"Ray Cluster: {counted(nodes, 'node')}, {counted(total, kind)}", style="bold")
+    headline = Text(title or f"Ray Cluster: {count_noun(nodes, 'node')}, {count_noun(total, kind)}", style="bold")
     table = Table(show_header=False, show_lines=True)
     table.add_column("node", style="cyan", no_wrap=True)
     for _ in range(max(counts)):
@@ -36,7 +36,7 @@ def draw(
             key = (worker["node_idx"], worker["bundle_index"])
             label = f"W {worker['global_rank']}" if len(groups) == 1 else f"G{number}:W{worker['global_rank']}"
             state = worker.get("state", "")
-            # Below the label, and only what is worth a look: a row of eight has to fit a terminal.
+            # Only states that need attention are shown: a row of eight has to fit a terminal.
             text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
             workers.setdefault(cell_of.get(key, key), []).append(text)
 
@@ -54,12 +54,12 @@ def draw(
     return Group(headline, table, _legend(kind, slots, groups))
 
 
-def counted(number: int, thing: str) -> str:
+def count_noun(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _cells(slots: Sequence[Slot]) -> tuple[dict[tuple[int, int], tuple[int, int]], dict[int, dict[str, str]]]:
-    """Which cell shows which bundle (a row's cells are in physical order), and where each logical node is."""
+    """Return the cell of each bundle (a row's cells are in physical order), and the nodes of each logical node."""
     cell_of: dict[tuple[int, int], tuple[int, int]] = {}
     place: dict[int, dict[str, str]] = {}
     filled: dict[int, int] = {}
@@ -74,11 +74,11 @@ def _cells(slots: Sequence[Slot]) -> tuple[dict[tuple[int, int], tuple[int, int]
 def _legend(kind: str, slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
     lines = [f"n.s: slot s of logical node n (one {kind} each)" + ("" if slots else ", not reserved yet")]
     if len(groups) == 1:
-        lines.append(f"W r: worker of rank r of {_named(groups[0])}")
+        lines.append(f"W r: worker of rank r of {_name(groups[0])}")
     else:
-        lines += [f"G{number}:W r: worker of rank r of {_named(group)}" for number, group in enumerate(groups)]
+        lines += [f"G{number}:W r: worker of rank r of {_name(group)}" for number, group in enumerate(groups)]
     return Text("\n".join(lines), style="dim")
 
 
-def _named(group: Any) -> str:
-    return f"{group.name_prefix or 'an unnamed group'} ({counted(group.world_size, 'worker')})"
+def _name(group: Any) -> str:
+    return f"{group.name_prefix or 'an unnamed group'} ({count_noun(group.world_size, 'worker')})"

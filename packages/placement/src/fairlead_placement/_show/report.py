@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked, what is there, and who holds it: the table under every refusal."""
+"""The table under every refusal: what was requested, what the nodes have, and who holds it."""
 
 import io
 import time
@@ -11,12 +11,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._plan.model import Ask, Node
+from .._model import Ask, Node
 
 __all__ = ["Holder", "Report", "Verdict", "as_html", "as_text"]
 
 Verdict = Literal["fits", "taken", "impossible", "reserved"]
-_SAID: dict[Verdict, str] = {
+_VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
     "impossible": "It does not fit, even when nothing else runs.",
@@ -25,7 +25,7 @@ _SAID: dict[Verdict, str] = {
 
 @dataclass(frozen=True)
 class Holder:
-    """Somebody who holds resources: a placement group, or an actor outside of any.
+    """A holder of resources: a placement group, or an actor outside of any group.
 
     Attributes:
         kind: "placement group" or "actor".
@@ -44,17 +44,17 @@ class Holder:
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked of which nodes, as a value that prints as tables.
+    """A request and what was found, as a value that prints as tables.
 
     Attributes:
-        asks: what was asked, one entry per logical node in use.
-        nodes: the nodes that were there, in physical order.
+        asks: what was requested, one entry per logical node in use.
+        nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
-        verdict: "fits", "taken" (it would, but others hold what it needs), "impossible" (not even when idle), or
-            "reserved" (the cluster holds it already).
-        plan: if it fits, the node id of each bundle by logical node: what `reserve` would ask Ray for. If it is
-            reserved, the node id of each slot by logical node.
-        reserved_at: if it is reserved, when that was done, in seconds since the epoch; otherwise None.
+        verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
+            the nodes are idle); or "reserved" (the cluster holds it already).
+        plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node. If it is
+            reserved, the node ids of the slots of each logical node.
+        reserved_at: when it was reserved, in seconds since the epoch; None if it is not.
         lost: if it is reserved, the ids of its nodes that are gone.
     """
 
@@ -67,7 +67,7 @@ class Report:
     lost: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
-        return Group(self._asked(), self._found(), Text(self._summary()))
+        return Group(self._draw_request(), self._draw_nodes(), Text(self._summary()))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -77,7 +77,7 @@ class Report:
 
     def _summary(self) -> str:
         if self.verdict != "reserved":
-            return _SAID[self.verdict]
+            return _VERDICTS[self.verdict]
         nodes = [node_id for nodes in self.plan.values() for node_id in nodes]
         since = "" if self.reserved_at is None else f" since {time.strftime('%F %T', time.localtime(self.reserved_at))}"
         text = f"It is reserved{since}: {len(nodes)} slot(s) on {len(set(nodes))} node(s)."
@@ -86,7 +86,7 @@ class Report:
             text += f" Node(s) {gone} are gone: replace_lost_nodes() reserves their slots on other nodes."
         return text
 
-    def _asked(self) -> Table:
+    def _draw_request(self) -> Table:
         place = "reserved on" if self.verdict == "reserved" else "planned on"
         columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
@@ -100,10 +100,10 @@ class Report:
             asked.add_row(*map(Text, cells))
         return asked
 
-    def _found(self) -> RenderableType:
+    def _draw_nodes(self) -> RenderableType:
         if not self.nodes:
             return Text("Found no node that is alive.")
-        # What nobody asked for says nothing about why it does not fit.
+        # Resources that were not requested do not explain why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
         found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
         on_node: dict[str, list[Holder]] = {}
@@ -122,13 +122,13 @@ class Report:
             others = _others(node, there, wanted)
             if others:
                 holders.append(f"tasks, or actors that are starting: {_amounts(others)}")
-            # As Text: what looks like markup in somebody's name is not.
+            # Text, so that a name is not parsed as markup.
             cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
             found.add_row(*map(Text, cells))
         return found
 
     def _runs(self) -> list[tuple[int, int, Ask]]:
-        """Neighbouring asks of one shape as one row: (first, last, one of them)."""
+        """Return a row for each run of neighbouring asks of one shape: (first, last, one of them)."""
         rows: list[tuple[int, int, Ask]] = []
         for ask in self.asks:
             if rows and rows[-1][2].shape == ask.shape and rows[-1][1] == ask.node_idx - 1:
@@ -150,7 +150,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dict[str, float]:
-    """What is neither free nor held by anybody who could be named."""
+    """Return what is neither free nor held by a holder that has a name."""
     bundles = [bundle for holder in holders for bundle in holder.bundles[node.node_id]]
     named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
     rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
@@ -158,7 +158,7 @@ def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dic
 
 
 def as_text(renderable: RenderableType, *, width: int = 110) -> str:
-    """Without colours and control codes, for messages and logs."""
+    """Render without colours and control codes, for messages and logs."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     with console.capture() as captured:
         console.print(renderable)
@@ -166,7 +166,7 @@ def as_text(renderable: RenderableType, *, width: int = 110) -> str:
 
 
 def as_html(renderable: RenderableType, *, width: int = 110) -> str:
-    """A `<pre>` with inline styles, for `_repr_html_`."""
+    """Render as a `<pre>` with inline styles, for `_repr_html_`."""
     console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
     console.print(renderable)
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A status line on the terminal, once something takes over a second."""
+"""Shows a status line on the terminal for waits of over a second."""
 
 import time
 
@@ -12,10 +12,10 @@ QUIET_S = 1.0
 
 
 class Waiting:
-    """Shows what is waited for and since when; quiet when standard error is not a terminal.
+    """Shows why and for how long the program waits. Writes nothing if standard error is not a terminal.
 
     Args:
-        doing: for what it is waited.
+        doing: what the program is doing.
 
     >>> with Waiting("reserving") as waiting:
     ...     waiting.show("for nodes", limit_s=60.0)
@@ -29,11 +29,11 @@ class Waiting:
         self._shown = False
 
     def show(self, what: str, limit_s: float) -> None:
-        """Say what is waited for now, and for how many seconds at most."""
+        """Show the current reason for waiting, and the limit in seconds."""
         waited = time.monotonic() - self._began
         if waited < QUIET_S or not self._console.is_terminal:
             return
-        # As Text: what looks like markup in a name is not.
+        # Text, so that a name is not parsed as markup.
         self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
         if not self._shown:
             self._status.start()

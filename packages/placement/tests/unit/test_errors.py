@@ -12,7 +12,7 @@ from fairlead_placement import (
     Report,
     ResourceInsufficientError,
 )
-from fairlead_placement._plan.model import Ask, Node
+from fairlead_placement._model import Ask, Node
 from fairlead_placement._show.report import Holder
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})

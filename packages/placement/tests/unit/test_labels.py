@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_placement._plan.labels import check_selector, matches, parse_condition
+from fairlead_placement._model import check_selector, matches, parse_condition
 
 
 # Each answer is the one that Ray 2.60 gave for a node with the label a = x and the label e with an empty value.

@@ -14,7 +14,7 @@ import fairlead_placement.spi
 FOLDER = Path(fairlead_placement.__file__).parent
 # The module of each file, by its name.
 SOURCES = {".".join(path.relative_to(FOLDER.parent).with_suffix("").parts): path for path in FOLDER.rglob("*.py")}
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fairlead_placement._model import STRATEGIES, Ask, Node, matches
 from fairlead_placement._plan import planner as _planner
-from fairlead_placement._plan.labels import matches
-from fairlead_placement._plan.model import STRATEGIES, Ask, Node
 from fairlead_placement._plan.planner import decide, never_fits, plan
 from fairlead_placement._plan.topology import node_place, physical_order
 

@@ -2,7 +2,6 @@
 """Leased ports: held against everybody, usable by the server they are for; and the agents that hold them."""
 
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -22,7 +21,6 @@ from fairlead_placement import (
     RayVirtualCluster,
     lease_ports,
 )
-from fairlead_placement._nodes.agent_process import AgentProcess
 from fairlead_placement._reserve import lifecycle as _holding
 
 # Other processes on this machine may run these tests too.
@@ -59,96 +57,6 @@ def kill_agent(slots, eventually):
     pid = NodeAgent(slots[0].node_id).run(os.getpid)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def test_a_release_that_overtakes_its_lease():
-    """Of an agent that stood still either may come first: nothing stays held, and others can have the port."""
-    agent = AgentProcess("0" * 56)
-    agent.release(["late"])
-    assert agent.lease(["late"], LOW, LOW) == ([], 0, 0)
-    assert agent.leased() == []
-    assert agent.lease(["other"], LOW, LOW) == ([LOW], 0, 0)
-    agent.release(["other"])
-    assert agent.leased() == []
-
-
-def has_ipv6():
-    try:
-        with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-
-
-def serve(family, address, port, *, reuse, only_ipv6=False):
-    """Listen as a server of one family, or of both, would."""
-    with contextlib.closing(socket.socket(family)) as server:
-        if family == socket.AF_INET6:
-            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
-        if reuse:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((address, port))
-        server.listen()
-
-
-@pytest.fixture
-def process():
-    """What an agent runs, in this process."""
-    process = AgentProcess("0" * 56)
-    yield process
-    process.release(list(process._held))
-
-
-@needs_ipv6
-@pytest.mark.parametrize(
-    ("family", "address", "only_ipv6"),
-    [
-        (socket.AF_INET, "0.0.0.0", False),
-        (socket.AF_INET, "127.0.0.1", False),
-        (socket.AF_INET6, "::", True),
-        (socket.AF_INET6, "::1", True),
-        (socket.AF_INET6, "::", False),
-    ],
-)
-def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
-    """Nobody else can bind it on IPv4, on IPv6 or on both; the server that it is for can; who has it keeps it."""
-    assert process.lease(["mine"], LOW, LOW) == ([LOW], 0, 0)
-    with pytest.raises(OSError, match="Address already in use"):
-        serve(family, address, LOW, reuse=False, only_ipv6=only_ipv6)
-    serve(family, address, LOW, reuse=True, only_ipv6=only_ipv6)
-    process.release(["mine"])
-    with contextlib.closing(socket.socket(family)) as other:
-        if family == socket.AF_INET6:
-            other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
-        other.bind((address, LOW))
-        assert process.lease(["late"], LOW, LOW) == ([], 0, 1)
-
-
-@pytest.mark.parametrize("missing", ["the family", "its addresses"])
-def test_a_machine_without_ipv6(process, monkeypatch, missing):
-    """Ports are leased on IPv4 alone where the system has no IPv6 (seam: the system's refusal of it)."""
-
-    class Socket(socket.socket):
-        def __init__(self, family=socket.AF_INET, *more):
-            if family == socket.AF_INET6 and missing == "the family":
-                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-            super().__init__(family, *more)
-
-        def bind(self, address):
-            if self.family == socket.AF_INET6:
-                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
-            super().bind(address)
-
-    monkeypatch.setattr(socket, "socket", Socket)
-    assert process.lease(["mine"], LOW, LOW) == ([LOW], 0, 0)
-    with pytest.raises(OSError, match="Address already in use"):
-        bind(LOW)
-    bind(LOW, reuse=True)
-    assert process.lease(["other"], LOW, LOW) == ([], 1, 0)
 
 
 def test_a_leased_port_is_held(slots, agent):

@@ -96,7 +96,7 @@ def test_a_list_for_each_logical_node(local):
 
 def test_auto(local, monkeypatch):
     """ "auto" is any GPUs, found without holding others."""
-    monkeypatch.delattr("fairlead_placement._reserve.lifecycle.reserve_gpus")
+    monkeypatch.delattr("fairlead_placement._reserve.lifecycle.GpuAttempt")
     with RayVirtualCluster([2], gpu_ids="auto") as cluster:
         assert len(cluster.slots()) == 2
 
@@ -225,7 +225,7 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     """What Ray placed on other GPUs is given back, and counts as taken (seam: the check says they are others)."""
     checked = []
     monkeypatch.setattr(
-        "fairlead_placement._reserve.gpu_ids._as_wanted", lambda *placed, **options: checked.append(placed)
+        "fairlead_placement._reserve.gpu_ids._check_ids", lambda *placed, **options: checked.append(placed)
     )
     with pytest.raises(PlacementTimeoutError, match="or take turns with it"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
@@ -241,7 +241,7 @@ def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypa
         given.append(timeout)
         return get(refs, timeout=timeout)
 
-    monkeypatch.setattr("fairlead_placement._reserve.accelerators.ray.get", timed_get)
+    monkeypatch.setattr("fairlead_placement._reserve.slots.ray.get", timed_get)
     for gpu_ids, times in ((None, 1), ([1], 3)):
         given.clear()
         with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
@@ -264,8 +264,8 @@ def test_ids_that_do_not_come(local, monkeypatch):
     def never():
         ray.get(release.wait.remote())
 
-    monkeypatch.setattr("fairlead_placement._reserve.accelerators._ask_ids", lambda: ray.remote(never))
-    monkeypatch.setattr("fairlead_placement._reserve.accelerators.LEAST_S", 0.2)
+    monkeypatch.setattr("fairlead_placement._reserve.slots._ask_ids", lambda: ray.remote(never))
+    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.2)
     with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
         RayVirtualCluster([1], reserve_timeout_s=0).reserve()
     ray.kill(release)
@@ -279,10 +279,10 @@ class Gate:
 @pytest.mark.parametrize(
     "seam",
     [
-        "gpu_fillers.accelerator_ids",
-        "gpu_ids._exchange",
+        "gpus.accelerator_ids",
+        "gpu_ids.GpuAttempt._exchange",
         "gpu_ids.place",
-        "gpu_ids._as_wanted",
+        "gpu_ids._check_ids",
     ],
 )
 def test_interrupted(local, monkeypatch, seam):
@@ -300,7 +300,7 @@ def test_interrupted(local, monkeypatch, seam):
 
 def test_interrupted_at_the_end(local, monkeypatch):
     """Also the groups on the right GPUs are gone when the fillers' removal is interrupted (seam: that removal)."""
-    from fairlead_placement._reserve import gpu_fillers as _gpu_fillers
+    from fairlead_placement._reserve import gpus as _gpu_fillers
 
     drop, calls = _gpu_fillers.drop, []
 

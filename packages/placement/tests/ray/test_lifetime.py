@@ -51,3 +51,53 @@ def test_import_is_light(run_script):
         print(ray.is_initialized())
         """)
     assert out == "False\n"
+
+
+def test_at_exit(run_script):
+    """At interpreter exit nothing is released, and an object that is dropped then is not waited for."""
+    out = run_script(
+        """
+        from fairlead_placement.spi import release_when_dropped
+
+        class Owner:
+            pass
+
+        kept = Owner()
+        release_when_dropped(kept, lambda: "held", lambda: print("released"))
+        """,
+        PYTHONWARNINGS="always::ResourceWarning",
+    )
+    assert out == ""
+
+
+def test_ray_is_shut_down_meanwhile(run_script):
+    """`ray.shutdown()` waits for a release that frees references; without that Ray ends the process."""
+    out = run_script(
+        """
+        import threading
+        import time
+
+        import ray
+
+        from fairlead_placement.spi import release_when_dropped
+
+        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
+        refs = [ray.put(number) for number in range(1000)]
+        releasing = threading.Event()
+
+        class Owner:
+            pass
+
+        def release():
+            releasing.set()
+            while refs:
+                refs.pop()
+                time.sleep(0.001)
+
+        release_when_dropped(Owner(), lambda: "", release)
+        releasing.wait(30)
+        ray.shutdown()
+        print(f"{len(refs)} references are left")
+        """
+    )
+    assert out == "0 references are left\n"

@@ -13,7 +13,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
 from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
-from fairlead_placement._nodes.owners import SCANS, Owners
 from fairlead_placement._ray_private import live_actors, node_of_worker, worker_is_alive
 
 LOW = 30000 + os.getpid() % 1000 * 2
@@ -144,32 +143,3 @@ def test_unknown_is_not_dead(nodes, monkeypatch):
         patch.setattr(ray._private.worker, "global_worker", None)
         assert worker_is_alive(me) is None
     assert _ray_private.driver_of(ray.get_runtime_context().get_job_id()) == me
-
-
-def test_who_is_looked_at(monkeypatch):
-    """What the dead hold is released, the job's end ends the agent, and what is unknown changes nothing (seam: Ray)."""
-    done, alive = [], {"job": True, "dead": False, "guarded": False, "unknown": None, "well": True}
-    monkeypatch.setattr(
-        "fairlead_placement._nodes.owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")
-    )
-    holders = {"dead", "unknown", "well", "job"}
-    owners = Owners("job", lambda: holders, done.append, lambda: done.append("end"), is_alive=alive.get)
-    owners.guard("guarded")
-    owners.look(everything=False)
-    assert done == ["guarded", "groups of guarded"]
-    done.clear()
-    owners.look(everything=True)
-    assert sorted(done) == ["dead", "groups of guarded", "guarded"]
-    for _ in range(SCANS):
-        owners.look(everything=False)
-    assert done.count("groups of guarded") == SCANS - 1
-    alive["job"] = None
-    owners.look(everything=True)
-    assert "end" not in done
-    done.clear()
-    alive |= {"job": False, "well": True}
-    owners.look(everything=True)
-    assert done == ["dead"]  # a detached actor is still there
-    alive["well"] = False
-    owners.look(everything=True)
-    assert sorted(done) == ["dead", "dead", "end", "well"]

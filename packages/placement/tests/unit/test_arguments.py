@@ -66,7 +66,7 @@ def test_bad_config(config, message):
         ([1], {"reserve_timeout_s": -1}, "reserve_timeout_s must be .*0 or more and finite, got -1"),
         ([1], {"reserve_timeout_s": float("inf")}, "reserve_timeout_s must be .*, got inf"),
         ([1], {"wait_for_nodes_s": float("nan")}, "wait_for_nodes_s must be .*, got nan"),
-        ([1, 1, 1], {"segment_size": 2}, "3 logical nodes in use are no multiple of segment_size=2"),
+        ([1, 1, 1], {"segment_size": 2}, "3 logical nodes in use are not a multiple of segment_size=2"),
         ([1, 1], {"segment_size": 0}, "segment_size must be an integer of at least 1, got 0"),
         ([2], {"segment_size": 1, "placement_group_strategy": "PACK"}, "segment_size needs .*STRICT_PACK.*'PACK'"),
         ([1], {"label_selector": {"zone": "(a)"}}, r"\(a\)"),

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that a reservation is planned with: nodes, requests for bundles on them, and Ray's label selectors."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+__all__ = [
+    "PRECISION",
+    "STRATEGIES",
+    "Ask",
+    "Node",
+    "Request",
+    "Strategy",
+    "check_selector",
+    "matches",
+    "parse_condition",
+]
+
+Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+# Ray keeps amounts of resources in ten-thousandths.
+PRECISION = 10_000
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is alive.
+
+    Attributes:
+        node_id: Ray's id of it, hexadecimal.
+        ip: its address.
+        total: what it has of each resource.
+        free: the free amount of each resource. A resource that is used up may be missing.
+        labels: its labels.
+    """
+
+    node_id: str
+    ip: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for one logical node.
+
+    Attributes:
+        node_idx: number of the logical node.
+        count: how many bundles.
+        bundle: what each of them holds.
+        strategy: how they are laid out: "STRICT_PACK", "PACK", "SPREAD" or "STRICT_SPREAD".
+        labels: which nodes may be used, in Ray's syntax.
+    """
+
+    node_idx: int
+    count: int
+    bundle: Mapping[str, float]
+    strategy: Strategy = "STRICT_PACK"
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_selector(self.labels)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Asks of one shape are interchangeable."""
+        return (self.count, tuple(sorted(self.bundle.items())), self.strategy, tuple(sorted(self.labels.items())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that a virtual cluster is to reserve.
+
+    Attributes:
+        asks: what is requested, an entry per logical node in use.
+        name: the cluster's.
+        capacity: how many worker groups may share a slot.
+        segment_size: logical nodes in groups of this many, each group in one topology domain; None for any nodes.
+        gpu_ids: the GPUs of its node that each logical node gets; empty for any GPUs.
+        timeout_s: seconds to wait for what others hold, and for an autoscaler.
+        wait_for_nodes_s: seconds to wait for nodes that are joining.
+    """
+
+    asks: tuple[Ask, ...]
+    name: str
+    capacity: int
+    segment_size: int | None = None
+    gpu_ids: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    timeout_s: float
+    wait_for_nodes_s: float
+
+
+_VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_KEY = re.compile(rf"(?:(?=[^/]{{1,253}}/){_VALUE}(?:\.{_VALUE})*/)?{_VALUE}")
+_ONE = re.compile(rf"(!?)({_VALUE})")
+_SEVERAL = re.compile(rf"(!?)in\(({_VALUE}(?:, ?{_VALUE})*)\)")
+
+
+@lru_cache(maxsize=4096)
+def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
+    """Return what a label must be: (True, values) for one of the values, (False, values) for none of them.
+
+    Raises:
+        ValueError: not "v", "!v", "in(a,b)" or "!in(a,b)".
+
+    "" requires a label whose value is empty, as for Ray. Two conditions that Ray accepts and then never matches differ
+    here: a space after a comma is ignored, and "(a,b)" without "in" is refused.
+
+    >>> parse_condition("!spot")
+    (False, frozenset({'spot'}))
+    """
+    if text == "":
+        return True, frozenset([""])
+    found = _ONE.fullmatch(text) or _SEVERAL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
+    negated, values = found.groups()
+    return not negated, frozenset(value.strip() for value in values.split(","))
+
+
+def check_selector(selector: Mapping[str, str]) -> None:
+    """Refuse a selector that Ray would not accept, before anything is planned with it.
+
+    Raises:
+        TypeError: a key or a condition is not a string.
+        ValueError: a key is not a label name, or a condition has a wrong syntax.
+    """
+    for key, text in selector.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"a label selector maps label names to conditions, both strings, got {key!r}: {text!r}")
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"a label selector must name labels like 'market' or 'ray.io/market-type', got {key!r}")
+        try:
+            parse_condition(text)
+        except ValueError as error:
+            raise ValueError(f"label {key!r}: {error}") from None
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Return whether a node with these labels may take a bundle with this selector.
+
+    Every condition must hold. For a label that the node does not have, "!v" and "!in(a,b)" hold, "v" and "in(a,b)" do
+    not. Ray 2.60 was tested to do the same.
+
+    >>> matches({"market": "!spot", "zone": "in(a,b)"}, {"zone": "b"})
+    True
+    """
+    for key, text in selector.items():
+        wanted, values = parse_condition(text)
+        if (labels.get(key) in values) != wanted:
+            return False
+    return True

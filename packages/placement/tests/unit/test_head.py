@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that run on a thread of their own with a deadline, and what is undone when nobody waits any more."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement._nodes import head as _head
+from fairlead_placement._nodes.head import ask_head, call_within, head_deadline
+
+
+def test_results():
+    """The value or the error of the function, from another thread."""
+    assert call_within(20, threading.get_ident) != threading.get_ident()
+    assert call_within(20, divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        call_within(20, divmod, 7, 0)
+    with pytest.raises(TimeoutError, match="mine"):
+        call_within(20, raise_error, TimeoutError("mine"))
+
+
+def raise_error(error):
+    raise error
+
+
+def test_too_late(eventually):
+    """A function that returns after the deadline is undone; one that fails then is not."""
+    answer, undone = threading.Event(), []
+    for function in (lambda: answer.wait(20) and "value", lambda: answer.wait(20) and 1 / 0):
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
+            call_within(0.1, function, undo=undone.append)
+    assert undone == []
+    answer.set()
+    assert eventually(lambda: undone == ["value"])
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_interrupted(in_time, eventually):
+    """An interrupt undoes the function before it is raised, or later if the function does not return in time."""
+    answer, undone = threading.Event(), []
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        return answer.wait(0.2 if in_time else 20) or "value"
+
+    with pytest.raises(KeyboardInterrupt):
+        call_within(1.0, interrupt, undo=undone.append)
+    assert undone == (["value"] if in_time else [])
+    answer.set()
+    assert eventually(lambda: len(undone) == 1)
+
+
+def test_at_the_end_of_the_interpreter(monkeypatch):
+    """Where no thread can be started any more, the function runs on this one."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert call_within(20, threading.get_ident) == threading.get_ident()
+
+
+def test_deadlines(monkeypatch):
+    """A request gets what is left of the earliest deadline, but some time in any case (seam: whether Ray runs)."""
+    given = []
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_head, "call_within", lambda timeout_s, function, *args, undo: given.append(timeout_s))
+    ask_head("count", len, "ab", timeout_s=0.3)
+    with head_deadline(1000):
+        ask_head("count", len, "ab")
+        with head_deadline(100), head_deadline(5000):
+            ask_head("count", len, "ab")
+        with head_deadline(0):
+            ask_head("count", len, "ab")
+    with head_deadline():
+        ask_head("count", len, "ab")
+    assert given == [0.3, *(pytest.approx(seconds, abs=1) for seconds in (1000, 100, _head.LEAST_S, _head.HEAD_S))]
+    assert ask_head("count", len, "ab") == 2  # without a limit, on this thread
+
+
+def test_the_error(monkeypatch):
+    """The error says what was requested, how long this process waited, and what to do (seam: whether Ray runs)."""
+    answer = threading.Event()
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    with pytest.raises(HeadTimeoutError, match=r"a request to wait for it; waited 0\.1 s\. .* and try again\."):
+        ask_head("wait for it", answer.wait, 20, timeout_s=0.1)
+    answer.set()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU memory, as NVML reports it to a node agent."""
+
+import os
+import sys
+import threading
+import types
+
+import pytest
+
+from fairlead_placement._nodes.agent_process import AgentProcess
+from fairlead_placement._nodes.meters import Gpus, MemoryMeter, ProcessMeter
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs, of which the second is used by two processes."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.used = [0, 30]
+        self.broken = False
+        self.inits = 0
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def nvmlInit(self):
+        self.inits += 1
+        self.answers.wait(60)
+        if self.used is None:
+            raise self.NVMLError("no driver")
+
+    def nvmlDeviceGetCount(self):
+        self.answers.wait(60)
+        if self.broken:
+            raise self.NVMLError("lost")
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return types.SimpleNamespace(total=100, used=self.used[gpu])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        rows = [(os.getpid(), 10), (os.getppid(), None)] if gpu else [(os.getpid(), 7)]
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in rows]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def test_gpu_memory(nvml):
+    """With nvidia-ml-py GPU memory is told, with peaks, and what a process holds on all GPUs (seam: pynvml)."""
+    meter = MemoryMeter(Gpus(), "node")
+    assert meter.read("me", "")[4] == [(100, 0, 0), (100, 30, 30)]
+    nvml.used = [5, 20]
+    assert meter.read("me", "")[4] == [(100, 5, 5), (100, 20, 30)]
+    assert meter.read(None, "")[4] == [(100, 5, 5), (100, 20, 20)]
+    meter.unwatch("me")
+    held = ProcessMeter(Gpus()).read([os.getpid(), os.getppid(), 1])
+    assert [row[4] for row in held] == [17, 0, 0]
+    nvml.broken = True
+    assert meter.read(None, "")[4] is None
+    assert ProcessMeter(Gpus()).read([os.getpid()])[0][4] is None
+
+
+@pytest.mark.parametrize("used", [[], None], ids=["no GPU", "no driver"])
+def test_no_gpu(nvml, used):
+    """Without a GPU, or without its driver, nothing is told about GPUs (seam: pynvml)."""
+    nvml.used = used
+    assert (Gpus().memory(), Gpus().by_process()) == (None, None)
+
+
+@pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
+def test_a_wedged_driver(nvml, at_first, eventually):
+    """A driver that does not return leaves the GPU figures unknown until it does; nothing waits for it again (seam)."""
+    gpus = Gpus(timeout_s=0.05)
+    agent = AgentProcess("0" * 56)  # its constructor does not wait for the driver
+    assert nvml.inits == 0
+    if not at_first:
+        assert gpus.by_process() is not None
+    nvml.answers.clear()
+    before = threading.active_count()
+    try:
+        assert [gpus.memory() for _ in range(3)] == [None] * 3
+        assert threading.active_count() == before + 1
+        assert ProcessMeter(gpus).read([os.getpid()])[0][4] is None
+        assert agent.leased() == []
+    finally:
+        nvml.answers.set()
+    assert eventually(lambda: gpus.memory() == [(100, 0), (100, 30)])
+    assert nvml.inits == 1

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
+
+import sys
+
+import pytest
+import ray
+from ray._private import auto_init_hook, services, utils
+from ray._private.authentication import authentication_token_setup
+
+from fairlead_placement import _ray_private as private
+
+
+class State:
+    """Ray's state without any of the private functions."""
+
+
+@pytest.fixture
+def no_state(monkeypatch):
+    monkeypatch.setattr(ray._private.state, "state", State())
+
+
+def test_free_resources(monkeypatch):
+    monkeypatch.delattr(ray._private.state, "available_resources_per_node")
+    assert private.free_per_node() is None
+
+
+def test_draining_nodes(no_state):
+    assert private.draining_nodes() == frozenset()
+
+
+def test_autoscaler(no_state):
+    assert private.autoscaler_is_there() is False
+
+
+@pytest.mark.parametrize("missing", ["state", "table"])
+def test_actors(no_state, monkeypatch, missing):
+    if missing == "table":
+        monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
+    assert private.live_actors() == ()
+
+
+@pytest.mark.parametrize("missing", ["state", "table"])
+def test_processes(no_state, monkeypatch, missing):
+    if missing == "table":
+        monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
+    assert private.worker_is_alive("ab" * 28) is None
+    assert private.node_of_worker("ab" * 28) is None
+
+
+def test_find_cluster(monkeypatch):
+    monkeypatch.delattr(services, "canonicalize_bootstrap_address")
+    assert private.find_cluster() == "auto"
+
+
+def test_cluster_file(monkeypatch):
+    monkeypatch.delattr(utils, "get_ray_address_file")
+    assert private.cluster_file() is None
+
+
+@pytest.mark.parametrize("missing", ["the client", "the check of the token"])
+def test_connect_to_head(monkeypatch, missing):
+    if missing == "the client":
+        monkeypatch.delattr(ray._raylet, "GcsClient")
+    else:
+        monkeypatch.delattr(authentication_token_setup, "ensure_token_if_auth_enabled")
+    assert private.connect_to_head("127.0.0.1:1") is None
+
+
+def test_visible_gpus(monkeypatch):
+    monkeypatch.delattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", raising=False)
+    assert private.visible_gpus()() is None
+
+
+@pytest.mark.parametrize("missing", ["the function", "the module"])
+def test_never_connect(monkeypatch, missing):
+    monkeypatch.delattr(auto_init_hook, "auto_init_ray")
+    if missing == "the module":
+        monkeypatch.setitem(sys.modules, "ray._private.auto_init_hook", None)
+        monkeypatch.delattr(ray._private, "auto_init_hook")
+    private.never_connect()
+    assert not hasattr(auto_init_hook, "auto_init_ray")
+
+
+def test_create_actor():
+    """Without the private method the actor is created through the public one."""
+
+    class Actor:
+        def options(self, **options):
+            self.given = options
+            return self
+
+        def remote(self, *args):
+            return args, self.given
+
+    assert private.create_actor(Actor(), (1, 2), name="n") == ((1, 2), {"name": "n"})
+
+
+def test_without_a_lock_of_ray(monkeypatch):
+    """A Ray that has no lock for this blocks nothing."""
+    monkeypatch.delattr(ray._private.worker, "_connect_or_shutdown_lock")
+    with private.block_shutdown():
+        assert not ray.is_initialized()
