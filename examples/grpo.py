@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO from one controller: two groups of workers on the same slots learn to add, from a reward that is checked.
+"""Teach a small transformer to add with GRPO: one controller, two groups of workers on the same slots.
 
-`policy` trains, data-parallel over `dp`; `generation` samples answers. In every step the weights go from one to the
-other by reference, each problem is answered 16 times, an answer earns 1 if it is right and 0 if it is not, and the
-policy takes two clipped steps on advantages normalised over the answers to one problem (Shao et al., 2024; averaged
-over tokens, without a KL term).
+The group `policy` trains, data-parallel over `dp`. The group `generation` samples answers. Each step passes the weights
+from `policy` to `generation` by reference and samples 16 answers to each problem. A correct answer earns a reward of 1,
+any other answer 0. The policy then takes two clipped steps on advantages that are normalised over the answers to one
+problem (Shao et al., 2024; averaged over tokens, without a KL term).
 
-The task is to continue "87+5=" with "29;", the digits of the sum, lowest first. A transformer of 230,000 parameters
-made at random hardly ever hits one, and without reward nothing is learned. So `policy` first learns from solved
-problems, until about a fifth of what it samples is right; the curve that is drawn starts after that. Training and
-evaluation draw on the same 1,000 problems: this shows that the loop works, not that the model generalises.
+The task is to continue "87+5=" with "29;", the digits of the sum, lowest first. A randomly initialised transformer of
+230,000 parameters almost never samples a correct answer, and without a reward it learns nothing. So `policy` first
+imitates solved problems, until about a fifth of its samples are correct. The reward curve starts after that. Training
+and evaluation use the same 1,000 problems. The example shows that the loop works, not that the model generalises.
 
     pip install torch matplotlib
     python examples/grpo.py
@@ -40,23 +40,27 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, curren
 from fairlead_workergroup.torch import axis_group, destroy, init_process_group, wrap_ddp
 
 CHARS = "0123456789+=;"
-END = CHARS.index(";")  # ends an answer, and pads
-ANSWER, WIDTH = len("801;"), len("99+9=801;")  # at most
-STEPS, GAIN = 250, 0.2  # of a full run, and what the mean reward has to gain from its first fifth to its last
-PROBLEMS, ANSWERS = 32, 16  # per step, and to each of them
+END = CHARS.index(";")  # ends an answer; also the padding
+ANSWER, WIDTH = len("801;"), len("99+9=801;")  # maximum lengths of an answer and of a sequence
+# Number of steps of a full run, and how much its mean reward must rise from the first fifth to the last.
+STEPS, GAIN = 250, 0.2
+PROBLEMS, ANSWERS = 32, 16  # problems per step, answers per problem
 MINIBATCH = 256  # sequences per optimizer step, over all ranks
 IMITATION_LOSS = 0.75  # nats per token at which imitation ends
 CLIP = 0.2
 BATCHING = DynamicBatchingArgs(
     max_tokens_per_microbatch=512, sequence_length_round=2, input_key="tokens", input_lengths_key="length"
 )
-# Leaves of a batch of n sequences, padded on the right to a width. Column t is about token t.
-#   tokens (n, width); length (n,); mask (n, width): 1.0 where a token belongs to the answer, else 0.0
-#   log_probs (n, width): of these tokens before the policy is trained on them; advantages (n,)
+# A batch of n sequences, padded on the right to one width, has these leaves. Column t refers to token t.
+#   tokens (n, width)
+#   length (n,)
+#   mask (n, width): 1.0 where a token belongs to the answer, else 0.0
+#   log_probs (n, width): log-probabilities of the tokens before the policy is trained on them
+#   advantages (n,)
 
 
 class Transformer(nn.Module):
-    """Causal, so padding on the right changes nothing on its left, and attention needs no other mask."""
+    """A causal transformer. It needs no padding mask, because padding on the right does not affect tokens before it."""
 
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -66,14 +70,14 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, len(CHARS), bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities of what follows each token: (n, t) -> (n, t, len(CHARS))."""
+        """Return the log-probabilities of the token after each token: (n, t) -> (n, t, len(CHARS))."""
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         return F.log_softmax(self.head(self.blocks(x, causal, is_causal=True)), dim=-1)
 
 
 def log_probs_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of each token, given those before it; 0 for the first."""
+    """Return the log-probability of each token given the tokens before it, and 0 for the first token."""
     return F.pad(model(tokens[:, :-1]).gather(2, tokens[:, 1:, None]).squeeze(2), (1, 0))
 
 
@@ -86,14 +90,14 @@ def grpo_loss(log_probs: Tensor, batch: BatchedDataDict) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
 
 
-LOSSES = {"imitate": imitation_loss, "grpo": grpo_loss}  # of each token: (n, t), batch -> (n, t)
+LOSSES = {"imitate": imitation_loss, "grpo": grpo_loss}  # loss of each token: (n, t), batch -> (n, t)
 
 
 class Worker:
-    """What both kinds of workers have: a model."""
+    """Base class of both kinds of workers. It holds a model."""
 
     def __init__(self, seed: int) -> None:
-        torch.set_num_threads(1)  # several processes share the machine's cores
+        torch.set_num_threads(1)  # Several processes share the cores of the machine.
         torch.manual_seed(seed)
         self.model = Transformer()
 
@@ -105,10 +109,10 @@ class Worker:
 
 
 class Policy(Worker):
-    """Trains on its shard of the batch, together with the others along dp."""
+    """A worker that trains on its shard of the batch, together with the other workers along dp."""
 
     def connect(self) -> int:
-        """Join the group; the number of parameters."""
+        """Join the process group, and return the number of parameters."""
         init_process_group()
         self.dp = axis_group("dp")
         self.ddp = wrap_ddp(self.model, group=self.dp)
@@ -116,17 +120,21 @@ class Policy(Worker):
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train(self, shard: BatchedDataDict, objective: str, lr: float) -> float:
-        """An optimizer step for each group of the shard; this rank's share of the last one's mean loss per token."""
+        """Take an optimizer step for each group of the shard.
+
+        Returns:
+            This rank's share of the mean loss per token in the last step.
+        """
         loss_of, self.optimizer.param_groups[0]["lr"] = LOSSES[objective], lr
         for number in range(len(shard.micro_batch_indices)):
             group, share = shard.get_batch(number), 0.0
             tokens = group["mask"].sum()
             dist.all_reduce(tokens, group=self.dp)
             self.optimizer.zero_grad()
-            # Every backward() is a collective. All ranks have as many microbatches, so none waits for ever.
+            # Every backward() is a collective. All ranks have the same number of microbatches, so no rank hangs.
             for batch in group.make_microbatch_iterator_with_dynamic_shapes():
                 loss = (loss_of(log_probs_of(self.ddp, batch["tokens"]), batch) * batch["mask"]).sum() / tokens
-                # DDP averages over the ranks; the gradient of the mean over all tokens is their sum.
+                # DDP averages over the ranks, but the gradient of the mean over all tokens is a sum over the ranks.
                 (loss * dist.get_world_size(self.dp)).backward()
                 share += loss.item()
             clip_grad_norm_(self.model.parameters(), 1.0)
@@ -134,7 +142,7 @@ class Policy(Worker):
         return share
 
     def log_probs(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Of the shard's tokens, now."""
+        """Return the log-probabilities of the shard's tokens under the current weights."""
         with torch.no_grad():
             batches = [batch["tokens"] for batch in shard.make_microbatch_iterator_with_dynamic_shapes()]
             return BatchedDataDict.from_batches({"log_probs": log_probs_of(self.model, tokens)} for tokens in batches)
@@ -144,21 +152,21 @@ class Policy(Worker):
 
 
 class Generation(Worker):
-    """Answers problems, with the weights it was given last."""
+    """A worker that answers problems with the weights that it loaded last."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.model.requires_grad_(False)
-        torch.manual_seed(1000 * seed + current_worker().rank)  # each samples its own
+        torch.manual_seed(1000 * seed + current_worker().rank)  # Each rank samples different answers.
 
     def load(self, weights: np.ndarray) -> str:
-        """Take these weights; their fingerprint, as they are here."""
+        """Load these weights, and return the fingerprint of the loaded weights."""
         vector_to_parameters(torch.tensor(weights), self.model.parameters())
         return self.fingerprint()
 
     def generate(self, prompts: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """One answer to each prompt, sampled at temperature 1 or the likeliest."""
-        tokens, length = encoded(prompts["prompt"])
+        """Return one answer to each prompt: sampled at temperature 1, or the most likely one if `greedy`."""
+        tokens, length = encode(prompts["prompt"])
         mask, log_probs = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
         for _ in range(ANSWER):
             open_ = (tokens.gather(1, length[:, None] - 1).squeeze(1) != END).nonzero().squeeze(1)
@@ -173,8 +181,8 @@ class Generation(Worker):
         return BatchedDataDict(tokens=tokens, length=length, mask=mask, log_probs=log_probs)
 
 
-def encoded(texts: list[str]) -> tuple[Tensor, Tensor]:
-    """Tokens (n, WIDTH), padded, and lengths (n,)."""
+def encode(texts: list[str]) -> tuple[Tensor, Tensor]:
+    """Return the padded tokens (n, WIDTH) and the lengths (n,) of the texts."""
     tokens = [[CHARS.index(char) for char in text.ljust(WIDTH, CHARS[END])] for text in texts]
     return torch.tensor(tokens), torch.tensor([len(text) for text in texts])
 
@@ -185,42 +193,50 @@ def solution(prompt: str) -> str:
 
 
 def problems(rng: random.Random, count: int) -> list[str]:
-    """Prompts; half of them with a first number of one digit."""
+    """Return random prompts. In about half of them the first number has one digit."""
     return [f"{rng.randrange(rng.choice((10, 100)))}+{rng.randrange(10)}=" for _ in range(count)]
 
 
 def train(policy: RayWorkerGroup, batch: BatchedDataDict, objective: str, *, lr: float, dp: int) -> list[float]:
-    """An optimizer step for each minibatch; the ranks' shares of the last one's mean loss per token."""
+    """Take an optimizer step for each minibatch.
+
+    Returns:
+        Each rank's share of the mean loss per token in the last step.
+    """
     shards, _ = batch.shard_by_batch_size(dp, MINIBATCH, dynamic_batching_args=BATCHING)
     return policy.call("train", Shard(shards, "dp"), objective, lr).result()
 
 
 def imitate(policy: RayWorkerGroup, rng: random.Random, *, dp: int, at_most: int = 400) -> int:
-    """Have the policy learn from solved problems until its loss is low enough; in how many steps."""
+    """Train the policy on solved problems until its loss is low enough, and return the number of steps."""
     for step in range(1, at_most + 1):
         prompts = problems(rng, MINIBATCH)
-        tokens, length = encoded([prompt + solution(prompt) for prompt in prompts])
-        column, asked = torch.arange(WIDTH), torch.tensor([[len(prompt)] for prompt in prompts])
-        mask = ((column >= asked) & (column < length[:, None])).float()
+        tokens, length = encode([prompt + solution(prompt) for prompt in prompts])
+        column, prompt_length = torch.arange(WIDTH), torch.tensor([[len(prompt)] for prompt in prompts])
+        mask = ((column >= prompt_length) & (column < length[:, None])).float()
         shares = train(policy, BatchedDataDict(tokens=tokens, length=length, mask=mask), "imitate", lr=1e-3, dp=dp)
         if sum(shares) < IMITATION_LOSS:
             return step
-    raise RuntimeError(f"the loss is still above {IMITATION_LOSS} after {at_most} steps of imitation")
+    raise RuntimeError(f"The loss is still above {IMITATION_LOSS} after {at_most} steps of imitation.")
 
 
 def send_weights(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
-    """Bring the policy's weights to generation; RuntimeError unless they arrive unchanged, and not by the driver."""
+    """Load the policy's weights into the generation workers.
+
+    Raises:
+        RuntimeError: If the weights changed on the way, or if they went through the driver.
+    """
     weights = policy.at(dp=0).call("weights", collect=())
-    loaded = generation.call("load", weights)  # a call is a value: what it stands for goes from worker to worker
+    loaded = generation.call("load", weights)  # Passing a call passes its result directly from worker to worker.
     fingerprints = {*loaded.result(), *policy.call("fingerprint").result()}
     if len(fingerprints) > 1:
-        raise RuntimeError(f"weights differ between workers: {fingerprints}")
+        raise RuntimeError(f"The weights differ between workers: {fingerprints}.")
     if weights.statistics().bytes_fetched or loaded.statistics().bytes_put:
-        raise RuntimeError(f"weights went through the driver: {weights.statistics()}, {loaded.statistics()}")
+        raise RuntimeError(f"The weights went through the driver: {weights.statistics()}, {loaded.statistics()}.")
 
 
 def generate(generation: RayWorkerGroup, prompts: BatchedDataDict, *, dp: int, greedy: bool = False) -> BatchedDataDict:
-    """Answers, in the order of the prompts, as wide as the longest sequence."""
+    """Return answers in the order of the prompts, as wide as the longest sequence."""
     shards = Shard(prompts.shard_by_batch_size(dp, allow_uneven_shards=True), "dp")
     answers = BatchedDataDict.from_batches(generation.call("generate", shards, greedy=greedy, collect="dp").result())
     answers.truncate_tensors(1, int(answers["length"].max()))
@@ -228,13 +244,13 @@ def generate(generation: RayWorkerGroup, prompts: BatchedDataDict, *, dp: int, g
 
 
 def rewards_of(prompts: BatchedDataDict, answers: BatchedDataDict) -> Tensor:
-    """1 for each right answer, which has to end where it should, else 0."""
+    """Return 1 for each correct answer, including its end marker, and 0 for any other."""
     texts = ["".join(CHARS[t] for t in row[m > 0]) for row, m in zip(answers["tokens"], answers["mask"], strict=True)]
     return torch.tensor([float(text == solution(of)) for text, of in zip(texts, prompts["prompt"], strict=True)])
 
 
 def log_probs_before(policy: RayWorkerGroup, answers: BatchedDataDict, *, dp: int) -> Tensor:
-    """The policy's own log-probabilities of the answers; those they were sampled with have to be the same."""
+    """Return the policy's log-probabilities of the answers, and check that generation sampled with the same ones."""
     shards, order = answers.shard_by_batch_size(dp, dynamic_batching_args=BATCHING)
     log_probs = order.restore(policy.call("log_probs", Shard(shards, "dp"), collect="dp").result())["log_probs"]
     mask = answers["mask"]
@@ -243,7 +259,7 @@ def log_probs_before(policy: RayWorkerGroup, answers: BatchedDataDict, *, dp: in
 
 
 def grpo_step(policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Random, *, dp: int) -> float:
-    """Sample, reward, train; the mean reward."""
+    """Sample answers, compute their rewards and train on them. Return the mean reward."""
     send_weights(policy, generation)
     prompts = BatchedDataDict(prompt=problems(rng, PROBLEMS)).repeat_interleave(ANSWERS)
     answers = generate(generation, prompts, dp=dp)
@@ -255,14 +271,14 @@ def grpo_step(policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Ra
 
 
 def accuracy(policy: RayWorkerGroup, generation: RayWorkerGroup, *, dp: int) -> float:
-    """The share of all problems that the policy's likeliest answers solve."""
+    """Return the share of all problems that the policy solves with its most likely answers."""
     send_weights(policy, generation)
     prompts = BatchedDataDict(prompt=[f"{one}+{other}=" for one in range(100) for other in range(10)])
     return rewards_of(prompts, generate(generation, prompts, dp=dp, greedy=True)).mean().item()
 
 
 def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, seed: int) -> list[float]:
-    """Imitation, then GRPO; the mean reward of each step."""
+    """Run imitation, then GRPO. Return the mean reward of each GRPO step."""
     dp, rng, console = policy.sharding_annotations.get_axis_size("dp"), random.Random(seed), Console()
     rewards: list[float] = []
     with Progress(console=console, disable=not console.is_terminal) as progress:
@@ -280,14 +296,14 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
     for group in policy, generation:
         print(f"{group.name_prefix}: {group.statistics()}")
     moved = 4 * size * dp * (steps + 2) / 1e6
-    print(f"besides, {moved:,.0f} MB of weights went to generation, and the driver saw none of them")
+    print(f"{moved:,.0f} MB of weights went from policy to generation, none of it through the driver")
     return rewards
 
 
 def draw(rewards: list[float], path: str, window: int = 10) -> None:
-    """The reward curve, as a PNG."""
+    """Draw the reward curve as a PNG."""
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="GRPO: share of right answers")
+    axes = figure.add_subplot(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="GRPO: share of correct answers")
     steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.35, label="step")
     means = [np.mean(rewards[max(end - window, 0) : end]) for end in steps]
@@ -299,11 +315,11 @@ def draw(rewards: list[float], path: str, window: int = 10) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of GRPO; the reward has to rise in a full run")
-    parser.add_argument("--dp", type=int, default=2, choices=(1, 2, 4, 8), help="workers of each group")
+    parser.add_argument("--steps", type=int, default=STEPS, help="number of GRPO steps")
+    parser.add_argument("--dp", type=int, default=2, choices=(1, 2, 4, 8), help="number of workers in each group")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", default="grpo-rewards.png", help="where to draw the reward curve")
-    parser.add_argument("--address", help="of a Ray cluster; by default the one that runs here, or a new local one")
+    parser.add_argument("--plot", default="grpo-rewards.png", help="file for the reward curve")
+    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"argument --steps: must be at least 1, got {options.steps}")
@@ -328,8 +344,8 @@ def main(argv: list[str] | None = None) -> int:
     draw(rewards, options.plot)
     fifth = max(len(rewards) // 5, 1)
     first, last = np.mean(rewards[:fifth]), np.mean(rewards[-fifth:])
-    print(f"reward {first:.3f} -> {last:.3f} (first and last fifth; a full run has to gain {GAIN})")
-    print(f"drawn in {options.plot}, after {time.monotonic() - began:.0f} s")
+    print(f"reward {first:.3f} -> {last:.3f} (first and last fifth; a full run must gain at least {GAIN})")
+    print(f"wrote the reward curve to {options.plot} after {time.monotonic() - began:.0f} s")
     return 0 if last - first >= GAIN or options.steps < STEPS else 1
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the digits of train_digits.py twice; the second time a worker is killed in the middle, and nothing is lost.
+"""Train the model of train_digits.py twice, the second time with a worker killed in the middle.
 
-Collectives end with any of their members, so the whole group starts again (`restart_scope="group"`) on a new port, and
-every worker reloads the last checkpoint that all of them have written (`on_restart`). The driver goes on from its step:
-both runs end with the same accuracy, to the digit.
+A collective fails if any of its members dies, so the whole group restarts (`restart_scope="group"`) on a new port, and
+every worker reloads the last checkpoint that all workers have written (`on_restart`). The driver continues from the
+step of that checkpoint. Both runs end with exactly the same accuracy.
 
     python examples/survive.py --steps 300
 """
@@ -27,8 +27,8 @@ from fairlead_workergroup.testing import kill
 DP, TP, BATCH = 2, 2, 96
 
 
-class Surviving(DigitsWorker):
-    """Writes checkpoints of its part of the model, and goes on from the last whole one."""
+class CheckpointingWorker(DigitsWorker):
+    """A worker that saves its part of the model, and continues from the last complete checkpoint after a restart."""
 
     def __init__(self, hidden: int, lr: float, folder: str) -> None:
         super().__init__(hidden, lr)
@@ -41,7 +41,7 @@ class Surviving(DigitsWorker):
         torch.save({"weights": self.weights, "optimizer": self.optimizer.state_dict()}, file)
 
     def restore(self) -> None:
-        """What `on_restart` names: join the others anew, and load the checkpoint that all have written, if any."""
+        """Join the restarted group, and load the last complete checkpoint if there is one (see `on_restart`)."""
         import torch
 
         self.connect()
@@ -54,13 +54,13 @@ class Surviving(DigitsWorker):
 
 
 def last_step(folder: Path) -> int:
-    """The step of the last checkpoint that is whole: the driver notes it when every worker has written its part."""
-    noted = folder / "last-step"
-    return int(noted.read_text()) if noted.exists() else 0
+    """Return the step of the last complete checkpoint, which the driver records once every worker has saved."""
+    record = folder / "last-step"
+    return int(record.read_text()) if record.exists() else 0
 
 
 def train(group: RayWorkerGroup, folder: Path, *, steps: int, save_every: int, kill_at: int | None) -> float:
-    """Train step by step, whatever happens to workers; the accuracy on the test set."""
+    """Train step by step across failures of workers, and return the accuracy on the test set."""
     (x, y), (test_x, test_y) = digits()
     step = 0
     with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
@@ -70,7 +70,7 @@ def train(group: RayWorkerGroup, folder: Path, *, steps: int, save_every: int, k
                 kill_at = None
                 print(f"step {step}: killing rank 1")
                 kill(group, 1)
-            # The batch follows from the step alone, so that a step can be done again.
+            # The batch depends on the step only, so a step can be repeated.
             chosen = np.random.default_rng(step).choice(len(x), BATCH, replace=False)
             try:
                 group.call("step", Shard(shards(x[chosen], y[chosen], DP), "dp"), collect="dp", timeout=120).result()
@@ -79,18 +79,18 @@ def train(group: RayWorkerGroup, folder: Path, *, steps: int, save_every: int, k
                     group.call("save", step, discard=True, timeout=120).result()
                     (folder / "last-step").write_text(str(step))
             except WorkerFailureError as error:
-                # The next call starts the group again, which reloads what this step is of.
+                # The next call restarts the group, and its workers reload the checkpoint of this step.
                 step = last_step(folder)
-                print(f"lost rank {', '.join(str(lost.rank) for lost in error.failures)}; going on from step {step}")
+                print(f"lost rank {', '.join(str(lost.rank) for lost in error.failures)}; continuing from step {step}")
             progress.update(bar, completed=step)
     call = group.call("correct", Shard(shards(test_x, test_y, DP), "dp"), collect="dp", timeout=120)
     return sum(call.result()) / len(test_x)
 
 
 def run(cluster: RayVirtualCluster, *, steps: int, save_every: int, kill_at: int | None) -> float:
-    """One training, from start to end."""
+    """Run one training, and return the accuracy."""
     with tempfile.TemporaryDirectory() as folder:
-        builder = RayWorkerBuilder(Surviving, hidden=128, lr=3e-3, folder=folder)
+        builder = RayWorkerBuilder(CheckpointingWorker, hidden=128, lr=3e-3, folder=folder)
         options = {"restart_on_failure": True, "restart_scope": "group", "on_restart": "restore"}
         axes = NamedSharding.from_shape(dp=DP, tp=TP)
         with RayWorkerGroup(cluster, builder, name_prefix="digits", sharding_annotations=axes, **options) as group:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=40, help="steps between checkpoints")
-    parser.add_argument("--address", help="of a Ray cluster; by default the one that runs here, or a new local one")
+    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
     options = parser.parse_args(argv)
     if options.steps < 2 or options.save_every < 1:
         parser.error("--steps must be at least 2, and --save-every at least 1")
@@ -115,14 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with RayVirtualCluster([DP * TP], use_gpus=False, name="digits", reserve_timeout_s=30) as cluster:
             length = {"steps": options.steps, "save_every": options.save_every}
-            print("undisturbed:")
-            undisturbed = run(cluster, **length, kill_at=None)
+            print("without failures:")
+            uninterrupted = run(cluster, **length, kill_at=None)
             print("with a worker killed in the middle:")
             survived = run(cluster, **length, kill_at=options.steps // 2 + options.save_every // 3)
     finally:
         ray.shutdown()
-    print("the same accuracy" if survived == undisturbed else "NOT the same accuracy")
-    return 0 if survived == undisturbed and (survived > 0.93 or options.steps < 300) else 1
+    print("the same accuracy" if survived == uninterrupted else "NOT the same accuracy")
+    return 0 if survived == uninterrupted and (survived > 0.93 or options.steps < 300) else 1
 
 
 if __name__ == "__main__":

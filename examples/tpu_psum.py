@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sum over all hosts of two TPU slices, by JAX, and one of the slices is lost in the middle.
+"""Sum over all hosts of two TPU slices with JAX, and lose one of the slices in the middle.
 
-It runs on pretend slices of this machine, with JAX on CPUs, and needs no TPU: `nox -s tpu_psum`. `initialize_jax` joins
-the four hosts in one JAX cluster. The function `train` is meant to run on TPUs too, without `JAX_PLATFORMS` and
-`XLA_FLAGS`: there libtpu also reads the `MEGASCALE_*` variables that a run on several slices sets. That has not been
-tried on TPUs.
+`nox -s tpu_psum` runs the example without TPUs, on pretend slices of this machine with JAX on CPUs. `initialize_jax`
+joins the four hosts in one JAX cluster. The function `train` is meant to run on TPUs as well, without `JAX_PLATFORMS`
+and `XLA_FLAGS`. On TPUs, libtpu also reads the `MEGASCALE_*` variables that a run on several slices sets. This has not
+been tested on TPUs.
 """
 
 import os
@@ -20,7 +20,7 @@ CPU = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platf
 
 
 def train(folder: str, steps: int) -> tuple[str, int, list[float]]:
-    """Runs on every host: joins all hosts of all slices, and sums a number over them in each step."""
+    """Join all hosts of all slices, and sum a number over them in each step. The pool runs this on every host."""
     initialize_jax(timeout_s=60)
     import jax
     import jax.numpy as jnp
@@ -43,7 +43,7 @@ def train(folder: str, steps: int) -> tuple[str, int, list[float]]:
 def main() -> None:
     with PretendSlices() as slices, tempfile.TemporaryDirectory() as folder:
         print("starting", slices.add_slice(), "and", slices.add_slice(), flush=True)
-        # No failure of the function is allowed: what its hosts raise when another one is gone is a preemption.
+        # With no retries for failures, the run succeeds only if the errors after a lost host count as a preemption.
         options = {
             "execution_env": CPU,
             "max_retries_failure": 0,
@@ -56,20 +56,20 @@ def main() -> None:
             results = running.result()
             for name, processes, sums in results:
                 print(f"{name}: {processes} processes, sums {sums}")
-            told = pool.statistics()
-        print(f"{told.attempts} attempts, {told.preemptions} preemption, {told.reservations} slices reserved")
-    # 10 * slice + host + step, summed over two slices of two hosts: 22 in step 0, and 4 more in each step.
+            stats = pool.statistics()
+        print(f"{stats.attempts} attempts, {stats.preemptions} preemption, {stats.reservations} slices reserved")
+    # The sum of 10 * slice + host + step over two slices of two hosts is 22 in step 0, and rises by 4 in each step.
     sums = [22.0, 26.0, 30.0, 34.0, 38.0, 42.0]
     assert results == [(name, 4, sums) for name in ("slice-1", "slice-3") for _ in range(2)], results
-    assert (told.attempts, told.preemptions, told.failures, told.reservations) == (2, 1, 0, 3), told
+    assert (stats.attempts, stats.preemptions, stats.failures, stats.reservations) == (2, 1, 0, 3), stats
 
 
 def lose_a_host(slices: PretendSlices, folder: Path) -> None:
-    """Kill a host of the second slice once its third step is done, and bring a new slice."""
+    """Kill a host of the second slice after its third step, and add a new slice."""
     deadline = time.monotonic() + 120
     while not list(folder.glob("slice-2-1-2")):
         if time.monotonic() > deadline:
-            raise TimeoutError("slice-2 did not come to its third step")
+            raise TimeoutError("slice-2 did not reach its third step")
         time.sleep(0.05)
     slices.kill("slice-2", 1)
     print("killed a host of slice-2, starting", slices.add_slice(), flush=True)

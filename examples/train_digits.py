@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a classifier of handwritten digits on a dp x tp group of workers, from one controller.
 
-Batches are sharded over `dp`, the hidden layer is split over `tp`, gradients are averaged over `dp` and activations
-summed over `tp` by torch.distributed, in sub-groups made from the axes' names.
+Batches are sharded over `dp`, and the hidden layer is split over `tp`. torch.distributed averages gradients over `dp`
+and sums activations over `tp`, in process groups that are named after the axes.
 
     python examples/train_digits.py --dp 2 --tp 2 --epochs 30
 """
@@ -26,17 +26,17 @@ PIXELS, CLASSES = 64, 10
 
 
 class DigitsWorker:
-    """One shard of the model, on one shard of the data."""
+    """A worker that trains one shard of the model on one shard of the data."""
 
     def __init__(self, hidden: int, lr: float) -> None:
         import torch
 
-        # Several processes share the machine's cores.
+        # Several processes share the cores of the machine.
         torch.set_num_threads(1)
         self.hidden, self.lr = hidden, lr
 
     def connect(self) -> None:
-        """Join the group, and the sub-group of each axis; build this worker's part of the model."""
+        """Join the process group and the group of each axis, and build this worker's part of the model."""
         import torch
 
         from fairlead_workergroup.torch import axis_group, init_process_group
@@ -46,14 +46,14 @@ class DigitsWorker:
         self.axis = {axis: axis_group(axis) for axis in worker.sharding.names}
         tp, tp_rank = worker.sharding.get_axis_size("tp"), worker.coords["tp"]
         mine = slice(tp_rank * self.hidden // tp, (tp_rank + 1) * self.hidden // tp)
-        torch.manual_seed(0)  # the same full matrices everywhere, of which each worker keeps its part
+        torch.manual_seed(0)  # Every worker creates the same full matrices, and keeps its part of them.
         inner, outer = torch.nn.Linear(PIXELS, self.hidden), torch.nn.Linear(self.hidden, CLASSES)
         self.weights = [inner.weight[mine], inner.bias[mine], outer.weight[:, mine], outer.bias]
         self.weights = [weight.detach().clone().requires_grad_() for weight in self.weights]
         self.optimizer = torch.optim.Adam(self.weights, lr=self.lr)
 
     def _logits(self, x):
-        """Columns of the first matrix, rows of the second: one sum over `tp` makes the whole."""
+        """Return the logits: split by columns, then by rows, the two layers need one sum over `tp`."""
         import torch
         import torch.distributed as dist
 
@@ -66,14 +66,14 @@ class DigitsWorker:
 
             @staticmethod
             def backward(ctx, grad):
-                return grad, None  # every worker has the same loss: the gradient of the sum is already whole
+                return grad, None  # Every worker has the same loss, so the gradient of the sum is already complete.
 
         inner, inner_bias, outer, outer_bias = self.weights
         partial = torch.relu(x @ inner.T + inner_bias) @ outer.T
         return SumOverTp.apply(partial, self.axis["tp"]) + outer_bias
 
     def step(self, batch: tuple[np.ndarray, np.ndarray]) -> float:
-        """One step on this shard of the batch; the loss on it."""
+        """Take one step on this shard of the batch, and return the loss on it."""
         import torch
         import torch.distributed as dist
 
@@ -88,7 +88,7 @@ class DigitsWorker:
         return loss.item()
 
     def correct(self, batch: tuple[np.ndarray, np.ndarray]) -> int:
-        """How many of this shard are recognised."""
+        """Return the number of digits in this shard that the model classifies correctly."""
         import torch
 
         with torch.no_grad():
@@ -102,7 +102,7 @@ class DigitsWorker:
 
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """(pixels, labels) to train on and to test on."""
+    """Return (pixels, labels) of the training set and of the test set."""
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(x))
     x, y = (x[order] / 16.0).astype(np.float32), y[order].astype(np.int64)
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=_at_least_one, default=2, help="tensor-parallel size")
     parser.add_argument("--epochs", type=_at_least_one, default=30)
     parser.add_argument("--hidden", type=_at_least_one, default=128, help="size of the hidden layer")
-    parser.add_argument("--address", help="of a Ray cluster; by default the one that runs here, or a new local one")
+    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
     options = parser.parse_args(argv)
     if options.hidden % options.tp:
         parser.error(f"argument --tp: {options.tp} does not divide the hidden layer of {options.hidden}")
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"train_digits: {message}\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids cut into tiles, one for each rank, and the edges that tiles need of each other."""
+"""Cut grids into tiles, one for each rank, and find the neighbors whose edges a tile needs."""
 
 from ._tiles import Tile, cut
 

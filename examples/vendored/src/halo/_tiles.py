@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which part of a grid."""
+"""The assignment of grid tiles to ranks."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ._vendor.sharding import NamedSharding
 
 @dataclass(frozen=True)
 class Tile:
-    """What one rank has: rows and columns of the grid, and the ranks beside it (None at the border)."""
+    """The tile of one rank: its rows and columns of the grid, and the neighboring ranks (None at the border)."""
 
     rank: int
     rows: slice
@@ -20,7 +20,11 @@ class Tile:
 
 
 def cut(height: int, width: int, *, down: int, across: int) -> list[Tile]:
-    """Tiles of a grid for ``down`` x ``across`` ranks, by rank; both sizes have to divide."""
+    """Return the tiles of a grid for ``down`` x ``across`` ranks, by rank.
+
+    Raises:
+        ValueError: If ``height`` or ``width`` does not divide evenly.
+    """
     if height % down or width % across:
         raise ValueError(f"{height} x {width} points cannot be cut into {down} x {across} equal tiles")
     ranks = NamedSharding.from_shape(down=down, across=across)
