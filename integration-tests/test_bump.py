@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nox -s bump`: the two files of a package that name its version."""
+"""Tests of `nox -s bump`, which changes the version in two files of a package."""
 
 import doctest
 import importlib.util
@@ -31,7 +31,7 @@ CLOSED = OPEN.replace("unreleased", "2026-06-05")
 
 
 class Tree:
-    """A committed copy of what bump and the tests of versions read."""
+    """A committed copy of the files that bump and test_versions.py read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -53,19 +53,22 @@ class Tree:
         self.git("add", "--all")
         self.git("commit", "--quiet", "--message", "all")
 
-    def changed(self) -> list[str]:
-        """The files that are not as they were committed."""
+    def list_changed_files(self) -> list[str]:
+        """Return the files that differ from the commit."""
         return sorted(line[3:] for line in self.git("status", "--porcelain", "--untracked-files=all").splitlines())
 
     def bump(self, *arguments: str) -> str:
-        """What the command prints, or else what it exits with."""
+        """Run the command, and return its output or its error message."""
         command = [sys.executable, "-B", str(self.root / "scripts/bump.py"), *arguments]
         done = subprocess.run(command, cwd=self.root, capture_output=True, text=True)
         assert (done.returncode == 0) == (done.stderr == "")
         return (done.stdout or done.stderr).strip()
 
-    def failures(self) -> list[str]:
-        """The tests of versions that fail here; what is installed is of another tree."""
+    def run_version_tests(self) -> list[str]:
+        """Return the tests of test_versions.py that fail in this tree.
+
+        Tests of the installed packages are left out, because those come from another tree.
+        """
         command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "not installed"]
         done = subprocess.run([*command, "integration-tests"], cwd=self.root, capture_output=True, text=True)
         assert " passed" in done.stdout, done.stdout + done.stderr
@@ -77,101 +80,101 @@ def tree(tmp_path):
     return Tree(tmp_path)
 
 
-def test_examples():
-    """The examples in the docstrings."""
-    tried = doctest.testmod(bump)
-    assert tried.attempted > 0
-    assert tried.failed == 0
+def test_docstring_examples():
+    """The examples in the docstrings of bump.py work."""
+    results = doctest.testmod(bump)
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 @pytest.mark.parametrize(
     ("to", "raised"), [("major", "1.0.0"), ("minor", "0.2.0"), ("patch", "0.1.3"), ("0.1.10", "0.1.10")]
 )
-def test_raised(to, raised):
-    """By a part, below which everything is zero, or to a given version, which is compared as numbers."""
-    assert bump.raised("0.1.2", to) == raised
+def test_raise_version(to, raised):
+    """Raising a part resets the parts after it to zero; a given version is compared by its numbers."""
+    assert bump.raise_version("0.1.2", to) == raised
 
 
 @pytest.mark.parametrize("to", ["0.1.2", "0.1.1", "0.0.9"])
-def test_not_higher(to):
-    """A version is never repeated or lowered."""
+def test_version_must_be_higher(to):
+    """A version cannot be repeated or lowered."""
     with pytest.raises(ValueError, match=r"not higher than 0\.1\.2"):
-        bump.raised("0.1.2", to)
+        bump.raise_version("0.1.2", to)
 
 
 @pytest.mark.parametrize("to", ["Minor", "", "1", "0.2", "0.2.0rc1", "v0.2.0", "0.2.0.0", "00.2.0", "0.2.0\n", "0.²."])
-def test_no_version(to):
-    """Three plain numbers, and nothing else."""
+def test_invalid_version(to):
+    """A version must be three plain numbers."""
     with pytest.raises(ValueError, match="neither major, minor, patch or release nor a version"):
-        bump.raised("0.1.2", to)
+        bump.raise_version("0.1.2", to)
 
 
-def test_opened():
-    """An unreleased section is renamed; above a released one a new section begins."""
-    assert bump.opened(OPEN, "0.2.0") == OPEN.replace("0.1.2", "0.2.0")
-    assert bump.opened(CLOSED, "0.2.0") == CLOSED.replace("## 0.1.2", "## 0.2.0 (unreleased)\n\n## 0.1.2")
+def test_open_section():
+    """An unreleased section is renamed; above a released section a new one is added."""
+    assert bump.open_section(OPEN, "0.2.0") == OPEN.replace("0.1.2", "0.2.0")
+    assert bump.open_section(CLOSED, "0.2.0") == CLOSED.replace("## 0.1.2", "## 0.2.0 (unreleased)\n\n## 0.1.2")
 
 
-def test_dated():
-    """The first section gets its date, once."""
-    assert bump.dated(OPEN, "2026-06-05") == CLOSED
+def test_date_section():
+    """The first section gets a date; a section that has a date is rejected."""
+    assert bump.date_section(OPEN, "2026-06-05") == CLOSED
     with pytest.raises(ValueError, match="released on 2026-06-05: first raise the version"):
-        bump.dated(CLOSED, "2026-07-06")
+        bump.date_section(CLOSED, "2026-07-06")
 
 
-def test_nothing_to_release():
-    """A section without a word is not released."""
+def test_empty_section_is_not_released():
+    """An empty section cannot be released."""
     for empty in ("## 0.1.2 (unreleased)\n", OPEN.replace("- New.\n", "")):
-        with pytest.raises(ValueError, match=r"nothing is written about 0\.1\.2"):
-            bump.dated(empty, "2026-06-05")
+        with pytest.raises(ValueError, match=r"the changelog section of 0\.1\.2 is empty"):
+            bump.date_section(empty, "2026-06-05")
 
 
 @pytest.mark.parametrize("heading", ["## Unreleased", "## 0.1.2", "## v0.1.2 (unreleased)", "## 0.1.2 (May)", ""])
-def test_heading(heading):
-    """The first heading names a version and says whether it is out."""
+def test_invalid_heading(heading):
+    """The first heading must name a version and its date or "unreleased"."""
     with pytest.raises(ValueError, match="as first heading, found"):
-        bump.headed(f"# Changelog\n\n{heading}\n")
+        bump.read_heading(f"# Changelog\n\n{heading}\n")
 
 
 @pytest.mark.parametrize("init", ["", '__version__ = "1.0"', '__version__ = "1.0.0"\n__version__ = "1.0.1"'])
-def test_assignment(init):
-    """One literal assignment of three numbers."""
+def test_invalid_assignment(init):
+    """An `__init__.py` must contain one literal assignment of three numbers."""
     with pytest.raises(ValueError, match=r"expected one line|three numbers"):
-        bump.assigned(init)
+        bump.read_assignment(init)
 
 
-def test_two_files(tree):
-    """The version is raised in exactly two files, after which everything still agrees."""
+def test_bump_changes_two_files(tree):
+    """Bumping changes exactly two files, and the tests of versions still pass."""
     assert tree.bump("batching", "minor") == "fairlead-batching 0.2.0 (unreleased)"
-    assert tree.changed() == [name.replace("placement", "batching") for name in PLACEMENT]
-    assert tree.failures() == []
+    assert tree.list_changed_files() == [name.replace("placement", "batching") for name in PLACEMENT]
+    assert tree.run_version_tests() == []
 
 
-def test_dependants(tree):
-    """A version outside the ranges of its dependants is found out in each of them."""
+def test_version_outside_range_fails_dependents(tree):
+    """A version outside the range that a dependent declares fails the test of that dependent."""
     tree.bump("placement", "99.0.0")
-    assert tree.changed() == PLACEMENT
-    assert tree.failures() == ["test_ranges[tpu-executor]", "test_ranges[workergroup]"]
+    assert tree.list_changed_files() == PLACEMENT
+    assert tree.run_version_tests() == ["test_ranges[tpu-executor]", "test_ranges[workergroup]"]
 
 
 def test_release(tree):
-    """From an open version to a tag, and on to the next one."""
+    """A package goes from an unreleased version to a tag, and on to the next version."""
     version = bump.read(ROOT, "tpu-executor").version
     if bump.read(ROOT, "tpu-executor").date != "unreleased":
         tree.bump("tpu-executor", "patch")
-        version = bump.raised(version, "patch")
+        version = bump.raise_version(version, "patch")
         changelog = tree.root / "packages/tpu-executor/CHANGELOG.md"
         changelog.write_text(changelog.read_text().replace("(unreleased)\n", "(unreleased)\n\n- Something.\n"))
         tree.commit()
     tag = f"tpu-executor-v{version}"
     assert "has no date" in tree.bump("--tag", tag)
     assert re.fullmatch(rf"fairlead-tpu-executor {version} \(\d{{4}}-\d\d-\d\d\)", tree.bump("tpu-executor", "release"))
-    assert tree.changed() == ["packages/tpu-executor/CHANGELOG.md"]
+    assert tree.list_changed_files() == ["packages/tpu-executor/CHANGELOG.md"]
     tree.commit()
     assert tree.bump("--tag", tag) == "tpu-executor"
     assert "first raise the version" in tree.bump("tpu-executor", "release")
     assert tree.bump("tpu-executor", "patch").endswith("(unreleased)")
-    assert tree.failures() == []
+    assert tree.run_version_tests() == []
 
 
 @pytest.mark.parametrize(
@@ -188,15 +191,15 @@ def test_release(tree):
         (("--tag", "placement"), "no package ''"),
     ],
 )
-def test_refused(tree, arguments, message):
-    """Bad input is refused before anything is written."""
+def test_invalid_arguments(tree, arguments, message):
+    """Invalid arguments are rejected before any file is written."""
     assert message in tree.bump(*arguments)
-    assert tree.changed() == []
+    assert tree.list_changed_files() == []
 
 
 @pytest.mark.parametrize("file", PLACEMENT)
-def test_pending(tree, file):
-    """A file that has changes of its own is left alone; one of another package does not matter."""
+def test_uncommitted_changes(tree, file):
+    """A package with uncommitted changes is rejected; changes in another package do not matter."""
     (tree.root / "packages/venvs/CHANGELOG.md").write_text("pending\n")
     before = (tree.root / file).read_text() + "\n"
     (tree.root / file).write_text(before)
@@ -206,19 +209,19 @@ def test_pending(tree, file):
     assert tree.bump("placement", "minor").startswith("fairlead-placement")
 
 
-def test_disagreement(tree):
-    """A changelog that begins with another version than the package has is refused."""
+def test_version_mismatch(tree):
+    """A changelog whose first version differs from `__version__` is rejected."""
     changelog = tree.root / PLACEMENT[0]
     changelog.write_text(
         re.sub(r"^## .*$", "## 99.0.0 (unreleased)", changelog.read_text(), count=1, flags=re.MULTILINE)
     )
     tree.commit()
     assert "begins with 99.0.0, its __version__ is" in tree.bump("placement", "minor")
-    assert tree.changed() == []
+    assert tree.list_changed_files() == []
 
 
-def test_not_in_git(tree):
-    """Where git cannot tell what is pending, nothing is written."""
+def test_outside_git(tree):
+    """Outside a git repository bump writes nothing."""
     shutil.rmtree(tree.root / ".git")
     before = [(tree.root / file).read_text() for file in PLACEMENT]
     assert "git cannot tell" in tree.bump("placement", "minor")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what .github/workflows/ci.yml fans out: the sessions that `nox -s ci` runs, and `minimums` of every package.
+"""Print the job matrix of .github/workflows/ci.yml: the sessions of `nox -s ci`, and `minimums` of every package.
 
-Tests of packages run on every Python that they declare, all else on the lowest. Needs nox.
+Tests of packages run on every Python version that the packages declare, other sessions on the lowest. Needs nox.
 """
 
 import json
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# These make network namespaces.
+# These sessions create network namespaces.
 AS_ROOT = {"multihost", "soak"}
 
 
-def declared() -> list[str]:
-    """The Pythons that every package declares, such as 3.11, the lowest first."""
+def read_pythons() -> list[str]:
+    """Return the Python versions that every package declares, such as 3.11, the lowest first."""
     pyproject = tomllib.loads((ROOT / "packages/placement/pyproject.toml").read_text(encoding="utf-8"))
     versions = [classifier.rpartition(" :: ")[2] for classifier in pyproject["project"]["classifiers"]]
     return [version for version in versions if version.startswith("3.")]
 
 
-def matrix(asked: list[tuple[str, list[str]]], pythons: list[str]) -> list[dict[str, Any]]:
-    """One entry for each session and Python."""
+def make_matrix(sessions: list[tuple[str, list[str]]], pythons: list[str]) -> list[dict[str, Any]]:
+    """Return one entry for each session and Python version."""
     entries = []
-    for session, posargs in asked:
+    for session, posargs in sessions:
         name = session.partition("(")[0]
         for python in pythons if name == "wheels" else pythons[:1]:
             more = {"arguments": " ".join(posargs), "root": name in AS_ROOT}
@@ -37,6 +37,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import noxfile
 
-    asked = [session for lane in noxfile.LANES for session in lane.items()]
-    asked += [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
-    sys.stdout.write(f"include={json.dumps(matrix(asked, declared()))}\n")
+    sessions = [session for lane in noxfile.LANES for session in lane.items()]
+    sessions += [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
+    sys.stdout.write(f"include={json.dumps(make_matrix(sessions, read_pythons()))}\n")
