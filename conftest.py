@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of all test suites. Ray is not imported here: some packages are tested without it."""
+"""Fixtures of all test suites. This file does not import Ray, because some packages are tested without it."""
 
 import signal
 import sys
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-# A shell has what it starts in the background ignore Ctrl-C, and what that starts would as well; some tests send it.
+# A shell starts background jobs with SIGINT ignored, and their children inherit that. Some tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class LocalRay:
-    """The local Ray that test modules share: starting one takes several seconds of all processors."""
+    """The local Ray that test modules share. Starting Ray occupies all processors for several seconds."""
 
     def __init__(self) -> None:
         self._session = ""
@@ -28,7 +28,7 @@ class LocalRay:
         )
 
     def ensure(self) -> None:
-        """Start it unless it runs: 16 CPUs and 4 GPUs, none of them real."""
+        """Start the local Ray, unless it is running, with 16 logical CPUs and 4 logical GPUs."""
         if self._is_running():
             return
         import ray
@@ -37,7 +37,7 @@ class LocalRay:
         self._session = ray.get_runtime_context().get_session_name()
 
     def end(self) -> None:
-        """End it, if it runs."""
+        """Shut the local Ray down if it is running."""
         if self._is_running():
             sys.modules["ray"].shutdown()
         self._session = ""
@@ -45,7 +45,7 @@ class LocalRay:
 
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[LocalRay]:
-    """The local Ray of this test run; it ends with the run."""
+    """Return the local Ray of this test run, which ends with the run."""
     shared = LocalRay()
     yield shared
     shared.end()
@@ -53,7 +53,7 @@ def shared_ray() -> Iterator[LocalRay]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_of_another_module(request: pytest.FixtureRequest, shared_ray: LocalRay) -> None:
-    """Run a module without the shared Ray until a test asks for it, unless its first test does."""
+    """Shut the shared Ray down before a module whose first test does not use it."""
     first = next(item for item in request.session.items if item.getparent(pytest.Module) is request.node)
     if "local_ray" not in getattr(first, "fixturenames", ()):
         shared_ray.end()
@@ -61,13 +61,16 @@ def no_ray_of_another_module(request: pytest.FixtureRequest, shared_ray: LocalRa
 
 @pytest.fixture(scope="module")
 def local_ray(shared_ray: LocalRay) -> None:
-    """A Ray with 16 CPUs and 4 GPUs, none of them real; a test that ends it is the last one of its module to use it."""
+    """Start a Ray with 16 logical CPUs and 4 logical GPUs.
+
+    A test that shuts this Ray down must be the last one of its module that uses the fixture.
+    """
     shared_ray.ensure()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nothing is lost or left behind by any test that uses Ray."""
+    """Check that a test that uses Ray neither loses nor leaks resources."""
     if "local_ray" in request.fixturenames:
         request.getfixturevalue("local_ray")
     if "ray" not in sys.modules:
