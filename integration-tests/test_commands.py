@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages tell a reader to type is what a session or a test runs."""
+"""Tests that every command on a documentation page is run by a nox session or a test."""
 
 import ast
 import re
@@ -15,13 +15,13 @@ SESSIONS = {
     for node in ast.parse((ROOT / "noxfile.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any("nox.session" in ast.unparse(one) for one in node.decorator_list)
 }
-# Not ours: git, and the programs that pages mention to say what happens below.
+# Commands of other programs that the pages mention.
 FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ")
 PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
 def commands(page: str) -> list[str]:
-    """The lines of shell blocks, and what stands between backticks and begins as a command does."""
+    """Return the commands in the shell blocks of a page and in its inline code."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = "".join(re.findall(r"^```(?:console|sh|bash)\n(.*?)^```", text, re.M | re.S))
     typed = [part.strip() for line in blocks.splitlines() for part in line.split("#")[0].split("&&") if part.strip()]
@@ -31,7 +31,7 @@ def commands(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_commands(page):
-    """Each names a session, a package, a file, or a subcommand that the tests of its package run."""
+    """Each command names a session, a package, a file, or a subcommand that the tests of its package run."""
     for command in commands(page):
         words = command.replace('"', "").split(" -- ")[0].split()
         match words:
@@ -52,7 +52,7 @@ def test_commands(page):
                 assert (ROOT / file).is_file(), command
                 assert file in (ROOT / "noxfile.py").read_text(), command
             case _ if page == "packages/sharding/README.md":
-                # All shell blocks of that page are run by the session `vendor`.
+                # The session `vendor` runs all shell blocks of that page.
                 assert "cp -r" in command or command.startswith("cp "), command
             case _:
-                assert command.startswith(FOREIGN), f"nothing is known to run {command!r}"
+                assert command.startswith(FOREIGN), f"no session or test runs {command!r}"

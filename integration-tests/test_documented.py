@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public name says what it is, every public attribute too."""
+"""Tests that every public name and every public attribute is documented."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ MODULES = [
 
 @pytest.fixture
 def exported(request):
-    """What a public module exports, by name."""
+    """Return the exported objects of a public module by name."""
     if request.param.endswith(".torch"):
         pytest.importorskip("torch", reason="the torch helpers need torch")
     module = importlib.import_module(request.param)
@@ -39,7 +39,7 @@ def own_bases(owner):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_all_is_sorted(name):
-    """What is exported is listed once, in order."""
+    """`__all__` lists each exported name once, in alphabetical order."""
     listed = re.search(r"^__all__ = \[(.*?)\]", source(name), re.MULTILINE | re.DOTALL)[1]
     names = re.findall(r'"(\w+)"', listed)
     assert names == sorted(set(names))
@@ -53,11 +53,11 @@ def source(name):
 
 @each_module
 def test_members(exported):
-    """Each public name, method and property says what it is for."""
+    """Each public name, method and property has a docstring."""
     members = {name: one for name, one in exported.items() if getattr(one, "__module__", "").startswith("fairlead")}
     for owner in classes(members):
         for name, member in inspect.getmembers(owner):
-            ours = getattr(member, "__module__", None) or "fairlead"  # a property has none
+            ours = getattr(member, "__module__", None) or "fairlead"  # A property has no __module__.
             if name.startswith("_") or not ours.startswith("fairlead"):
                 continue
             if inspect.isfunction(member) or isinstance(member, property):
@@ -67,22 +67,22 @@ def test_members(exported):
 
 @each_module
 def test_attributes(exported):
-    """A class, a base of it, or what these refer to says of each attribute what it is: `name: what`."""
-    assert {owner.__name__: names for owner in classes(exported) if (names := undescribed(owner))} == {}
+    """Each public attribute is described as `name: description` in its class, a base class or a class they refer to."""
+    assert {owner.__name__: names for owner in classes(exported) if (names := find_undescribed(owner))} == {}
 
 
-def undescribed(owner):
+def find_undescribed(owner):
     package = importlib.import_module(owner.__module__.partition(".")[0])
-    # What a dataclass says of itself when nobody else does is no description.
+    # The docstring that a dataclass generates does not count as a description.
     docs = [base.__doc__ for base in own_bases(owner) if not (base.__doc__ or "").startswith(f"{base.__name__}(")]
-    said = "\n".join(doc or "" for doc in docs)
-    referred = [getattr(package, name, None) for name in re.findall(r"`(\w+)`", said)]
-    said = "\n".join([said, *(inspect.getdoc(other) or "" for other in referred if other is not None)])
-    return [name for name in attributes(owner) if not re.search(rf"(?<![\w.]){name}(, \w+)*(:|`)", said)]
+    text = "\n".join(doc or "" for doc in docs)
+    references = [getattr(package, name, None) for name in re.findall(r"`(\w+)`", text)]
+    text = "\n".join([text, *(inspect.getdoc(other) or "" for other in references if other is not None)])
+    return [name for name in attributes(owner) if not re.search(rf"(?<![\w.]){name}(, \w+)*(:|`)", text)]
 
 
 def attributes(owner):
-    """What a class annotates, and what its methods set."""
+    """Return the public attributes that a class annotates or that its methods set."""
     annotated = {name for base in own_bases(owner) for name in inspect.get_annotations(base)}
     stored = {
         name
@@ -92,19 +92,19 @@ def attributes(owner):
     return sorted(name for name in annotated | stored if not name.startswith("_"))
 
 
-class Undescribed:
-    """Tells of one of its attributes only.
+class PartlyDescribed:
+    """Describe only one of two attributes.
 
     Attributes:
-        told: what is told.
+        described: an attribute with a description.
     """
 
     __module__ = "fairlead_sharding"
-    told: int
-    kept_back: int
+    described: int
+    missing: int
 
 
-def test_what_is_missing_is_found(monkeypatch):
-    """The test of attributes can fail."""
-    monkeypatch.setattr(inspect, "getsource", lambda owner: "")  # a module that does not hold it
-    assert undescribed(Undescribed) == ["kept_back"]
+def test_missing_description_is_found(monkeypatch):
+    """An attribute without a description is found."""
+    monkeypatch.setattr(inspect, "getsource", lambda owner: "")  # Its module does not contain the class.
+    assert find_undescribed(PartlyDescribed) == ["missing"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures on the first page are those that were measured."""
+"""Tests of the benchmark results, and of the figures that README.md quotes from them."""
 
 import re
 import shutil
@@ -10,38 +10,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# With its unit: 1.09x, +3.8 ms.
+# A number with its unit, such as 1.09x or +3.8 ms.
 FIGURE = r"\+?\d[\d,]*(?:\.\d+)? ?[a-z]+"
 
 
 def _rows(table: str) -> list[list[str]]:
-    """The cells of each line of a table in Markdown; how far the first is indented is kept."""
+    """Return the cells of each line of a Markdown table. The indentation of the first cell is kept."""
     return [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
 
 
 def test_quoted_figures():
-    """Each figure of "What it costs" stands in RESULTS.md, in the row of the same name below the row it is against."""
+    """Each figure of "What it costs" is in the row of RESULTS.md with the same name and the same baseline."""
     measured = {}
     for what, figure, *_ in _rows((ROOT / "benchmarks" / "RESULTS.md").read_text()):
         if not what.startswith("   "):
-            against = what.strip()
-        measured[against, what.strip()] = figure
+            baseline = what.strip()
+        measured[baseline, what.strip()] = figure
 
     _, *quoted = _rows((ROOT / "README.md").read_text().split("## What it costs")[1].split("\n## ")[0])
     assert len(quoted) >= 5
     for row in quoted:
-        against, what, said = (cell.strip() for cell in row)
-        figure = re.match(FIGURE, said)
+        baseline, what, quote = (cell.strip() for cell in row)
+        figure = re.match(FIGURE, quote)
         assert figure, row
-        found = re.findall(FIGURE, measured[against, what])
+        found = re.findall(FIGURE, measured[baseline, what])
         assert figure.group() in found, (
-            f"{against}, {what}: README.md says {said!r}, RESULTS.md {measured[against, what]!r}"
+            f"{baseline}, {what}: README.md says {quote!r}, RESULTS.md {measured[baseline, what]!r}"
         )
 
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_missed_bounds(tmp_path, ok):
-    """A row that misses its bound fails the run, by name, after the results of all packages are written."""
+    """A row that misses its bound fails the run and is named, after the results of all packages are written."""
     for file in ("run.py", "_measure.py"):
         shutil.copy(ROOT / "benchmarks" / file, tmp_path)
     for module in re.findall(r"^import (bench_\w+)$", (tmp_path / "run.py").read_text(), re.MULTILINE):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is public is used in `typing_tests`, where its types are checked."""
+"""Tests that `typing_tests`, where types are checked, uses every public name."""
 
 import ast
 import importlib
@@ -18,31 +18,31 @@ MODULES = [
 ]
 
 
-def parsed(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def exported(package: str, module: str) -> set[str]:
-    """The `__all__` of a module, which is read and not imported: some need torch."""
-    for statement in parsed(FOLDERS[package] / f"{module or '__init__'}.py").body:
+    """Return the `__all__` of a module without importing it, because some modules need torch."""
+    for statement in parse(FOLDERS[package] / f"{module or '__init__'}.py").body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return set(ast.literal_eval(statement.value))
     raise AssertionError(f"{package}.{module} has no __all__")
 
 
 def usage(package: str) -> ast.Module:
-    return parsed(ROOT / "typing_tests" / f"{package.removeprefix('fairlead_')}.py")
+    return parse(ROOT / "typing_tests" / f"{package.removeprefix('fairlead_')}.py")
 
 
-def asked_for(tree: ast.AST) -> set[str]:
-    """What is asked of values: `value.name`, and `value["name"]` of a TypedDict."""
+def used_members(tree: ast.AST) -> set[str]:
+    """Return the names of all members that code uses: `value.name`, and `value["name"]` of a TypedDict."""
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = {node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
     return attributes | {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
 def members(cls: type) -> set[str]:
-    """The public methods, properties and attributes of a class, those that its methods set included."""
+    """Return the public methods, properties and attributes of a class, including attributes that its methods set."""
     found: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("fairlead_"):
@@ -53,15 +53,15 @@ def members(cls: type) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def test_every_package_is_there():
-    """Each package has its file, and no file is left of one that is gone."""
+def test_every_package_has_a_file():
+    """Each package has one file in `typing_tests`, and each file belongs to a package."""
     files = {f"fairlead_{path.stem}" for path in ROOT.glob("typing_tests/*.py")}
     assert files == set(FOLDERS)
 
 
 @pytest.mark.parametrize(("package", "module"), MODULES)
 def test_every_public_name_is_used(package, module):
-    """A name that a public module exports is imported in the package's file, and used there."""
+    """The file of a package imports and uses every name that its public modules export."""
     tree = usage(package)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = {
@@ -81,11 +81,11 @@ def test_every_public_name_is_used(package, module):
 
 @pytest.mark.parametrize(("package", "module"), MODULES)
 def test_every_public_member_is_used(package, module):
-    """So is each public method, property and attribute of a class that is exported."""
+    """The file of a package uses every public method, property and attribute of the exported classes."""
     if module == "torch":
         pytest.importorskip("torch", reason="the torch helpers need torch")
     found = importlib.import_module(f"{package}.{module}".rstrip("."))
     classes = [getattr(found, name) for name in exported(package, module)]
-    there = asked_for(usage(package))
-    missing = {f"{cls.__name__}.{name}" for cls in classes if inspect.isclass(cls) for name in members(cls) - there}
+    used = used_members(usage(package))
+    missing = {f"{cls.__name__}.{name}" for cls in classes if inspect.isclass(cls) for name in members(cls) - used}
     assert missing == set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Six packages, versioned each for itself, agree with each other, with their changelogs and with the tools."""
+"""Tests that the separately versioned packages agree with each other, their changelogs and the tools."""
 
 import ast
 import json
@@ -23,8 +23,8 @@ def project(name: str) -> dict:
     return tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
 
 
-def assigned(name: str) -> str:
-    """What `__version__` is set to, without an import."""
+def read_version(name: str) -> str:
+    """Return the value of `__version__` without importing the package."""
     init = ROOT / "packages" / name / "src" / f"fairlead_{name.replace('-', '_')}" / "__init__.py"
     values = [
         ast.literal_eval(node.value)
@@ -36,7 +36,7 @@ def assigned(name: str) -> str:
 
 
 def siblings(name: str) -> dict[str, Requirement]:
-    """The siblings that a package declares, with their ranges."""
+    """Return the version ranges that a package declares for its siblings, by sibling."""
     requirements = map(Requirement, project(name)["dependencies"])
     return {one.name.removeprefix("fairlead-"): one for one in requirements if one.name.startswith("fairlead-")}
 
@@ -47,19 +47,21 @@ def closure(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges(name):
-    """Every range in which a package declares a sibling admits the sibling beside it, and has an upper end."""
+    """Every declared range of a sibling contains the version in this repository, and has an upper bound."""
     for sibling, requirement in siblings(name).items():
-        assert requirement.specifier.contains(assigned(sibling)), f"{requirement} and {sibling} {assigned(sibling)}"
+        assert requirement.specifier.contains(read_version(sibling)), (
+            f"{requirement} and {sibling} {read_version(sibling)}"
+        )
         assert {part.operator for part in requirement.specifier} == {">=", "<"}, requirement
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_changelog(name):
-    """The first section is of the version in the tree, released or not; those below it are of lower ones, released."""
+    """The first section is for the current version; the sections below it are for lower, released versions."""
     headings = re.findall(r"^## (.+)$", (ROOT / "packages" / name / "CHANGELOG.md").read_text(), re.MULTILINE)
     found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((unreleased|\d{4}-\d\d-\d\d)\)", heading) for heading in headings]
     assert all(found), headings
-    assert headings[0].split()[0] == assigned(name)
+    assert headings[0].split()[0] == read_version(name)
     versions = [tuple(map(int, match.groups()[:3])) for match in found]
     assert versions == sorted(set(versions), reverse=True)
     assert "unreleased" not in [match[4] for match in found[1:]]
@@ -67,16 +69,16 @@ def test_changelog(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_installed(name):
-    """The metadata of what is installed says what the tree says."""
+    """The version in the metadata of an installed package is the version in the repository."""
     try:
         installed = version(f"fairlead-{name}")
     except PackageNotFoundError:
-        pytest.skip("runs from its sources")
-    assert installed == assigned(name)
+        pytest.skip("The package is not installed.")
+    assert installed == read_version(name)
 
 
 def test_siblings_of_nox(tmp_path):
-    """Tests of a package get the siblings that its pyproject declares, theirs before them, and no others."""
+    """The noxfile installs exactly the siblings that a package declares, dependencies first."""
     pytest.importorskip("nox", reason="needs nox")
     shutil.copy(ROOT / "noxfile.py", tmp_path)
     declared = {
@@ -100,8 +102,8 @@ def test_siblings_of_nox(tmp_path):
     }
 
 
-def test_projects_alike():
-    """One range of Pythons, one licence, one way to build; the classifiers differ at most in the operating system."""
+def test_projects_have_the_same_metadata():
+    """All packages have the same Python range, licence and build; only the operating system classifier may differ."""
     alike = set()
     for name in NAMES:
         metadata = project(name)
@@ -114,22 +116,22 @@ def test_projects_alike():
     assert len(alike) == 1, "\n".join(sorted(alike))
 
 
-def test_licences_alike():
-    """Each package carries the licence of the repository."""
+def test_packages_have_the_same_licence():
+    """Each package contains the licence of the repository."""
     texts = {(ROOT / "packages" / name / "LICENSE").read_text() for name in NAMES}
     assert texts == {(ROOT / "LICENSE").read_text()}
 
 
 def test_pythons():
-    """The Pythons of the classifiers begin with the one that is required."""
+    """The Python versions of the classifiers start at `requires-python` and have no gaps."""
     metadata = project(NAMES[0])
     pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(metadata["classifiers"]), re.MULTILINE)
     assert metadata["requires-python"] == f">={pythons[0]}"
     assert pythons == [f"3.{minor}" for minor in range(int(pythons[0][2:]), int(pythons[0][2:]) + len(pythons))]
 
 
-def test_named():
-    """Each package has its place in the contracts of imports, and a row on the first page."""
+def test_every_package_is_listed():
+    """Each package is listed in the import contracts and in the table of README.md."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     imports = sorted(f"fairlead_{name.replace('-', '_')}" for name in NAMES)
     assert sorted(linter["root_packages"]) == imports
@@ -140,7 +142,7 @@ def test_named():
 
 
 def test_release_workflow():
-    """A package is published from an environment of its own, by the one job that may; RELEASING.md names them all."""
+    """One job publishes each package from its own environment, and RELEASING.md lists all environments."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     publishing = [name for name, job in jobs.items() if "id-token" in job["permissions"]]
     assert publishing == ["publish"]

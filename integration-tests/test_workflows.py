@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the repository's host: its actions, and the matrix of ci.yml."""
+"""Tests of the GitHub workflows: the pinned actions, and the job matrix of ci.yml."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml"))
-PYPROJECT = ROOT / "packages/venvs/pyproject.toml"  # of six that declare the same
+PYPROJECT = ROOT / "packages/venvs/pyproject.toml"  # All packages declare the same Python versions.
 
 
 def run(*command: str) -> str:
@@ -22,14 +22,14 @@ def run(*command: str) -> str:
 def matrix() -> list[dict]:
     printed = run("scripts/matrix.py")
     assert printed.startswith("include=")
-    assert printed.count("\n") == 1  # what a job's output takes
+    assert printed.count("\n") == 1  # The output of a job must be one line.
     return json.loads(printed.removeprefix("include="))
 
 
 def test_sessions():
-    """Every session of the matrix is one of the noxfile's, also the one that a release runs."""
+    """Every session of the matrix exists in the noxfile, including the sessions that a release runs."""
     sessions = list(dict.fromkeys(entry["session"] for entry in matrix()))
-    # Fails for a name that does not exist.
+    # nox fails for a session that does not exist.
     listed = json.loads(run("-m", "nox", "--list", "--json", "--session", *sessions))
     assert sorted(one["session"] for one in listed) == sorted(sessions)
     each = {f"{name}({package})" for name in ("wheels", "minimums") for package in NAMES}
@@ -37,18 +37,18 @@ def test_sessions():
 
 
 def test_pythons():
-    """The tests of a package run on all Pythons that it declares, other sessions on the lowest."""
+    """The tests of a package run on every Python version that it declares, other sessions on the lowest."""
     pythons: dict[str, list[str]] = {}
     for entry in matrix():
         pythons.setdefault(entry["session"], []).append(entry["python"])
     declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT.read_text())
     assert len(declared) > 1
-    for session, those in pythons.items():
-        assert those == (declared if session.startswith("wheels(") else declared[:1]), session
+    for session, versions in pythons.items():
+        assert versions == (declared if session.startswith("wheels(") else declared[:1]), session
 
 
 def test_root():
-    """Root is given to the sessions that skip without it, and to no others."""
+    """Exactly the sessions that skip without root run as root."""
     functions = [
         node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
     ]
@@ -57,7 +57,7 @@ def test_root():
 
 
 def test_arguments():
-    """Arguments are words without blanks, since a shell splits them."""
+    """Arguments contain no spaces, because the workflow's shell splits them at spaces."""
     arguments = {entry["session"]: entry["arguments"] for entry in matrix()}
     assert arguments["lint"] == ""
     assert arguments["soak"] == "60"
@@ -68,7 +68,7 @@ def test_arguments():
 
 
 def test_actions():
-    """Every action is one commit, the same everywhere, with its version beside it."""
+    """Every action is pinned to one commit in all workflows, with its version in a comment."""
     texts = [file.read_text() for file in sorted((ROOT / ".github/workflows").glob("*.yml"))]
     used = re.findall(r"uses: *(.*)", "\n".join(texts))
     pinned = [re.fullmatch(r"([\w.-]+/[\w./-]+)@([0-9a-f]{40}) # (v\d+\.\d+\.\d+)", one) for one in used]
