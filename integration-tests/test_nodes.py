@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups over several nodes: raylets that share one address."""
+"""Tests of groups over several nodes. The nodes are raylets that share one address."""
 
 import os
 import signal
@@ -35,13 +35,13 @@ class Worker:
 
 @pytest.fixture
 def three_nodes() -> Iterator[Cluster]:
-    """A head without room for workers, and two nodes with four slots each."""
+    """Start a head without CPUs, and two nodes with four CPUs each."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK_DEATHS},
     )
     try:
-        for _ in range(2):  # one after the other: several at once time out on a small machine
+        for _ in range(2):  # Several nodes that start at once time out on a small machine.
             cluster.add_node(num_cpus=4)
             cluster.wait_for_nodes()
         ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
@@ -51,26 +51,26 @@ def three_nodes() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def runs(pid: int) -> bool:
-    """Whether a process is there and not a zombie, which holds nothing any more: its raylet has yet to notice."""
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie. A zombie holds no resources."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def answers(group: RayWorkerGroup) -> list[tuple[int, str, str, str]]:
+def call_where(group: RayWorkerGroup) -> list[tuple[int, str, str, str]]:
     return group.get_all_worker_results(group.run_all_workers_single_data("where"))
 
 
-def test_a_group_over_two_nodes(three_nodes):
-    """Ranks follow physical order; node and local ranks count the nodes of the group; one agent a node that is used."""
+def test_group_over_two_nodes(three_nodes):
+    """Ranks follow physical order, node ranks count the group's nodes, and only the master's node runs an agent."""
     axes = NamedSharding.from_shape(dp=2, tp=3)
     with RayVirtualCluster([3, 3], use_gpus=False) as cluster:
         slots = cluster.slots()
         assert len({slot.node_id for slot in slots}) == 2
         with RayWorkerGroup(cluster, Worker, sharding_annotations=axes) as group:
-            found = answers(group)
+            found = call_where(group)
             assert [node_id for _, node_id, *_ in found] == [slot.node_id for slot in slots]
             assert [ranks for *_, ranks, _ in found] == ["0:0:3", "0:1:3", "0:2:3", "1:0:3", "1:1:3", "1:2:3"]
             assert {master for *_, master in found} == {slots[0].node_ip}
@@ -79,15 +79,15 @@ def test_a_group_over_two_nodes(three_nodes):
                 for row in ray._private.state.actors().values()
                 if row["State"] != "DEAD" and row["ActorClassName"] == "AgentProcess"
             ]
-            assert len(agents) == 1  # only the first node has a port to hold
+            assert len(agents) == 1  # Only the first node holds a port.
 
 
-def test_no_room_elsewhere(three_nodes):
-    """An attempt that finds no slot restarts nothing and counts for nothing: once there is room the next one does."""
+def test_restart_without_free_slots(three_nodes):
+    """A restart that finds no slots fails and does not count as a restart. Once a node joins, a restart succeeds."""
     with RayVirtualCluster([4, 4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as group:
         gone = next(node for node in three_nodes.worker_nodes if node.node_id == group._places[-1].slot.node_id)
         three_nodes.remove_node(gone, allow_graceful=False)
-        group._start_timeout_s = 1.0  # so as not to wait for room for minutes
+        group._start_timeout_s = 1.0  # Do not wait for minutes until slots become free.
         deadline = time.monotonic() + 60
         while gone.node_id in alive_nodes():
             assert time.monotonic() < deadline
@@ -102,8 +102,8 @@ def test_no_room_elsewhere(three_nodes):
         assert [status.restarts for status in group.get_worker_status()] == [0] * 4 + [1] * 4
 
 
-def test_a_node_dies(three_nodes):
-    """Its workers are lost as node-lost, those on the other node answer, and shutdown does not wait for the dead."""
+def test_node_dies(three_nodes):
+    """The workers of a dead node fail as node-lost, the others still work, and shutdown skips the dead workers."""
     with RayVirtualCluster([3, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         slots = cluster.slots()
         gone = slots[5].node_id
@@ -113,7 +113,7 @@ def test_a_node_dies(three_nodes):
         while any(row["NodeID"] == gone and row["Alive"] for row in ray.nodes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         with pytest.raises(WorkerFailureError) as caught:
-            answers(group)
+            call_where(group)
         assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
         assert {failure.rank for failure in caught.value.failures} <= {3, 4, 5}
         living = ray.get([group.workers[rank].where.remote() for rank in range(3)])
@@ -121,16 +121,16 @@ def test_a_node_dies(three_nodes):
         began = time.monotonic()
         group.shutdown()
         assert time.monotonic() - began < 20
-        assert not any(runs(pid) for pid, *_ in living)
+        assert not any(is_running(pid) for pid, *_ in living)
 
 
 def test_environments_skip_draining_nodes(
     three_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An environment is made on the nodes that stay; a node that is draining is named and left out."""
+    """An environment is not built on a draining node. A warning names the node."""
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path))
     leaving, staying = (node.node_id for node in three_nodes.worker_nodes)
-    # An idle node goes as soon as it is drained.
+    # An idle node ends as soon as it is drained.
     strategy = NodeAffinitySchedulingStrategy(leaving, soft=False)
     busy = ray.remote(num_cpus=1)(Worker).options(scheduling_strategy=strategy).remote()
     ray.get(busy.__ray_ready__.remote(), timeout=60)

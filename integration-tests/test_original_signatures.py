@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interfaces of the original systems, as facts: names of parameters, their order and their defaults.
+"""Tests that the public functions accept the parameters of the original systems, NeMo RL and eray.
 
-Each row is one function of NeMo RL or of eray, at the commits that docs/migration.md names: its parameters in order,
-and the defaults that they have there. Ours must take the same parameters by keyword and in the same order. `DIFFERENT`
-lists what differs on purpose; docs/migration.md gives the reasons.
+Each row is one function of an original system at the commit that docs/migration.md names, with its parameters in order
+and their defaults. Fairlead's function must accept the same parameters by keyword and in the same order. `DIFFERENT`
+lists the intended differences, and docs/migration.md gives the reasons.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import fairlead_workergroup as workergroup
 Cluster, Group, Grid = placement.RayVirtualCluster, workergroup.RayWorkerGroup, sharding.NamedSharding
 BIG = 1_000_000
 
-# (ours, parameters without a default, parameters with their default)
+# (Fairlead's function, parameters without a default, parameters with their default)
 ORIGINAL = [
     (
         Cluster,
@@ -142,12 +142,12 @@ ORIGINAL = [
     ),
 ]
 
-# (ours, parameter): the default that it has here, or `empty` if it is missing.
+# (Fairlead's function, parameter): Fairlead's default, or `empty` if the parameter is missing.
 DIFFERENT = {
     ("RayVirtualCluster", "placement_group_strategy"): "STRICT_PACK",
     ("RayWorkerGroup", "env_vars"): None,
     ("get_packer", "collect_metrics"): inspect.Parameter.empty,
-    # None is what the configuration says: there the defaults are the original's.
+    # None stands for the value in the configuration, whose defaults are those of the original.
     ("autoscale_execute", "flatten"): None,
     **{
         (name, parameter): None
@@ -156,7 +156,7 @@ DIFFERENT = {
     },
 }
 
-# What a program reads of an object there.
+# The attributes that programs read from the objects of the original systems.
 ATTRIBUTES = [
     (
         Cluster,
@@ -173,7 +173,7 @@ ATTRIBUTES = [
 
 @pytest.mark.parametrize(("ours", "required", "optional"), ORIGINAL, ids=lambda one: getattr(one, "__qualname__", ""))
 def test_signature(ours, required, optional):
-    """Ours takes the original's parameters by keyword and in order, with the same defaults or a listed difference."""
+    """Each function accepts the original's parameters in order, with the same defaults or a listed difference."""
     parameters = inspect.signature(ours).parameters
     name = ours.__name__
     for parameter in required.split():
@@ -185,7 +185,7 @@ def test_signature(ours, required, optional):
             differing[name, parameter] = own
     listed = {key: value for key, value in DIFFERENT.items() if key[0] == name and key[1] in optional}
     assert differing == listed
-    # With *args all that follows is by keyword there too.
+    # Parameters after *args are keyword-only in the original too.
     missing = {parameter for (of, parameter) in differing if parameter not in parameters and of == name}
     order = [one for one in (*required.split(), *optional) if one not in missing]
     assert [one for one in parameters if one in order] == order
@@ -193,11 +193,11 @@ def test_signature(ours, required, optional):
 
 @pytest.mark.parametrize(("ours", "names"), ATTRIBUTES, ids=lambda one: getattr(one, "__qualname__", ""))
 def test_attributes(ours, names):
-    """What programs read of the original's objects is there."""
-    made = {
+    """Each object has the attributes that programs read from the original's objects."""
+    instance = {
         Cluster: lambda: Cluster([1], use_gpus=False),
         Grid: lambda: Grid([0, 1], ["dp"]),
         workergroup.RayWorkerBuilder: lambda: workergroup.RayWorkerBuilder("collections.Counter"),
         workergroup.MultiWorkerFuture: lambda: workergroup.MultiWorkerFuture([]),
     }[ours]()
-    assert [name for name in names.split() if not hasattr(made, name)] == []
+    assert [name for name in names.split() if not hasattr(instance, name)] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker group on the slots of a pool of TPU slices, which are pretended."""
+"""Tests of a worker group on the slots of a pool of pretend TPU slices."""
 
 import os
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def slices() -> Iterator[PretendSlices]:
-    """Two slices of two hosts."""
+    """Start two pretend slices of two hosts each."""
     with PretendSlices() as made:
         made.add_slice()
         made.add_slice()
         yield made
 
 
-def test_a_group_on_slices(slices: PretendSlices) -> None:
-    """Ranks are slice by slice in TPU worker order, each with a whole host and its variables."""
+def test_group_on_slices(slices: PretendSlices) -> None:
+    """Ranks are ordered by slice and TPU worker id. Each rank gets all TPUs of its host, and the host's variables."""
     with assert_no_leaks(), SlicePool("v4-16", 2) as pool:
         slots = pool.slots()
         assert [(slot.node_idx, slot.bundle_index) for slot in slots] == [(0, 0), (0, 1), (1, 0), (1, 1)]

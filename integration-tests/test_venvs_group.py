@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker groups in environments of their own: what the driver lacks, and two versions of it side by side."""
+"""Tests of worker groups in their own environments, with packages and versions that the driver does not have."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ import only_here
 
 
 class Worker:
-    """Lives only in the environment of its project."""
+    """A worker class that only the environment of its project contains."""
 
     def __init__(self, start):
         self.start = start
@@ -38,7 +38,7 @@ class Worker:
 
 
 def make_wheel(folder: Path, version: str) -> None:
-    """A package that the driver lacks."""
+    """Build a wheel of a package that the driver does not have."""
     info = f"only_here-{version}.dist-info"
     with zipfile.ZipFile(folder / f"only_here-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr("only_here.py", f"version = {version!r}\n")
@@ -48,7 +48,7 @@ def make_wheel(folder: Path, version: str) -> None:
 
 
 def make_project(folder: Path, wheels: Path, version: str) -> Path:
-    """A project with a lock of its own: the worker class, the package, and Ray."""
+    """Write and lock a project that contains the worker class and depends on the package and on Ray."""
     (folder / "src" / "far_away").mkdir(parents=True)
     (folder / "src" / "far_away" / "__init__.py").write_text(WORKER)
     (folder / "pyproject.toml").write_text(
@@ -66,7 +66,7 @@ def make_project(folder: Path, wheels: Path, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory):
-    """By version, a spec of the project that locks this version of the package."""
+    """Return a spec for each version of the package, with a project that locks this version."""
     folder = tmp_path_factory.mktemp("projects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path_factory.mktemp("venvs")))
@@ -100,8 +100,8 @@ def test_two_versions_side_by_side(local_ray, specs):
 
 
 @pytest.mark.timeout(600)
-def test_registered(local_ray, specs):
-    """Without python=, a class runs in the environment registered for it, also when it is started again."""
+def test_registered_environment(local_ray, specs):
+    """Without `python=`, a class starts and restarts in the environment that is registered for it."""
     register_actor_env("far_away.Worker", specs["2.0"])
     try:
         with (
@@ -112,15 +112,15 @@ def test_registered(local_ray, specs):
             os.kill(group._workers_now[0].pid, 9)
             deadline = time.monotonic() + 60
             while not group.restart_failed_workers():
-                assert time.monotonic() < deadline, "the death of the worker was never seen"
+                assert time.monotonic() < deadline, "the group did not detect that the worker died"
                 time.sleep(0.05)
             assert group.call("facts", collect=()).result()[0] == "2.0"
     finally:
         del actor_environments["far_away.Worker"]
 
 
-def test_an_environment_that_cannot_be(local_ray, specs):
-    """What uv says, and where, reaches the user; nothing is left running."""
+def test_environment_cannot_be_built(local_ray, specs):
+    """The error contains uv's message and the node, and no worker is left running."""
     offline = {"find_links": specs["1.0"].find_links, "no_index": True}
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         missing = VenvSpec(requirements=["no-such-package"], **offline)

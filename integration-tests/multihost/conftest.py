@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests on several hosts. They skip where there can be no network namespaces."""
+"""Fixtures of the tests on several hosts. The tests skip where network namespaces are not available."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,22 +8,25 @@ from contextlib import ExitStack
 import pytest
 
 from .hosts import Host, Hosts
-from .network import why_not
+from .network import explain_unavailable
 
-# Domain and rank of the hosts, in the order in which they start. It is not their physical order.
+# Domain and rank of the hosts in the order in which they start, which differs from their physical order.
 TOPOLOGY = [("b", 1), ("a", 1), ("b", 0), ("a", 0)]
 
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skips where there are none."""
-    if reason := why_not():
+    """Skip the test if network namespaces are not available."""
+    if reason := explain_unavailable():
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def hosts(namespaces: None) -> Iterator[Hosts]:
-    """A head without CPUs and four hosts with two, shared by the tests that leave it so; it wants a token."""
+    """Start a cluster with token authentication: a head without CPUs, and four hosts with two CPUs each.
+
+    Tests that share this cluster must leave it unchanged.
+    """
     with Hosts() as made:
         made.start_host(num_cpus=0)
         for domain, rank in TOPOLOGY:
@@ -33,13 +36,13 @@ def hosts(namespaces: None) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def addresses(hosts: Hosts) -> list[str]:
-    """Of the four shared hosts, in physical order."""
+    """Return the addresses of the four shared hosts in physical order."""
     return [address for _, address in sorted(zip(TOPOLOGY, hosts.addresses[1:5], strict=True))]
 
 
 @pytest.fixture
 def start_spare(hosts: Hosts) -> Iterator[Callable[[], Host]]:
-    """Adds hosts, last in physical order, with a resource `spare`, for a test to kill."""
+    """Return a function that adds a host, last in physical order, with a resource `spare`, for a test to kill."""
     started: list[Host] = []
 
     def start() -> Host:
@@ -48,12 +51,12 @@ def start_spare(hosts: Hosts) -> Iterator[Callable[[], Host]]:
 
     yield start
     left = [host for host in started if hosts.kill(host)]
-    if left:  # the test failed: let the cluster notice, or the next one fails too
+    if left:  # The test failed. The next one fails too unless the cluster has noticed the dead hosts.
         time.sleep(5)
 
 
 @pytest.fixture
 def make_hosts(namespaces: None) -> Iterator[Callable[..., Hosts]]:
-    """For a cluster of a test's own: as `Hosts`, and removed after the test."""
+    """Return a function like `Hosts` that starts a cluster for one test. The cluster is removed after the test."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(Hosts(**options))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test's side of a driver: a function that runs in a process of its own, step by step."""
+"""The test's side of a driver: run a function in another process, step by step."""
 
 import contextlib
 import multiprocessing
@@ -20,19 +20,19 @@ _MAIN = Path(__file__).with_name("driver_main.py")
 
 
 class DriverError(AssertionError):
-    """A driver missed a deadline or died; with the end of what it printed."""
+    """A driver missed a deadline or died. The message contains the end of its output."""
 
 
 class Driver:
-    """A function in a process of its own; if it is a generator, each `yield` is an answer.
+    """A function that runs in its own process. If it is a generator, the test receives the value of each `yield`.
 
-    It attaches to `address`, unless that is None, and at its end asserts that the cluster is as it was before.
+    The driver attaches to `address`, unless that is None, and checks at its end that it left no resources behind.
 
         with hosts.driver(function) as driver:
             address = driver.step()   # runs to the first `yield address`
             hosts.kill(...)
-            driver.step("go on")      # the value of that `yield`; runs to the next
-                                      # leaving the block runs it to its end
+            driver.step("continue")   # sends "continue" as the value of that `yield`, and runs to the next one
+                                      # leaving the block runs the function to its end
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Driver:
         env: Mapping[str, str],
         log: Path,
     ) -> None:
-        # Tests are not importable in the driver, nor on the nodes: their functions and classes travel by value.
+        # The driver and the nodes cannot import the tests, so functions and classes are pickled by value.
         module = sys.modules[function.__module__]
         ray.cloudpickle.register_pickle_by_value(module)
         message = ray.cloudpickle.dumps((function, args, address))
@@ -63,23 +63,23 @@ class Driver:
         self._send(message)
 
     def resume(self, value: Any = None) -> None:
-        """Let it run on, to its next `yield`."""
+        """Let the function run to its next `yield`."""
         self._send(ray.cloudpickle.dumps(value))
 
     def answer(self, timeout_s: float = 60.0) -> Any:
-        """What it yields next, or returns; raises what it raises."""
+        """Return the next value that the function yields or returns, or raise its exception."""
         kind, value = self._receive(timeout_s)
         if kind == "ended":
             raise DriverError("the driver has no further step")
         return value
 
     def step(self, value: Any = None, *, timeout_s: float = 60.0) -> Any:
-        """`resume` and `answer`."""
+        """Resume the function, and return its next value."""
         self.resume(value)
         return self.answer(timeout_s)
 
     def finish(self, timeout_s: float = 60.0) -> None:
-        """Run it to its end, leaks looked for."""
+        """Run the function to its end, which includes the check for leaks."""
         self.resume()
         kind, value = self._receive(timeout_s)
         if kind != "ended":
@@ -87,7 +87,7 @@ class Driver:
         self._process.wait(timeout_s)
 
     def close(self) -> None:
-        """End it, wherever it is."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._channel.close()
@@ -103,21 +103,21 @@ class Driver:
             self.close()
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said last tells why
+        with contextlib.suppress(ConnectionError):  # The process has ended. Its last message contains the reason.
             self._channel.send_bytes(message)
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         try:
             if not self._channel.poll(timeout_s):
-                os.kill(self._process.pid, signal.SIGUSR1)  # it prints the stacks of its threads
+                os.kill(self._process.pid, signal.SIGUSR1)  # The driver prints the stacks of its threads.
                 time.sleep(1)
-                raise DriverError(f"the driver did not answer within {timeout_s:g} s\n{self._printed()}")
+                raise DriverError(f"the driver did not answer within {timeout_s:g} s\n{self._read_output()}")
             kind, value = ray.cloudpickle.loads(self._channel.recv_bytes())
         except (EOFError, ConnectionError):
-            raise DriverError(f"the driver died: {self._process.wait()}\n{self._printed()}") from None
+            raise DriverError(f"the driver died: {self._process.wait()}\n{self._read_output()}") from None
         if kind == "raised":
             raise value
         return kind, value
 
-    def _printed(self) -> str:
+    def _read_output(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in a driver's process: receives a function, and answers step by step."""
+"""The main program of a driver's process. It receives a function, runs it step by step and sends its values."""
 
 import contextlib
 import faulthandler
@@ -22,7 +22,7 @@ def main() -> None:
     channel = Connection(int(sys.argv[1]))
     try:
         function, args, address = ray.cloudpickle.loads(channel.recv_bytes())
-        with attached(address):
+        with attach(address):
             run(channel, steps(function, args))
     except BaseException as error:  # noqa: BLE001 - pytest.fail() is no Exception
         traceback.print_exc()
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def attached(address: str | None):
+def attach(address: str | None):
     if address is None:
         yield
         return
@@ -45,7 +45,7 @@ def attached(address: str | None):
 
 
 def steps(function: Any, args: Any) -> Generator[Any, Any, None]:
-    """A plain function is a generator of one answer."""
+    """Run a generator function, or a plain function as a generator of one value."""
     if inspect.isgeneratorfunction(function):
         yield from function(*args)
     else:
@@ -63,8 +63,10 @@ def send(channel: Connection, kind: str, value: Any) -> None:
     try:
         message = ray.cloudpickle.dumps((kind, value))
         ray.cloudpickle.loads(message)
-    except Exception as error:  # noqa: BLE001 - an exception may refuse either in any way
-        message = ray.cloudpickle.dumps(("raised", RuntimeError(f"{value!r} does not travel: {error!r}")))
+    except Exception as error:  # noqa: BLE001 - pickling a value may raise anything
+        message = ray.cloudpickle.dumps(
+            ("raised", RuntimeError(f"{value!r} cannot be pickled and unpickled: {error!r}"))
+        )
     channel.send_bytes(message)
 
 

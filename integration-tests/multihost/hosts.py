@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of several hosts on one machine, each with its own address and raylet; and faults for them."""
+"""A Ray cluster of several hosts on one machine, each with its own address and raylet, and with injected faults."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from .network import Network, processes
 __all__ = ["Host", "Hosts"]
 
 _PORT = 6379
-# A raylet that is killed refuses connections: it is declared dead after about 2 s. One that is silent is so after
-# about 16 s, which leaves room for a link that is cut for 5 s, and for a machine that is busy.
+# Ray declares a killed raylet dead after about 2 s, because it refuses connections. A raylet that does not respond is
+# declared dead after about 16 s, which tolerates a link that is cut for 5 s, and a busy machine.
 _HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -31,7 +31,7 @@ _HEALTH_CHECKS = {
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its address, and the prefix of a command line that runs something there."""
+    """One host, with its address and the prefix of a command line that runs a program on it."""
 
     space: str
     address: str
@@ -44,8 +44,9 @@ class Hosts:
     The hosts have networks of their own, but share the machine's files, shared memory and table of processes.
 
     Args:
-        auth: whether the cluster wants a token (`RAY_AUTH_MODE`); `token_path` is a file with it.
-        system_config: of Ray, for the whole cluster; over the one that shortens the time until a dead host is noticed.
+        auth: whether the cluster requires a token (`RAY_AUTH_MODE`). The file `token_path` contains the token.
+        system_config: Ray's system configuration of the cluster. It is merged over the settings that shorten the time
+            until Ray notices a dead host.
 
         with Hosts() as hosts:
             hosts.start_host(num_cpus=0)
@@ -63,7 +64,7 @@ class Hosts:
         self.token_path = self._folder / "token"
         self.token_path.write_text(secrets.token_hex(32))
         self.env = {
-            # Nothing of what the machine's user has set for another cluster.
+            # Ignore settings that the machine's user has made for another cluster.
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "RAY_TMPDIR": str(self._folder),
             "RAY_AUTH_MODE": "token" if auth else "disabled",
@@ -79,12 +80,12 @@ class Hosts:
 
     @property
     def addresses(self) -> list[str]:
-        """Of all hosts, in the order in which they were started."""
+        """Return the addresses of all hosts in the order in which they were started."""
         return [host.address for host in self._hosts]
 
     @property
     def address(self) -> str:
-        """Of the cluster, as for `ray.init`."""
+        """Return the address of the cluster for `ray.init`."""
         return f"{self.head.address}:{_PORT}"
 
     def start_host(
@@ -96,16 +97,16 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         binds: Mapping[str, str] | None = None,
     ) -> Host:
-        """Start a host, and return when it has joined.
+        """Start a host, and return it when it has joined.
 
-        One after another: several raylets that start at once time out on a small machine.
+        Hosts start one at a time, because several raylets that start at once time out on a small machine.
 
         Args:
             num_cpus: logical CPUs.
             resources: custom resources.
             labels: node labels.
-            env: variables of the raylet, and so of the workers there; on the head not of drivers.
-            binds: folders that this host sees in place of others: `{"/opt/env": "/tmp/env-of-host-2"}`.
+            env: environment variables of the raylet and its workers, but not of drivers on the head.
+            binds: folders to mount on this host over others, such as `{"/opt/env": "/tmp/env-of-host-2"}`.
         """
         space, address = self._network.add()
         host = Host(space, address, _prefix(space, binds or {}))
@@ -126,7 +127,7 @@ class Hosts:
             "--object-store-memory=100000000",
             "--disable-usage-stats",
         ]
-        # To a file: Ray's daemons would keep a pipe open.
+        # The output goes to a file, because Ray's daemons would keep a pipe open.
         log = self._folder / f"start-{address}.log"
         with log.open("wb") as output:
             done = subprocess.run(
@@ -144,21 +145,21 @@ class Hosts:
         return host
 
     def host_at(self, address: str) -> Host:
-        """The host of an address, such as a slot's `node_ip`."""
+        """Return the host with an address, such as a slot's `node_ip`."""
         return next(host for host in self._hosts if host.address == address)
 
     def kill(self, host: Host) -> bool:
-        """Kill the raylet; its workers notice, and end. False if there was none."""
+        """Kill the raylet, which also ends its workers. Return False if there was no raylet."""
         raylets = [pid for pid in processes(host.space) if _program(pid) == "raylet"]
         for pid in raylets:
             os.kill(pid, signal.SIGKILL)
         return bool(raylets)
 
     def cut(self, host: Host) -> None:
-        """Take the host's link down: nothing comes through, in either direction, and nobody is told."""
+        """Take the host's link down. Packets in both directions are dropped without an error."""
         self._network.link(host.space, "down")
 
-    def mend(self, host: Host) -> None:
+    def restore_link(self, host: Host) -> None:
         """Bring the link up again."""
         self._network.link(host.space, "up")
 
@@ -195,7 +196,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> Any:
-        """Run a function as a driver on the head; what it returns, or raises."""
+        """Run a function as a driver on the head, and return its result or raise its exception."""
         with self.driver(function, *args, attach=attach, env=env) as driver:
             return driver.step(timeout_s=timeout_s)
 
@@ -213,7 +214,7 @@ class Hosts:
 def _program(pid: int) -> str:
     try:
         return Path("/proc", str(pid), "comm").read_text().strip()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # The process has ended in the meantime.
         return ""
 
 
@@ -221,6 +222,6 @@ def _prefix(space: str, binds: Mapping[str, str]) -> tuple[str, ...]:
     inside = ("ip", "netns", "exec", space)
     if not binds:
         return inside
-    # `ip netns exec` gives each command mounts of its own.
+    # `ip netns exec` runs each command in its own mount namespace.
     mounts = [f"mount --bind {shlex.quote(source)} {shlex.quote(target)}" for target, source in binds.items()]
     return (*inside, "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh")

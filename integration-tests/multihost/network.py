@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network on one machine: a namespace per host, joined by a bridge that has a namespace of its own.
+"""A network on one machine: one namespace per host, connected by a bridge in its own namespace.
 
-Nothing of it is in the machine's own network: no address, route or device of it can clash, and nothing else reaches
-in. Only the names of the namespaces are shared. They carry the process id, so that a later run knows what a crashed
-one left behind.
+The network is separate from the machine's own network, so its addresses, routes and devices cannot clash, and other
+programs cannot reach it. Only the names of the namespaces are shared. They contain the process id, so that a later run
+can remove the namespaces of a crashed run.
 
-The addresses are of a range for tests that is nobody's on the internet: a Ray that looks for clusters finds them in the
-machine's table of processes, and may try them from outside.
+The addresses are from a range that is reserved for tests. A Ray process that searches the process table for clusters
+may find these addresses, and may try to connect to them from outside.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["Network", "processes", "why_not"]
+__all__ = ["Network", "explain_unavailable", "processes"]
 
 _NAME = re.compile(r"fairlead-(\d+)-[0-9a-f]{4}")
 _SUBNET = "198.18.0"
 
 
-def why_not() -> str | None:
-    """Why there can be no such network here; None if there can."""
+def explain_unavailable() -> str | None:
+    """Return the reason why such a network cannot be created here, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -36,14 +36,14 @@ def why_not() -> str | None:
         with Network() as network:
             network.add()
     except RuntimeError as error:
-        return f"network namespaces cannot be made here: {error}"
+        return f"network namespaces cannot be created: {error}"
     return None
 
 
 class Network:
-    """A bridge and, for each host added, a namespace with one address. Also a folder that goes with it.
+    """A bridge, a namespace with one address for each added host, and a temporary folder.
 
-    The folder's path is short, because Ray puts sockets below it, and a socket's path is limited to 107 bytes.
+    The path of the folder is short, because Ray creates sockets in it, and a socket's path is limited to 107 bytes.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Network:
             raise
 
     def add(self) -> tuple[str, str]:
-        """A new host: its namespace and address."""
+        """Add a host, and return its namespace and address."""
         self._added += 1
         space, port, address = f"{self.name}-{self._added}", f"port{self._added}", f"{_SUBNET}.{self._added}"
         _ip("netns", "add", space)
@@ -74,11 +74,11 @@ class Network:
         return space, address
 
     def link(self, space: str, state: str) -> None:
-        """Take a host's link "down" or "up"."""
+        """Set the state of a host's link to "down" or "up"."""
         _ip("-n", self._bridge, "link", "set", f"port{space.rpartition('-')[2]}", state)
 
     def close(self) -> None:
-        """End every process in it and remove it, the folder included."""
+        """End every process in the network, and remove the network and its folder."""
         _remove(self.name)
 
     def __enter__(self) -> "Network":
@@ -89,7 +89,7 @@ class Network:
 
 
 def processes(space: str) -> list[int]:
-    """Ids of the processes in a namespace."""
+    """Return the ids of the processes in a namespace."""
     return [int(pid) for pid in _ip("netns", "pids", space).split()]
 
 
@@ -98,24 +98,24 @@ def _new_name() -> str:
 
 
 def _remove_leftovers() -> None:
-    """What runs that are no more left behind."""
+    """Remove the namespaces, processes and folders of runs that have ended."""
     listed = [*_namespaces(), *(path.name for path in Path(tempfile.gettempdir()).glob("fairlead-*"))]
     for name, pid in {match[0]: int(match[1]) for match in map(_NAME.match, listed) if match}.items():
         if not Path("/proc", str(pid)).exists():
-            with contextlib.suppress(RuntimeError):  # another run may be removing it, too
+            with contextlib.suppress(RuntimeError):  # Another run may be removing it at the same time.
                 _remove(name)
 
 
 def _remove(name: str) -> None:
     spaces = [space for space in _namespaces() if space.startswith(f"{name}-")]
     deadline = time.monotonic() + 20
-    # What is ended may have started something meanwhile.
+    # A killed process may have started another one in the meantime.
     while (left := [pid for space in spaces for pid in processes(space)]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-    for space in spaces:  # its end of the link goes with it, and so does the other end
+    for space in spaces:  # Deleting a namespace deletes both ends of its link.
         _ip("netns", "del", space)
     shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
     if left:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several drivers on one cluster, and who may be one."""
+"""Tests of several drivers on one cluster, and of token authentication."""
 
 import pytest
 import ray
@@ -8,14 +8,17 @@ from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtual
 
 
 def test_reservations_exclude_each_other(hosts, addresses):
-    """What one driver holds another does not get: it is told who, and gets it when it has been given back."""
+    """A driver cannot reserve resources that another driver holds. The error names the holder.
+
+    Once the holder has released the resources, the reservation succeeds.
+    """
 
     def driver(name):
         with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, name=name) as cluster:
             yield [slot.node_ip for slot in cluster.slots()]
         yield
 
-    def refused():
+    def try_to_reserve():
         with pytest.raises(PlacementTimeoutError, match="others hold") as caught:
             RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=2).reserve()
         return caught.value.report.holders
@@ -23,7 +26,7 @@ def test_reservations_exclude_each_other(hosts, addresses):
     everything = [address for address in addresses for _ in range(2)]
     with hosts.driver(driver, "first") as first:
         assert first.step() == everything
-        holders = hosts.drive(refused)
+        holders = hosts.drive(try_to_reserve)
         assert sorted(holder.name.rpartition("-")[0] for holder in holders) == [f"first-{node}" for node in range(4)]
         assert len({holder.job_id for holder in holders}) == 1
         first.step()
@@ -33,7 +36,7 @@ def test_reservations_exclude_each_other(hosts, addresses):
 
 
 def test_leases_exclude_each_other(hosts):
-    """Two drivers that lease 64 ports each on one host at the same time get 128 different ones."""
+    """Two drivers that lease 64 ports each on one host at the same time get 128 different ports."""
 
     def driver():
         yield
@@ -57,14 +60,14 @@ def test_leases_exclude_each_other(hosts):
             each.step()
 
 
-def attached(address):
+def count_nodes(address):
     init_ray(address=address)
     return len(ray.nodes())
 
 
 def test_right_token(hosts):
-    """With the cluster's token a driver attaches."""
-    assert hosts.drive(attached, hosts.address, attach=False) >= 5
+    """A driver with the cluster's token can attach."""
+    assert hosts.drive(count_nodes, hosts.address, attach=False) >= 5
 
 
 @pytest.mark.parametrize(
@@ -75,16 +78,16 @@ def test_right_token(hosts):
         pytest.param({"RAY_AUTH_TOKEN": "0" * 64}, id="wrong"),
     ],
 )
-def test_no_token(hosts, env, tmp_path):
-    """Without it there is one error, that says what to set."""
-    env = {"HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "2", **env}  # Ray tries for 20 s by default
+def test_wrong_or_missing_token(hosts, env, tmp_path):
+    """Without the cluster's token, the error names the variables to set."""
+    env = {"HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "2", **env}  # By default Ray retries for 20 s.
     with pytest.raises(PlacementError, match=r"RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"):
-        hosts.drive(attached, hosts.address, attach=False, env=env)
+        hosts.drive(count_nodes, hosts.address, attach=False, env=env)
 
 
-def test_without_tokens(make_hosts):
-    """A cluster with token authentication turned off wants none, and does not mind one."""
+def test_authentication_turned_off(make_hosts):
+    """A cluster without token authentication accepts drivers with and without a token."""
     hosts = make_hosts(auth=False)
     hosts.start_host(num_cpus=1)
-    assert hosts.drive(attached, hosts.address, attach=False, env={"RAY_AUTH_TOKEN_PATH": ""}) == 1
-    assert hosts.drive(attached, hosts.address, attach=False, env={"RAY_AUTH_MODE": "token"}) == 1
+    assert hosts.drive(count_nodes, hosts.address, attach=False, env={"RAY_AUTH_TOKEN_PATH": ""}) == 1
+    assert hosts.drive(count_nodes, hosts.address, attach=False, env={"RAY_AUTH_MODE": "token"}) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that die and links that fail: who notices, who does not, and what is left."""
+"""Tests of reservations and worker groups when hosts die and links fail."""
 
 import os
 import time
@@ -23,7 +23,7 @@ class Counter:
         return os.getpid(), self.calls
 
 
-def counts(group):
+def count_calls(group):
     return group.get_all_worker_results(group.run_all_workers_single_data("count"))
 
 
@@ -34,12 +34,16 @@ def wait_until_dead(node_id):
         time.sleep(0.1)
 
 
-def test_killed_while_others_wait(hosts, start_spare):
-    """What can no longer be had is refused, what others hold times out, what waits for nodes gets the next one."""
+def test_host_dies_while_reservations_wait(hosts, start_spare):
+    """When a host dies, the waiting reservations fail, time out or use the next host.
+
+    A reservation that the cluster can no longer satisfy fails. A reservation of resources that others hold times out.
+    A reservation with `wait_for_nodes_s` gets slots on the next host.
+    """
 
     def driver():
-        def reserved(counts, **options):
-            cluster = RayVirtualCluster(counts, use_gpus=False, **options)
+        def reserve(bundle_counts, **options):
+            cluster = RayVirtualCluster(bundle_counts, use_gpus=False, **options)
             began = time.monotonic()
             cluster.reserve()
             return cluster, time.monotonic() - began
@@ -51,10 +55,10 @@ def test_killed_while_others_wait(hosts, start_spare):
             RayVirtualCluster([1], use_gpus=False, name="spare", **on_spare),
             ThreadPoolExecutor() as pool,
         ):
-            # A bundle is free on the spare host, and two hosts besides.
-            refused = pool.submit(reserved, [2], reserve_timeout_s=60, **on_spare)
-            patient = pool.submit(reserved, [2], reserve_timeout_s=60, wait_for_nodes_s=60, **on_spare)
-            elsewhere = pool.submit(reserved, [2, 2, 2, 2], reserve_timeout_s=10)
+            # One bundle on the spare host and two other hosts are free.
+            refused = pool.submit(reserve, [2], reserve_timeout_s=60, **on_spare)
+            patient = pool.submit(reserve, [2], reserve_timeout_s=60, wait_for_nodes_s=60, **on_spare)
+            elsewhere = pool.submit(reserve, [2, 2, 2, 2], reserve_timeout_s=10)
             time.sleep(2)
             yield [waiter.done() for waiter in (refused, patient, elsewhere)]
             yield refused.exception(), elsewhere.exception()
@@ -81,8 +85,8 @@ def test_killed_while_others_wait(hosts, start_spare):
         hosts.kill(new)
 
 
-def test_killed_in_use(hosts, start_spare):
-    """Workers there are lost as node-lost; the others answer, and somebody else's reservation is not held up."""
+def test_host_with_workers_dies(hosts, start_spare):
+    """The workers of a dead host fail as node-lost. Other workers and other reservations are not affected."""
 
     def driver():
         yield
@@ -90,11 +94,11 @@ def test_killed_in_use(hosts, start_spare):
             RayVirtualCluster([2, 2], use_gpus=False, node_resource_constraints=[{}, SPARE]) as cluster,
             RayWorkerGroup(cluster, Counter) as group,
         ):
-            before = counts(group)
+            before = count_calls(group)
             yield [slot.node_ip for slot in cluster.slots()]
             wait_until_dead(cluster.slots()[2].node_id)
             with pytest.raises(WorkerFailureError) as caught:
-                counts(group)
+                count_calls(group)
             assert {(one.kind, one.rank in (2, 3)) for one in caught.value.failures} == {("node-lost", True)}
             living = ray.get([group.workers[rank].count.remote() for rank in (0, 1)])
             assert [pid for pid, _ in living] == [pid for pid, _ in before[:2]]
@@ -111,15 +115,15 @@ def test_killed_in_use(hosts, start_spare):
         driving.step()
 
 
-def test_a_lost_host_is_replaced(hosts, start_spare):
-    """The lost logical node gets slots on a new host, once; the others keep theirs, and their workers."""
+def test_lost_host_is_replaced(hosts, start_spare):
+    """A lost logical node is replaced once by slots on a new host. Other nodes keep their slots and workers."""
 
     def driver():
         yield
         with RayVirtualCluster([1, 2], use_gpus=False, node_resource_constraints=[{}, SPARE]) as cluster:
             kept, *lost = cluster.slots()
             with RayWorkerGroup([kept], Counter) as survivors:
-                before = counts(survivors)
+                before = count_calls(survivors)
                 yield [slot.node_ip for slot in lost]
                 wait_until_dead(lost[0].node_id)
                 new = cluster.replace_lost_nodes(60.0)
@@ -130,8 +134,8 @@ def test_a_lost_host_is_replaced(hosts, start_spare):
                     (slot.node_idx, slot.node_ip) for slot in (kept, *new)
                 ]
                 with RayWorkerGroup(new, Counter) as replacement:
-                    assert [calls for _, calls in counts(replacement)] == [1, 1]
-                assert counts(survivors) == [(before[0][0], 2)]
+                    assert [calls for _, calls in count_calls(replacement)] == [1, 1]
+                assert count_calls(survivors) == [(before[0][0], 2)]
                 yield [slot.node_ip for slot in new]
         yield
         wait_until_dead(new[0].node_id)
@@ -141,7 +145,7 @@ def test_a_lost_host_is_replaced(hosts, start_spare):
         lost = start_spare()
         assert driving.step() == [lost.address] * 2
         hosts.kill(lost)
-        driving.resume()  # it waits for a host that joins meanwhile
+        driving.resume()  # The driver waits for the host that joins next.
         new = start_spare()
         assert driving.answer() == [new.address] * 2
         driving.step()
@@ -149,18 +153,18 @@ def test_a_lost_host_is_replaced(hosts, start_spare):
 
 
 def test_link_cut(hosts):
-    """A link that is down for 5 s, too short for the host to be declared dead, delays calls and loses nothing."""
+    """A link that is down for 5 s delays calls and loses none, because Ray does not declare the host dead yet."""
 
     def driver():
         with RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Counter) as group:
-            before = counts(group)
+            before = count_calls(group)
             yield cluster.slots()[1].node_ip
             delayed = group.run_all_workers_single_data("count")
             _, pending = ray.wait(delayed, num_returns=4, timeout=5)
             yield [delayed.index(ref) for ref in pending]
             after = group.get_all_worker_results(delayed)
             assert after == [(pid, 2) for pid, _ in before]
-            assert counts(group) == [(pid, 3) for pid, _ in before]
+            assert count_calls(group) == [(pid, 3) for pid, _ in before]
             yield all(row["Alive"] for row in ray.nodes() if row["NodeID"] in {s.node_id for s in cluster.slots()})
         yield
 
@@ -170,6 +174,6 @@ def test_link_cut(hosts):
         try:
             assert driving.step() == [1]
         finally:
-            hosts.mend(behind)
+            hosts.restore_link(behind)
         assert driving.step()
         driving.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the other tests here stand on: a host sees its own things, and nothing outlives its run."""
+"""Tests of the hosts, networks and drivers that the other tests in this folder use."""
 
 import os
 import subprocess
@@ -16,8 +16,8 @@ from .driver import DriverError
 from .network import Network
 
 
-def test_a_host_of_its_own(make_hosts, tmp_path):
-    """A host has its address, variables and folders, which drivers on other hosts do not see."""
+def test_hosts_are_separate(make_hosts, tmp_path):
+    """A host has its own address, variables and folders, and drivers on other hosts do not see them."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / "seen").mkdir()
@@ -35,8 +35,8 @@ def test_a_host_of_its_own(make_hosts, tmp_path):
     assert os.listdir(tmp_path / "seen") == []
 
 
-def test_drivers_that_fail(hosts):
-    """What a driver raises is raised here; one that hangs or dies is reported with what it printed."""
+def test_failing_drivers(hosts):
+    """An exception of a driver is raised in the test. The error about a driver that hangs or dies has its output."""
 
     def raises():
         raise LookupError("lost")
@@ -58,7 +58,7 @@ def test_drivers_that_fail(hosts):
 
 
 def test_crashed_run(namespaces):
-    """Namespaces, processes and folder of a run that was killed are removed by the next one."""
+    """A run removes the namespaces, processes and folder of an earlier run that was killed."""
     source = """
         import os, subprocess
         from network import Network
@@ -77,22 +77,22 @@ def test_crashed_run(namespaces):
     )
     name, pid = crashed.stdout.readline().split()
     with Network():
-        assert name in left_of(name)  # it still runs
+        assert name in list_leftovers(name)  # The other run has not ended yet.
         crashed.kill()
         crashed.wait()
     with Network():
-        assert left_of(name) == ""
-        assert not running(int(pid))
+        assert list_leftovers(name) == ""
+        assert not is_running(int(pid))
 
 
-def left_of(name):
+def list_leftovers(name):
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return " ".join(
         [line for line in listed.splitlines() if name in line] + [*map(str, Path(tempfile.gettempdir()).glob(name))]
     )
 
 
-def running(pid):
+def is_running(pid):
     try:
         return ") Z " not in Path("/proc", str(pid), "stat").read_text()
     except OSError:

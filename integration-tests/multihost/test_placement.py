@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reservations and groups over hosts that have addresses of their own."""
+"""Tests of reservations and groups over hosts with different addresses."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ def places(cluster):
 
 
 def own_address():
-    """The address this process really speaks from, whatever Ray calls it."""
+    """Return the source address of this process's connections, which may differ from the address that Ray reports."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
         return probe.getsockname()[0]
@@ -26,8 +26,8 @@ class Worker:
     def where(self):
         return int(os.environ["RANK"]), own_address(), os.environ["MASTER_ADDR"]
 
-    def summed(self, x):
-        """The sum over all ranks, by torch."""
+    def all_reduce(self, x):
+        """Return the sum over all ranks, computed by torch."""
         import torch
         import torch.distributed as dist
 
@@ -40,7 +40,7 @@ class Worker:
 
 
 def test_strict_pack(hosts, addresses):
-    """Each logical node is on one host, all hosts are used, slots are in physical order."""
+    """Each logical node is placed on one host, all hosts are used, and slots are in physical order."""
 
     def driver():
         with RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster:
@@ -50,7 +50,7 @@ def test_strict_pack(hosts, addresses):
 
 
 def test_ranks(hosts, addresses):
-    """Ranks follow topology, not the order in which hosts joined; the first host's address is everybody's master."""
+    """Ranks follow the topology, not the order in which hosts joined, and the first host is the master of all ranks."""
 
     def driver():
         with RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
@@ -61,7 +61,7 @@ def test_ranks(hosts, addresses):
 
 
 def test_unified(hosts, addresses):
-    """One group over three hosts, each logical node on a host of its own."""
+    """A unified reservation is one placement group with each logical node on a different host."""
 
     def driver():
         with RayVirtualCluster([2, 1, 2], use_gpus=False).reserve(unified=True) as cluster:
@@ -80,7 +80,7 @@ def test_unified(hosts, addresses):
 
 
 def test_all_reduce(hosts, addresses):
-    """torch's ranks find each other over four addresses, at a master port that is leased all the while."""
+    """torch's ranks connect over four addresses, at a master port that the group leases."""
     pytest.importorskip("torch")
 
     def driver():
@@ -90,7 +90,7 @@ def test_all_reduce(hosts, addresses):
             RayWorkerGroup(cluster, Worker, env_vars=env_vars) as group,
         ):
             where = group.get_all_worker_results(group.run_all_workers_single_data("where"))
-            sums = group.get_all_worker_results(group.run_all_workers_multiple_data("summed", [1.0, 2.0, 4.0, 8.0]))
+            sums = group.get_all_worker_results(group.run_all_workers_multiple_data("all_reduce", [1.0, 2.0, 4.0, 8.0]))
             return [address for _, address, _ in where], sums, 1400 <= group.master_port <= 1999
 
     assert hosts.drive(driver, timeout_s=120) == (addresses, [15.0] * 4, True)

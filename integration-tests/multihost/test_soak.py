@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random faults on a group over several hosts: every call ends, in the right answer or in the right error."""
+"""Test of a group under random faults: every call returns the correct result or raises the right error."""
 
 import contextlib
 import os
@@ -22,21 +22,21 @@ FAULTS = ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil"
 
 
 class Squarer:
-    """What is called meanwhile."""
+    """The worker that is called while faults are injected."""
 
     def square(self, value):
         return value * value
 
 
 class Faults:
-    """A thread that does something bad to some rank every second or so."""
+    """A thread that injects a fault into a random rank about every second."""
 
     def __init__(self, group, rng, counts):
-        self.hurt = set()
+        self.affected = set()
         self._group, self._rng, self._counts = group, rng, counts
         self._hangs = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread = threading.Thread(target=self._inject_faults, daemon=True)
 
     def __enter__(self):
         self._thread.start()
@@ -49,23 +49,23 @@ class Faults:
             one.close()
 
     def explain(self, ranks, error):
-        """Refuse an error about ranks to which nothing was done, or about none."""
-        if not ranks or not ranks <= self.hurt:
-            raise AssertionError(f"nothing was done to {sorted(ranks - self.hurt)}") from error
+        """Raise AssertionError if an error names no ranks, or ranks without an injected fault."""
+        if not ranks or not ranks <= self.affected:
+            raise AssertionError(f"no fault was injected into ranks {sorted(ranks - self.affected)}") from error
 
     def end(self, rank):
-        """Kill what is stuck."""
-        self.hurt.add(rank)
-        with contextlib.suppress(WorkerGroupError):  # it may have died of another fault, and its node be busy with it
+        """Kill a stuck worker."""
+        self.affected.add(rank)
+        with contextlib.suppress(WorkerGroupError):  # Another fault may have killed it already.
             kill(self._group, rank)
 
-    def _go_on(self):
+    def _inject_faults(self):
         while not self._end.wait(self._rng.uniform(0.3, 2.0)):
             rank = self._rng.randrange(self._group.world_size)
             fault = self._rng.choice(
                 ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil", "hang stop"]
             )
-            self.hurt.add(rank)
+            self.affected.add(rank)
             try:
                 if fault == "kill":
                     kill(self._group, rank)
@@ -80,7 +80,7 @@ class Faults:
 
 @pytest.mark.timeout(SECONDS + 240)
 def test_soak(hosts):
-    """Kills, hangs and slow calls on eight workers: right answers, right errors, and nothing left behind."""
+    """With kills, hangs and slow calls on eight workers, calls end correctly, and no resources are left behind."""
 
     def driver(seconds, seed):
         rng, counts = random.Random(seed), Counter()
@@ -113,14 +113,14 @@ def test_soak(hosts):
                             raise
                         counts["WorkerFailureError"] += 1
             restarts = sum(status.restarts for status in group.get_worker_status())
-            for _ in range(50):  # what the last faults have left
+            for _ in range(50):  # The last faults may still have an effect.
                 with contextlib.suppress(WorkerFailureError, CallTimeoutError):
                     assert group.call("square", 3, timeout=20).result() == [9] * 8
                     break
                 for stuck in group.detect_stuck_workers(2.0, dump_stacks=False):
                     faults.end(stuck.rank)
             else:
-                raise AssertionError("the group does not recover")
+                raise AssertionError("the group did not recover")
             assert group.shutdown()
         return {**dict(sorted(counts.items())), "restarts": restarts}
 

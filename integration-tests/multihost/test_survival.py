@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that outlive their hosts, and drivers that leave nothing when they are killed."""
+"""Tests of groups that survive the loss of a host, and of the cleanup after a driver is killed."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ SPARE = {"spare": 1.0}
 
 
 class Member:
-    """Says where it is, and sums with the others."""
+    """A worker that reports its location, and takes part in a collective."""
 
     def __init__(self):
         self.loaded = False
@@ -45,7 +45,7 @@ class Member:
 
 
 def wait_until_dead(node_id):
-    """When Ray has marked a node dead."""
+    """Wait until Ray has marked a node dead, and return the time."""
     deadline = time.monotonic() + 30
     while any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()):
         assert time.monotonic() < deadline
@@ -53,8 +53,8 @@ def wait_until_dead(node_id):
     return time.monotonic()
 
 
-def test_a_lost_host(hosts, start_spare):
-    """Seen within 2 s of Ray's own verdict; the ranks of the lost host live on in another one, the others stay."""
+def test_lost_host(hosts, start_spare):
+    """The group detects a dead host within 2 s after Ray does, and restarts only its ranks, on another host."""
 
     def driver():
         yield
@@ -71,7 +71,7 @@ def test_a_lost_host(hosts, start_spare):
                 call.result()
             assert time.monotonic() - dead_at < 2
             assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
-            call.cancel(force=True)  # rank 0 still sleeps
+            call.cancel(force=True)  # Rank 0 still sleeps.
             yield
             after = group.call("facts").result()
             yield [address for address, *_ in after]
@@ -93,12 +93,15 @@ def test_a_lost_host(hosts, start_spare):
         hosts.kill(new)
 
 
-def test_collectives_after_the_masters_host_is_lost(hosts, start_spare):
-    """Scope "group": all start again with a store on another host, and reduce as before; no interface is named."""
+def test_collectives_after_master_host_is_lost(hosts, start_spare):
+    """With scope "group", all ranks restart with a store on another host, and collectives work again.
+
+    The test does not set a network interface.
+    """
 
     def driver():
         yield
-        # Rank 0, and so the store, is on the spare host.
+        # Rank 0 runs on the spare host, and so does the store.
         cluster = RayVirtualCluster([1, 1], use_gpus=False, node_resource_constraints=[SPARE, {}])
         options = {"restart_on_failure": True, "restart_scope": "group", "start_timeout_s": 60}
         options["bundle_indices_list"] = [(0, [0]), (1, [0])]
@@ -131,8 +134,8 @@ def test_collectives_after_the_masters_host_is_lost(hosts, start_spare):
         hosts.kill(new)
 
 
-def test_bare_slots_are_gone(hosts, start_spare):
-    """A group made from slots has nobody to ask for others, and says so; what lives works on."""
+def test_group_without_cluster_cannot_replace_slots(hosts, start_spare):
+    """A group that was made from slots cannot replace them. The error says so, and the live worker still works."""
 
     def driver():
         yield
@@ -155,8 +158,8 @@ def test_bare_slots_are_gone(hosts, start_spare):
         driving.step()
 
 
-def test_a_killed_driver(hosts):
-    """SIGKILL of a driver: its workers, reservations and ports are gone, as another driver sees."""
+def test_killed_driver(hosts):
+    """After SIGKILL of a driver, its workers are gone, and another driver gets its reservations and ports."""
 
     def first():
         yield

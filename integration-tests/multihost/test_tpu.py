@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretend TPU slices whose hosts have addresses of their own: Ray detects them as it does real ones."""
+"""Tests of pretend TPU slices whose hosts have different addresses. Ray detects them like real slices."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def add_host(hosts: Hosts, name: str, worker: int, *, kind: str = "v4-16") -> Ho
 
 @pytest.fixture(scope="module")
 def tpu_hosts(namespaces: None) -> Iterator[tuple[Hosts, dict[str, list[Host]]]]:
-    """A head, and slices `first` and `second` of two hosts each, of which worker 1 has started first."""
+    """Start a head, and slices `first` and `second` of two hosts each. In each slice, worker 1 starts first."""
     with Hosts() as made:
         made.start_host(num_cpus=0)
         slices = {}
@@ -39,14 +39,14 @@ def tpu_hosts(namespaces: None) -> Iterator[tuple[Hosts, dict[str, list[Host]]]]
 
 
 def own_address(towards):
-    """The address this process really speaks from, whatever Ray calls it."""
+    """Return the source address of this process's connections, which may differ from the address that Ray reports."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # sends nothing
         return probe.getsockname()[0]
 
 
-def greeted():
-    """Worker 0 listens at the coordinator's address, as `jax.distributed` does; the others are told a word there."""
+def greet():
+    """Listen at the coordinator's address on worker 0, as `jax.distributed` does, and connect to it elsewhere."""
     host, _, port = os.environ["EXECUTOR_COORDINATOR_ADDRESS"].partition(":")
     me = own_address(host)
     if os.environ["EXECUTOR_CALL_INDEX"] == "0":
@@ -66,11 +66,11 @@ def greeted():
                 return me, connection.recv(100).decode()
         except ConnectionRefusedError:
             time.sleep(0.1)
-    raise TimeoutError(f"nobody listens at {host}:{port}")
+    raise TimeoutError(f"no process listens at {host}:{port}")
 
 
 def test_slices_of_hosts(tpu_hosts):
-    """Results come from the hosts in the order of the worker ids; the hosts of each slice meet at its worker 0."""
+    """Results are in the order of the TPU worker ids, and the hosts of each slice connect to its worker 0."""
     hosts, slices = tpu_hosts
 
     def driver():
@@ -79,7 +79,7 @@ def test_slices_of_hosts(tpu_hosts):
             return tuple(os.environ.get(name) for name in names)
 
         with SlicePool("v4-16", 2) as pool:
-            return pool.run(greeted), pool.run(megascale), [one.ip_address for one in pool.slices]
+            return pool.run(greet), pool.run(megascale), [one.ip_address for one in pool.slices]
 
     greetings, megascale, firsts = hosts.drive(driver, timeout_s=120)
     assert greetings == [
@@ -91,8 +91,8 @@ def test_slices_of_hosts(tpu_hosts):
     assert megascale == [(f"{firsts[0]}:8081", slice_id) for slice_id in "0011"]
 
 
-def test_a_host_is_killed(tpu_hosts):
-    """A preemption in the middle of a run: the sibling is cancelled, and the run succeeds on the slice that comes."""
+def test_host_is_killed(tpu_hosts):
+    """If a host dies during a run, the pool cancels the other host's task, and the run succeeds on a new slice."""
     hosts, _ = tpu_hosts
 
     def driver():
@@ -117,7 +117,7 @@ def test_a_host_is_killed(tpu_hosts):
             yield results, pool.statistics().preemptions, [os.path.exists(f"/proc/{pid}") for pid in pids]
         yield
 
-    # The driver compares the cluster at its end with that at its start: what comes in between is gone by then.
+    # The driver compares the cluster at its end with its start, so the hosts that join in between must be gone by then.
     with hosts.driver(driver) as driving:
         driving.step()
         lost = [add_host(hosts, "lost", worker, kind="v5p-16") for worker in (1, 0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments on hosts that have folders of their own, and on hosts that share one."""
+"""Tests of environments on hosts with separate folders, and on hosts that share one folder."""
 
 import subprocess
 import time
@@ -22,7 +22,7 @@ from fairlead_venvs import (
 
 
 def make_wheel(folder, name, version, files):
-    """A wheel of some files."""
+    """Write a wheel that contains some files."""
     info = f"{name}-{version}.dist-info"
     content = {
         **files,
@@ -37,7 +37,7 @@ def make_wheel(folder, name, version, files):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with wheels, and a place for environments."""
+    """Return a folder with wheels and with a folder for environments."""
     folder = tmp_path_factory.mktemp("venvs")
     for name in ("wheels", "nothing", "seen"):
         (folder / name).mkdir()
@@ -47,7 +47,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def apart(namespaces, place):
-    """A head and four hosts, each with its own folder of environments; only the head has the wheels."""
+    """Start a head and four hosts, each with its own folder of environments. Only the head has the wheels."""
     from .hosts import Hosts
 
     with Hosts() as made:
@@ -63,7 +63,7 @@ def apart(namespaces, place):
 
 @pytest.fixture
 def env(place):
-    """What a driver is told."""
+    """Return the environment variables of the drivers."""
     return {"FAIRLEAD_VENV_DIR": str(place / "seen"), "UV_CACHE_DIR": str(place / "uv-cache")}
 
 
@@ -77,40 +77,43 @@ def spec_of(place, *requirements, setup=()):
     )
 
 
-def says(python):
-    """What the environment says that is found under this path on the node."""
+def import_alpha(python):
+    """Import alpha in the environment at this path on the node, and return its output or its error."""
     done = subprocess.run([python, "-c", "import alpha; print(alpha.name)"], capture_output=True, text=True, timeout=60)
     return done.stdout.strip() or done.stderr
 
 
-def said_on_each(python):
-    """By address."""
+def import_alpha_on_each_node(python):
+    """Return the result of `import_alpha` on each node, by address."""
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = {
-        row["NodeManagerAddress"]: ray.remote(num_cpus=0)(says)
+    results = {
+        row["NodeManagerAddress"]: ray.remote(num_cpus=0)(import_alpha)
         .options(scheduling_strategy=affinity(row["NodeID"], soft=False))
         .remote(python)
         for row in ray.nodes()
         if row["Alive"]
     }
-    return {address: ray.get(answer, timeout=60) for address, answer in asked.items()}
+    return {address: ray.get(result, timeout=60) for address, result in results.items()}
 
 
-def built(place):
-    """How often each host has built, in its own folder."""
+def count_builds(place):
+    """Return how many times each host has built an environment in its own folder."""
     return [
         len((own / "built").read_text().split()) for own in sorted(place.glob("host-*")) if (own / "built").exists()
     ]
 
 
-def note(place):
-    """A setup command that counts."""
+def record_build(place):
+    """Return a setup command that records a build."""
     return ["python", "-c", f"open({str(place / 'seen' / 'built')!r}, 'a').write('once ')"]
 
 
-def test_folders_of_their_own(apart, place, env):
-    """Every CPU is taken; each host builds once, from what came with the task, at the one path; asked again, none."""
-    spec = spec_of(place, "alpha", setup=note(place))
+def test_separate_folders(apart, place, env):
+    """Each host builds the environment once, at the same path, from files that the driver sends.
+
+    This works although all CPUs are in use. A second request builds nothing.
+    """
+    spec = spec_of(place, "alpha", setup=record_build(place))
 
     class Hog:
         def up(self):
@@ -124,23 +127,23 @@ def test_folders_of_their_own(apart, place, env):
         again = create_local_venv_on_each_node(spec)
         for hog in hogs:
             ray.kill(hog)
-        return first, again, create_local_venv(spec), said_on_each(first)
+        return first, again, create_local_venv(spec), import_alpha_on_each_node(first)
 
-    first, again, local, said = apart.drive(driver, env=env, timeout_s=120)
+    first, again, local, names = apart.drive(driver, env=env, timeout_s=120)
     assert first == again == local
     assert first.startswith(str(place / "seen"))
-    assert said == dict.fromkeys(apart.addresses, "alpha")
-    assert built(place) == [1] * 5
-    # Nothing of it stands in what all hosts see.
+    assert names == dict.fromkeys(apart.addresses, "alpha")
+    assert count_builds(place) == [1] * 5
+    # The folder that all hosts share stays empty.
     assert list((place / "seen").iterdir()) == []
 
 
-def test_a_host_that_joins_later(apart, place, env):
-    """A host that was not there has nothing; asked alone it gets the environment, and a worker starts in it."""
+def test_host_joins_later(apart, place, env):
+    """A host that joins later can get the environment on request, and a worker starts in it."""
     site = str(Path(ray.__file__).parent.parent)
-    # A wheel that stands for Ray: the one that runs here is found by it.
+    # This wheel replaces Ray's. It points to the Ray installation that runs the tests.
     make_wheel(place / "wheels", "ray", ray.__version__, {"ray_of_the_tests.pth": f"{site}\n"})
-    spec = spec_of(place, "alpha", f"ray=={ray.__version__}", setup=note(place))
+    spec = spec_of(place, "alpha", f"ray=={ray.__version__}", setup=record_build(place))
     cluster = apart.address
     own = place / "host-late"
     own.mkdir()
@@ -166,7 +169,7 @@ def test_a_host_that_joins_later(apart, place, env):
         ray.kill(worker)
         yield prepared.python, where
 
-    # Not attached for it: it would find the host that joins.
+    # The driver attaches itself, because the check at its end would report the host that joins.
     with apart.driver(driver, attach=False, env=env) as leading:
         python = leading.step(timeout_s=90)
         binds = {str(place / "seen"): str(own), str(place / "wheels"): str(place / "nothing")}
@@ -178,8 +181,8 @@ def test_a_host_that_joins_later(apart, place, env):
     assert (own / "built").read_text() == "once "
 
 
-def test_a_host_that_fails(apart, place, env):
-    """Hosts that cannot, have no uv, or die, are told with their addresses; the others are ready all the same."""
+def test_hosts_that_fail(apart, place, env):
+    """The error names the hosts where the setup fails, uv is missing or the host dies; other hosts are ready."""
     own = place / "host-without-uv"
     own.mkdir()
     binds = {str(place / "seen"): str(own)}
@@ -205,12 +208,12 @@ def test_a_host_that_fails(apart, place, env):
         yield "ready"
         with pytest.raises(VenvNodesError) as caught:
             create_local_venv_on_each_node(spec)
-        told = [(type(error), error.node, getattr(error, "output", ())) for error in caught.value.exceptions]
+        errors = [(type(error), error.node, getattr(error, "output", ())) for error in caught.value.exceptions]
         unfit = (fails, without)
         left = [row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeManagerAddress"] not in unfit]
-        yield told, str(caught.value), len(left), create_local_venv_on_each_node(spec, nodes=left)
+        yield errors, str(caught.value), len(left), create_local_venv_on_each_node(spec, nodes=left)
 
-    # Not attached for it: it would find the host that dies missing at its end.
+    # The driver attaches itself, because the check at its end would report the host that dies.
     with apart.driver(driver, attach=False, env=env) as leading:
         leading.step()
         leading.resume()
@@ -220,9 +223,9 @@ def test_a_host_that_fails(apart, place, env):
             time.sleep(0.05)
         assert asleep.exists()
         apart.kill(apart.host_at(dies))
-        told, text, left, python = leading.answer(timeout_s=90)
+        errors, text, left, python = leading.answer(timeout_s=90)
 
-    by_address = {node.split()[0]: (kind, output) for kind, node, output in told}
+    by_address = {node.split()[0]: (kind, output) for kind, node, output in errors}
     assert set(by_address) == {fails, dies, without}
     assert by_address[fails] == (VenvBuildError, ("no luck here",))
     assert by_address[dies][0] is VenvBuildError
@@ -233,17 +236,17 @@ def test_a_host_that_fails(apart, place, env):
 
 
 def test_one_folder_for_all(hosts, place, tmp_path):
-    """Four hosts and the head on one shared folder: one of them builds, and all use it."""
+    """If the head and four hosts share one folder, one of them builds the environment, and all use it."""
     seen = tmp_path / "shared"
     count = tmp_path / "built"
     spec = spec_of(place, "alpha", setup=["python", "-c", f"open({str(count)!r}, 'a').write('once ')"])
 
     def driver():
         python = create_local_venv_on_each_node(spec)
-        return python, said_on_each(python)
+        return python, import_alpha_on_each_node(python)
 
-    python, said = hosts.drive(driver, env={"FAIRLEAD_VENV_DIR": str(seen)}, timeout_s=120)
+    python, names = hosts.drive(driver, env={"FAIRLEAD_VENV_DIR": str(seen)}, timeout_s=120)
     assert python.startswith(str(seen))
-    assert set(said.values()) == {"alpha"}
-    assert set(said) >= set(hosts.addresses[:5])
+    assert set(names.values()) == {"alpha"}
+    assert set(names) >= set(hosts.addresses[:5])
     assert count.read_text() == "once "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The road through the packages on one node: reserve, plan, start, call, look, give back."""
+"""Tests of the packages together on one node: reserve slots, start a group, call it, show it and shut it down."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailure
 
 
 class Model:
-    """A vector, of which every tensor-parallel worker holds a part."""
+    """A worker that holds one tensor-parallel part of a vector."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -34,8 +34,8 @@ class Model:
         os._exit(1)
 
 
-def test_the_road(local_ray):
-    """Weights sharded over tp, data over dp: the pieces that come back make the whole."""
+def test_sharded_dot_product(local_ray):
+    """With weights sharded over tp and data over dp, the partial results add up to the full dot products."""
     weights, batch = np.arange(8.0), [np.ones(8), np.full(8, 2.0)]
     axes = NamedSharding.from_shape(dp=2, tp=4)
     columns = [slice(2 * t, 2 * t + 2) for t in range(4)]
@@ -59,40 +59,40 @@ def test_the_road(local_ray):
 
 
 def test_each_worker_has_its_own_gpu(local_ray):
-    """On logical GPUs: rank r's accelerator is the one of slot r, in ascending order, and it sees no other."""
+    """Rank r sees exactly the logical GPU of slot r, and the slots are in ascending order of GPUs."""
     with RayVirtualCluster([4]) as cluster, RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group:
         assert [slot.accelerator_ids for slot in cluster.slots()] == [("0",), ("1",), ("2",), ("3",)]
         assert ray.get([worker.gpu.remote() for worker in group.workers]) == [(str(i), [str(i)]) for i in range(4)]
 
 
 def test_grid_of_two_groups(local_ray, capsys):
-    """The global view shows both groups in their slots; without them the cluster still draws."""
+    """The global view shows both groups in their slots, and the view of one cluster shows one group."""
     with (
         RayVirtualCluster([2, 1], use_gpus=False, enable_colocation=True) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1), name_prefix="policy") as policy,
         RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1), [1, 0], name_prefix="generation"),
     ):
         cluster.print_all_worker_groups()
-        shown = capsys.readouterr().out
-        assert "Ray Cluster Global View: 2 nodes, 3 CPUs, Worker Groups: 2" in shown
-        assert [word for word in shown.split() if word.startswith("G") and "W" in word][:4] == [
+        output = capsys.readouterr().out
+        assert "Ray Cluster Global View: 2 nodes, 3 CPUs, Worker Groups: 2" in output
+        assert [word for word in output.split() if word.startswith("G") and "W" in word][:4] == [
             "G0:W0",
             "G0:W1",
             "G1:W0",
             "G0:W2",
         ]
-        assert "of policy (3 workers)" in shown
-        assert "of generation (1 worker)" in shown
+        assert "of policy (3 workers)" in output
+        assert "of generation (1 worker)" in output
         cluster.print_cluster_grid(policy)
-        shown = capsys.readouterr().out
-        assert "Ray Cluster: 2 nodes, 3 CPUs" in shown
-        assert "W 2" in shown
+        output = capsys.readouterr().out
+        assert "Ray Cluster: 2 nodes, 3 CPUs" in output
+        assert "W 2" in output
         assert "<pre" in cluster._repr_html_()
         assert "G1:W0" in cluster._repr_html_()
 
 
-def test_a_dead_worker_harms_no_other_group(local_ray):
-    """A group that lost a worker is shut down, its cluster serves the next one."""
+def test_cluster_serves_another_group_after_a_worker_dies(local_ray):
+    """After a group with a dead worker is shut down, another group can use its cluster."""
     with RayVirtualCluster([2], use_gpus=False) as cluster:
         with (
             RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group,
@@ -103,8 +103,8 @@ def test_a_dead_worker_harms_no_other_group(local_ray):
             group.get_all_worker_results(group.run_all_workers_single_data("load", np.ones(1)))
 
 
-def test_unified_needs_nodes_of_their_own(local_ray):
-    """One group over several logical nodes does not fit on one physical node."""
+def test_unified_reservation_needs_separate_nodes(local_ray):
+    """A unified reservation of several logical nodes fails on one physical node."""
     cluster = RayVirtualCluster([1, 1], use_gpus=False)
     with pytest.raises(PlacementError, match="each logical node on a physical node of its own"), assert_no_leaks():
         cluster.reserve(unified=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The road of a batch: planned for all dp ranks, sent to them, worked on in microbatches, and back in order."""
+"""Tests of a batch that is sharded for all dp ranks, processed in microbatches and restored to its order."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ AXES = NamedSharding.from_shape(dp=2, tp=2)
 
 
 class Scorer:
-    """Adds its weight to tokens, microbatch by microbatch."""
+    """A worker that adds its weight to tokens, microbatch by microbatch."""
 
     def __init__(self, weight: int) -> None:
         self.weight = weight
@@ -39,12 +39,12 @@ class Scorer:
                 if packed
                 else group.make_microbatch_iterator_with_dynamic_shapes()
             )
-            scored.append([self._scored(batch, number) for batch in batches])
+            scored.append([self._score(batch, number) for batch in batches])
         answer = BatchedDataDict.from_batches([batch for group in scored for batch in group], {"scores": -1})
         answer["microbatches"] = [tuple(map(len, scored))] * shard.size
         return answer
 
-    def _scored(self, batch: BatchedDataDict, group: int) -> dict:
+    def _score(self, batch: BatchedDataDict, group: int) -> dict:
         dp = [current_worker().coords["dp"]] * batch.size
         return {"scores": batch["tokens"] + self.weight, "name": batch["name"], "group": [group] * batch.size, "dp": dp}
 
@@ -62,11 +62,12 @@ def groups(local_ray):
 @pytest.mark.parametrize(
     "how", [{"dynamic_batching_args": DYNAMIC}, {"sequence_packing_args": PACKED}], ids=["dynamic", "packed"]
 )
-def test_out_and_back(groups, how):
-    """Weights by reference, 11 prompts 3 times, dummy rows; every sample is scored once and comes back in its place.
+def test_batch_round_trip(groups, how):
+    """Every sample is scored once and returned in its original position.
 
-    All ranks run the same number of microbatches in each group, each shard is stored once though two workers get it,
-    and the driver fetches one answer per dp coordinate.
+    The weights go to the workers by reference, and the batch contains dummy rows. All ranks run the same number of
+    microbatches in each group. Each shard is stored once although two workers receive it, and the driver fetches one
+    result per dp coordinate.
     """
     policy, generation = groups
     loaded = generation.call("load", policy.call("weights", collect=()))
@@ -86,7 +87,7 @@ def test_out_and_back(groups, how):
     assert (call.statistics().puts, call.statistics().requests, call.statistics().fetched) == (2, 4, 2)
     assert scored.size == 33
     assert scored["name"] == [f"prompt {number // 3}" for number in range(33)]
-    assert scored["group"] == [0] * 18 + [1] * 15  # 36 with the dummy rows
+    assert scored["group"] == [0] * 18 + [1] * 15  # The batch has 36 rows, including the dummy rows.
     assert set(scored["dp"]) == {0, 1}
     assert len(set(scored["microbatches"])) == 1
     assert all(count > 1 for count in scored["microbatches"][0])
@@ -94,8 +95,8 @@ def test_out_and_back(groups, how):
         assert row[:real].tolist() == (tokens[:real] + 7).tolist()
 
 
-def test_one_dp_rank_alone(groups):
-    """A batch sharded for one dp rank goes to the view of it, and nobody else is called."""
+def test_call_of_one_dp_rank(groups):
+    """A batch that is sharded for one dp rank is sent to the workers of that rank only."""
     _, generation = groups
     batch = BatchedDataDict(tokens=np.arange(12).reshape(3, 4), length=np.array([4, 1, 2]), name=list("abc"))
     shards, order = batch.shard_by_batch_size(1, dynamic_batching_args=DYNAMIC)
