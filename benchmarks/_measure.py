@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: interleaved medians, and a table."""
+"""Helpers of the benchmarks: measure functions in turns, and format a table of the results."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: the median, and the quartiles as its spread."""
+    """The time of one call in seconds, as the median and the quartiles."""
 
     median: float
     low: float
@@ -32,23 +32,26 @@ class Timing(NamedTuple):
 
 
 def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1) -> list[Timing]:
-    """One call of each function, taken in turns so that a busy moment hits all alike."""
+    """Return the time of one call of each function.
+
+    The functions are called in turns, so that a busy moment of the machine affects all of them equally.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
+        for function, seconds in zip(functions, times, strict=True):
             start = time.perf_counter()
             for _ in range(calls):
                 function()
-            taken.append((time.perf_counter() - start) / calls)
+            seconds.append((time.perf_counter() - start) / calls)
     timings = []
-    for taken in times:
-        low, median, high = statistics.quantiles(taken, n=4)
+    for seconds in times:
+        low, median, high = statistics.quantiles(seconds, n=4)
         timings.append(Timing(median, low, high))
     return timings
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, readable as it is."""
+    """Return the rows as an aligned Markdown table."""
     lines = [("what", "measured", "must reach", "")]
     lines += [(row.what, row.measured, row.must_reach, "ok" if row.ok else "MISSED") for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]

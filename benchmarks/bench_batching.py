@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast batches are planned, packed, cut and moved: ratios against the obvious way, measured in one run.
+"""Measure how fast batches are planned, packed, sharded and transferred, against simple implementations in one run.
 
 python benchmarks/bench_batching.py
 """
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes a minute or two and 6 GiB."""
+    """Return every row of the table. The run takes up to two minutes and 6 GiB."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning", object_store_memory=4 * GIB)
     try:
         return [*_transport(), *_planning(), *_packing(), *_gathering()]
@@ -35,7 +35,7 @@ def _lengths(count: int, median: int = 512, sigma: float = 1.0) -> np.ndarray:
 
 
 def _transport() -> Iterator[Row]:
-    """1 GiB in eight tensors, put into Ray's store and got back."""
+    """Measure how long it takes to put 1 GiB in eight tensors into Ray's object store, and to get it back."""
     tensors = {f"leaf {number}": torch.rand(1024, GIB // 8 // 4 // 1024) for number in range(8)}
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
     copied, viewed = BatchedDataDict(tensors), BatchedDataDict(tensors).read_only()
@@ -61,7 +61,7 @@ def _transport() -> Iterator[Row]:
 
 
 def _planning() -> Iterator[Row]:
-    """Planned by the call that also shards; the tokens have no bytes, so that no gather is measured."""
+    """Measure planning through the call that also shards. The tokens have no bytes, so the gather costs nothing."""
     lengths = torch.from_numpy(_lengths(SEQUENCES))
     batch = BatchedDataDict(tokens=torch.zeros(SEQUENCES, CAPACITY, 0), length=lengths)
     args = DynamicBatchingArgs(
@@ -99,18 +99,18 @@ def _packing() -> Iterator[Row]:
             metrics = packer.metrics(lengths[SEQUENCES], packer.pack(lengths[SEQUENCES]))
             bins = metrics.bins / metrics.bound
             growth = twice.median / once.median
-            asked = algorithm == "first_fit_decreasing"
+            bounded = algorithm == "first_fit_decreasing"
             yield Row(
                 f"pack {SEQUENCES:,} lengths of median {median}, {algorithm}",
                 f"{once}: {bins:.4f} x the bound",
-                f"<= {most} x" if asked else "",
-                bins <= most or not asked,
+                f"<= {most} x" if bounded else "",
+                bins <= most or not bounded,
             )
-            yield Row("  twice as many", f"{growth:.2f}x", "<= 2.4x" if asked else "", growth <= 2.4 or not asked)
+            yield Row("  twice as many", f"{growth:.2f}x", "<= 2.4x" if bounded else "", growth <= 2.4 or not bounded)
 
 
 def _gathering() -> Iterator[Row]:
-    """Sharding without packing, against one gather of each tensor by hand."""
+    """Measure sharding without packing against one hand-written gather of each tensor."""
     batch = BatchedDataDict({name: torch.rand(SEQUENCES, 512) for name in "abc"})
     order = torch.arange(SEQUENCES).reshape(-1, SHARDS, 16).swapaxes(0, 1).reshape(-1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast reservations are: ratios against a hand-written placement group, measured in one run.
+"""Measure how fast reservations are, against a hand-written placement group in one run.
 
 python benchmarks/bench_placement.py
 """
@@ -19,7 +19,7 @@ BUNDLES = 8
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes half a minute."""
+    """Return every row of the table. The run takes half a minute."""
     init_ray(address="local", num_cpus=2 * BUNDLES, num_gpus=BUNDLES)
     try:
         return [*_reserving(), *_accelerators(), *_refusing(), *planning_rows()]
@@ -28,7 +28,7 @@ def rows() -> list[Row]:
 
 
 def _reserving() -> Iterator[Row]:
-    taken: dict[str, list[float]] = {"by hand": [], "ours": []}
+    seconds: dict[str, list[float]] = {"by hand": [], "ours": []}
 
     def wait_until_free() -> None:
         while ray.available_resources().get("CPU") != 2 * BUNDLES:
@@ -38,7 +38,7 @@ def _reserving() -> Iterator[Row]:
         start = time.perf_counter()
         group = placement_group([{"CPU": 1}] * BUNDLES)
         ray.get(group.ready())
-        taken["by hand"].append(time.perf_counter() - start)
+        seconds["by hand"].append(time.perf_counter() - start)
         remove_placement_group(group)
         wait_until_free()
 
@@ -46,24 +46,24 @@ def _reserving() -> Iterator[Row]:
         start = time.perf_counter()
         cluster = RayVirtualCluster([BUNDLES], use_gpus=False)
         cluster.slots()
-        taken["ours"].append(time.perf_counter() - start)
+        seconds["ours"].append(time.perf_counter() - start)
         cluster.shutdown()
         wait_until_free()
 
     interleaved(by_hand, ours, repeats=52)
-    base, mine = (sorted(times[2:])[25] for times in taken.values())
+    base, mine = (sorted(times[2:])[25] for times in seconds.values())
     more = (mine - base) * 1e3
     yield Row(f"reserve {BUNDLES} bundles on a node, by hand", f"{base * 1e3:.1f} ms", "", True)
     yield Row("  by cluster, slots included", f"{more:+.1f} ms", "at most 10 ms more", more <= 10)
 
 
 def _accelerators() -> Iterator[Row]:
-    """With accelerators every bundle is asked for its ids: by one task each, all at once."""
-    asked: list[int] = []
+    """Count the tasks that read the ids of accelerators: one task for each bundle, all at once."""
+    tasks: list[int] = []
     remote = ray.remote
 
     def counting(function: Any) -> Any:
-        asked.append(1)
+        tasks.append(1)
         return remote(function)
 
     with RayVirtualCluster([BUNDLES]) as warm:
@@ -76,8 +76,8 @@ def _accelerators() -> Iterator[Row]:
             seconds = time.perf_counter() - start
     finally:
         ray.remote = remote
-    measured = f"{len(asked)} tasks, {seconds:.2f} s"
-    yield Row(f"reserve {BUNDLES} bundles with a GPU each", measured, "a task each", len(asked) == BUNDLES)
+    measured = f"{len(tasks)} tasks, {seconds:.2f} s"
+    yield Row(f"reserve {BUNDLES} bundles with a GPU each", measured, "a task each", len(tasks) == BUNDLES)
 
 
 def _refusing() -> Iterator[Row]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast plans for large clusters are: pure functions, no Ray.
+"""Measure how fast plans for large clusters are, with pure functions and without Ray.
 
 python benchmarks/bench_planner.py
 """
@@ -19,9 +19,9 @@ BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 
 
 def planning_rows() -> list[Row]:
-    """Every row of the table; takes half a minute."""
+    """Return every row of the table. The run takes half a minute."""
     gc.collect()
-    gc.freeze()  # what was there before is not ours to pay for
+    gc.freeze()  # Objects that exist already should not slow down the measurements.
     try:
         return [*_planning(), *_refusing(), *_sharing()]
     finally:
@@ -29,7 +29,7 @@ def planning_rows() -> list[Row]:
 
 
 def _nodes(count: int) -> list[Node]:
-    """Nodes with a little of their own each, as real ones have, in no order."""
+    """Return nodes in random order whose resources differ slightly, as those of real nodes do."""
     return [
         Node(
             node_id=f"{at * 7919 % count:056x}",
@@ -46,11 +46,11 @@ def _asks(count: int, bundles: int = GPUS) -> list[Ask]:
     return [Ask(at, bundles, BUNDLE) for at in range(count)]
 
 
-def _whole(count: int) -> Callable[[], None]:
-    """All of it: nodes and bundles in physical order, a plan with and without segments, nodes for segments."""
+def _make_pipeline(count: int) -> Callable[[], None]:
+    """Return a function that sorts nodes, makes a plan, sorts bundles and selects nodes for segments."""
     nodes, asks = _nodes(count), _asks(count)
 
-    def everything() -> None:
+    def run_pipeline() -> None:
         ordered = physical_order(nodes)
         assert plan(asks, ordered) is not None
         places = [(node_place(node), node.node_id) for node in ordered]
@@ -58,13 +58,13 @@ def _whole(count: int) -> Callable[[], None]:
         assert len(sort_bundle_indices_by_topology(rows, DOMAIN, GPUS)) == count * GPUS
         assert select_segment_nodes({node_id: place for place, node_id in places}, DOMAIN, count)[1] == []
 
-    return everything
+    return run_pipeline
 
 
 def _planning() -> Iterator[Row]:
     nodes, asks = physical_order(_nodes(NODES)), _asks(NODES)
     segments, one, two = interleaved(
-        lambda: plan(asks, nodes, segment_size=DOMAIN), _whole(NODES), _whole(2 * NODES), repeats=9
+        lambda: plan(asks, nodes, segment_size=DOMAIN), _make_pipeline(NODES), _make_pipeline(2 * NODES), repeats=9
     )
     ok = one.median < 0.3
     yield Row(f"plan {NODES:,} nodes, sort {NODES * GPUS:,} bundles, take segments", str(one), "under 300 ms", ok)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast sharding is: ratios against the obvious way to do the same, measured in one run.
+"""Measure how fast sharding is, against simple implementations in one run.
 
 python benchmarks/bench_sharding.py
 """
@@ -16,12 +16,12 @@ SMALL, LARGE, HUGE = (2, 2, 2), (1024, 8, 8), (16384, 8, 8)
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes a few seconds."""
+    """Return every row of the table. The run takes a few seconds."""
     return [*_building(), *_coords(), *_planning(), *_cached(), *_huge()]
 
 
 def _layouts(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Ranks that count up, for which there are short cuts, and ranks in no order, for which there are none."""
+    """Return a layout of consecutive ranks, which has a fast path, and a layout of shuffled ranks, which has none."""
     size = int(np.prod(shape))
     return {
         "counting": np.arange(size).reshape(shape),
@@ -65,13 +65,13 @@ def _coords() -> Iterator[Row]:
 
 def _planning() -> Iterator[Row]:
     for kind, layout in _layouts(LARGE).items():
-        # The ranks are scanned for one at a time: some of them say how long all would take.
-        some = layout.ravel()[:: layout.size // 64].tolist()
+        # Scanning for every rank takes too long, so the time for all ranks is extrapolated from a sample.
+        sample = layout.ravel()[:: layout.size // 64].tolist()
         ours, scan = _seconds(
             lambda: NamedSharding(layout, NAMES).plan("dp", ["pp", "tp"], "tp"),  # noqa: B023
-            lambda: [np.where(layout == rank) for rank in some],  # noqa: B023
+            lambda: [np.where(layout == rank) for rank in sample],  # noqa: B023
         )
-        ratio = scan / len(some) * layout.size / ours
+        ratio = scan / len(sample) * layout.size / ours
         what = f"build and plan 65,536 {kind} ranks, against np.where per rank"
         yield Row(what, f"{ratio:,.0f}x faster", ">= 500x", ratio >= 500)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast runs on slices are, and how fast they recover: ratios against hand-written Ray, on pretend slices.
+"""Measure how fast runs on slices are and how fast they recover, against hand-written Ray on pretend slices.
 
 python benchmarks/bench_tpu_executor.py
 """
@@ -33,14 +33,17 @@ def large() -> np.ndarray:
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes two minutes."""
+    """Return every row of the table. The run takes two minutes."""
     with PretendSlices() as slices:
         slices.add_slice()
         return [*_calls(slices), *_retries(), *_losses(slices)]
 
 
 def _by_hand(slices: PretendSlices) -> tuple[Any, Callable[[Callable[[], Any]], list[Any]]]:
-    """A placement group on the hosts, and how one would run something once on each of them, in a process of its own."""
+    """Return a placement group on the hosts, and a hand-written function that runs a function once on each host.
+
+    Each run is in a new process.
+    """
     nodes = [slices.node_id("slice-1", worker) for worker in (0, 1)]
     group = placement_group(
         [{"CPU": 2, "TPU": 4}] * 2, bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in nodes]
@@ -56,16 +59,16 @@ def _by_hand(slices: PretendSlices) -> tuple[Any, Callable[[Callable[[], Any]], 
 
 
 def _calls(slices: PretendSlices) -> Iterator[Row]:
-    """In turns: both want the same chips, so each holds them for a few calls at a time."""
-    taken: dict[tuple[str, str], list[float]] = {}
+    """Measure calls in turns. Both sides need the same chips, so each holds them for a few calls at a time."""
+    seconds: dict[tuple[str, str], list[float]] = {}
 
-    def measure(who: str, run: Callable[[Callable[[], Any]], Any]) -> None:
-        run(nothing)  # the first one pays for what the group has just been placed for
+    def measure(side: str, run: Callable[[Callable[[], Any]], Any]) -> None:
+        run(nothing)  # The first call after the reservation is slower.
         for _ in range(4):
             for function in (nothing, large):
                 start = time.perf_counter()
                 run(function)
-                taken.setdefault((who, function.__name__), []).append(time.perf_counter() - start)
+                seconds.setdefault((side, function.__name__), []).append(time.perf_counter() - start)
 
     for _ in range(5):
         group, run = _by_hand(slices)
@@ -73,7 +76,7 @@ def _calls(slices: PretendSlices) -> Iterator[Row]:
         remove_placement_group(group)
         with TpuRemoteManager("v4-16") as manager:
             measure("ours", manager.run_function)
-    median = {key: float(np.median(times)) for key, times in taken.items()}
+    median = {key: float(np.median(times)) for key, times in seconds.items()}
     for function, what in (("nothing", "a call on 2 hosts"), ("large", "10 MB from each of 2 hosts")):
         base, ours = median["by hand", function], median["ours", function]
         yield Row(f"{what}, fresh processes, by hand", f"{base * 1e3:.0f} ms", "", True)
@@ -81,7 +84,7 @@ def _calls(slices: PretendSlices) -> Iterator[Row]:
 
 
 def _retries() -> Iterator[Row]:
-    """From the call, or from the failure, to the function's first line."""
+    """Measure the time from the call, or from the failure, to the function's first line."""
     with tempfile.TemporaryDirectory() as folder:
         firsts, seconds = [], []
         for number in range(7):
@@ -120,7 +123,7 @@ def _texts(path: Path) -> list[str]:
 
 
 def _losses(slices: PretendSlices) -> Iterator[Row]:
-    """From Ray's word that a node is dead to a verdict, with the siblings gone."""
+    """Measure the time from Ray's report that a node is dead to a `JobPreempted`, with the other tasks ended."""
     delays = []
     for _ in range(3):
         name = slices.add_slice(kind="v5p-16")
@@ -143,7 +146,7 @@ def _losses(slices: PretendSlices) -> Iterator[Row]:
             delays.append(ended - dead_at[0])
         slices.remove(name)
     worst = max(delays)
-    # A task may be told of a node's death before the table of nodes is.
+    # A task may fail because of a dead node before the table of nodes shows it as dead.
     measured = f"{worst:.1f} s after Ray says so" if worst >= 0 else f"{-worst:.1f} s before Ray says so"
     yield Row("a dead host: siblings gone and a verdict, worst of 3", measured, "under 10 s after", worst < 10)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment costs that is there, and one that is not, against uv and Ray by hand, in one run.
+"""Measure the cost of an existing environment and of a new one, against hand-written uv and Ray in one run.
 
-Needs a package index, or a uv that has Ray in its cache.
+The run needs a package index, or a uv whose cache contains Ray.
 
 python benchmarks/bench_venvs.py
 """
@@ -26,18 +26,18 @@ from fairlead_venvs import VenvSpec, create_local_venv, create_local_venv_on_eac
 
 UV = find_uv_bin()
 NODES = 4
-ASKING = 16
-WANTED = [f"ray=={ray.__version__}"]
+PROCESSES = 16
+REQUIREMENTS = [f"ray=={ray.__version__}"]
 PYPROJECT = f"""
 [project]
 name = "bench"
 version = "0.1"
 requires-python = ">=3.11"
-dependencies = {WANTED}
+dependencies = {REQUIREMENTS}
 [tool.uv]
 package = false
 """
-ASK = """
+REQUEST_LOOP = """
 import sys
 from fairlead_venvs import VenvSpec, create_local_venv
 spec = VenvSpec(requirements={wanted})
@@ -48,8 +48,8 @@ while name := sys.stdin.readline().strip():
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes a minute."""
-    # Ray puts sockets below it: short.
+    """Return every row of the table. The run takes a minute."""
+    # The path must be short, because Ray creates sockets in this folder.
     folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))
     before = dict(os.environ)
     os.environ.update(FAIRLEAD_VENV_DIR=str(folder / "venvs"), RAY_TMPDIR=str(folder))
@@ -86,16 +86,16 @@ def _cold(folder: Path) -> Iterator[Row]:
     def by_hand() -> None:
         place = folder / f"by-hand-{next(numbers)}"
         _uv("venv", "--relocatable", "--python", sys.executable, str(place), cwd=folder)
-        _uv("pip", "install", "--python", str(place / "bin" / "python"), *WANTED, cwd=folder)
+        _uv("pip", "install", "--python", str(place / "bin" / "python"), *REQUIREMENTS, cwd=folder)
 
     def ours() -> None:
-        create_local_venv(VenvSpec(requirements=WANTED), f"cold-{next(numbers)}")
+        create_local_venv(VenvSpec(requirements=REQUIREMENTS), f"cold-{next(numbers)}")
 
     def ours_first() -> None:
         shutil.rmtree(folder / "venvs" / ".resolved", ignore_errors=True)
         ours()
 
-    by_hand()  # from now on it is in uv's cache
+    by_hand()  # Fill uv's cache.
     hand, first, mine = interleaved(by_hand, ours_first, ours, repeats=7)
     ratio, ratio_first = mine.median / hand.median, first.median / hand.median
     yield Row("build an environment with Ray, by hand", str(hand), "", True)
@@ -104,36 +104,36 @@ def _cold(folder: Path) -> Iterator[Row]:
 
 
 def _many() -> Iterator[Row]:
-    """Processes that are up already ask for what is not there, one alone and all at once in turns."""
-    code = ASK.format(wanted=WANTED)
+    """Measure how long running processes wait for a new environment, one process alone and all at once, in turns."""
+    code = REQUEST_LOOP.format(wanted=REQUIREMENTS)
     command = [sys.executable, "-c", code]
-    asking = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(ASKING)
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)
     ]
 
-    def ask(some: list["subprocess.Popen[str]"], name: str) -> float:
+    def request(chosen: list["subprocess.Popen[str]"], name: str) -> float:
         start = time.perf_counter()
-        for process in some:
+        for process in chosen:
             assert process.stdin is not None
             process.stdin.write(f"{name}\n")
             process.stdin.flush()
-        answers = {process.stdout.readline() for process in some if process.stdout is not None}
+        answers = {process.stdout.readline() for process in chosen if process.stdout is not None}
         seconds = time.perf_counter() - start
         assert len(answers) == 1, answers
         return seconds
 
     try:
-        for process in asking:
+        for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
-        taken = [(ask(asking[:1], f"one-{number}"), ask(asking, f"all-{number}")) for number in range(7)]
+        times = [(request(processes[:1], f"one-{n}"), request(processes, f"all-{n}")) for n in range(7)]
     finally:
-        for process in asking:
-            process.communicate()  # closes its input, which ends it
-    one, everyone = (statistics.median(column) for column in zip(*taken, strict=True))
+        for process in processes:
+            process.communicate()  # This closes the input, which ends the process.
+    one, everyone = (statistics.median(column) for column in zip(*times, strict=True))
     ratio = everyone / one
     yield Row("one process asks for a new environment", f"{one:.2f} s", "", True)
-    yield Row(f"  {ASKING} at once", f"{everyone:.2f} s, {ratio:.2f}x", "at most 1.3x", ratio <= 1.3)
+    yield Row(f"  {PROCESSES} at once", f"{everyone:.2f} s, {ratio:.2f}x", "at most 1.3x", ratio <= 1.3)
 
 
 def _warm_on_nodes() -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _warm_on_nodes() -> Iterator[Row]:
             nothing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(row["NodeID"], soft=False))
             for row in ray.nodes()
         ]
-        spec = VenvSpec(requirements=WANTED)
+        spec = VenvSpec(requirements=REQUIREMENTS)
         create_local_venv_on_each_node(spec)
         empty, ours = interleaved(
             lambda: ray.get([task.remote() for task in on_each]),

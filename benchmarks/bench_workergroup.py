@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast worker groups are: ratios against hand-written Ray, measured in one run.
+"""Measure how fast worker groups are, against hand-written Ray in one run.
 
 python benchmarks/bench_workergroup.py
 """
@@ -38,7 +38,7 @@ WORKERS = 8
 
 
 class Worker:
-    """What both sides run."""
+    """The worker that both sides run."""
 
     def nothing(self) -> None:
         return None
@@ -53,13 +53,13 @@ class Worker:
         return value
 
     def keep(self, value: np.ndarray) -> None:
-        """As weights and data sets are kept: the store cannot use this memory again for the next call."""
+        """Keep the value, as workers keep weights, so the object store cannot reuse the memory for the next call."""
         self.__dict__.setdefault("kept", []).append(value)
 
 
 @ray.remote(num_cpus=0)
 class Initializer:
-    """The usual way: one more actor per worker, which creates it in an environment of its own."""
+    """An extra actor per worker that creates the worker, as other frameworks do to set its environment."""
 
     def create(self, rank: int, group: Any) -> Any:
         env_vars = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
@@ -72,13 +72,13 @@ class Initializer:
 
 
 def rows() -> list[Row]:
-    """Every row of the table; takes two minutes."""
+    """Return every row of the table. The run takes two minutes."""
     init_ray(address="local", num_cpus=3 * WORKERS)
     try:
-        found = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record(), *_losses()]
+        results = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record(), *_losses()]
     finally:
         ray.shutdown()
-    return [*found, *_status()]
+    return [*results, *_status()]
 
 
 @contextlib.contextmanager
@@ -125,20 +125,20 @@ def _calls() -> Iterator[Row]:
 
 
 def _sharded() -> Iterator[Row]:
-    """Pieces over dp=2, each to the four workers along tp; only one answer per piece is fetched."""
+    """Count the puts and bytes of pieces that are sharded over dp=2, with one result fetched per piece."""
     pieces = [np.ones(1_000_000), np.ones(1_000_000)]
     with _ours() as group:
         call = group.call("give_back", Shard(pieces, "dp"), collect="dp")
         call.result()
-        told = call.statistics()
-    yield Row("8 MB pieces over dp=2, the same over tp=4: puts", str(told.puts), "2, one a piece", told.puts == 2)
+        stats = call.statistics()
+    yield Row("8 MB pieces over dp=2, the same over tp=4: puts", str(stats.puts), "2, one a piece", stats.puts == 2)
     size = sum(piece.nbytes for piece in pieces)
-    near = size <= told.bytes_fetched < 1.01 * size
-    yield Row("  bytes fetched, one answer a piece", f"{told.bytes_fetched / 1e6:.2f} MB", "16 MB, no other", near)
+    near = size <= stats.bytes_fetched < 1.01 * size
+    yield Row("  bytes fetched, one answer a piece", f"{stats.bytes_fetched / 1e6:.2f} MB", "16 MB, no other", near)
 
 
 def _plans() -> Iterator[Row]:
-    """What a call costs the driver before Ray is asked for anything, from a plan that is not known yet."""
+    """Measure the cost of a call in the driver before it submits tasks, with a new plan and with a cached one."""
     method = Method("step", "plain", None)
     for workers, most in ((4_096, 0.020), (65_536, None)):
         axes = {"pp": workers // 512, "dp": 64, "tp": 8}
@@ -157,8 +157,7 @@ def _plans() -> Iterator[Row]:
                 batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
                 arguments = Arguments(put=lambda value: value)
                 rate = {"lr": plan.column("lr", 0.1)}
-                asked = requests(len(plan.called), method, [batch], rate, answers=plan.answers, arguments=arguments)
-                for _ in asked:
+                for _ in requests(len(plan.called), method, [batch], rate, answers=plan.answers, arguments=arguments):
                     pass
 
             (timing,) = interleaved(plan, repeats=11)
@@ -216,7 +215,7 @@ def _starts() -> Iterator[Row]:
 
 
 def _record() -> Iterator[Row]:
-    """What a worker pays for being seen, at each call."""
+    """Measure the cost of a worker's record at each call."""
     record = Record(["__init__", "step"])
 
     def call() -> None:
@@ -227,7 +226,7 @@ def _record() -> Iterator[Row]:
 
 
 def _losses() -> Iterator[Row]:
-    """From SIGKILL of a worker that is in a method to the error, and to the next answer of a group that restarts."""
+    """Measure the time from SIGKILL of a busy worker to the error, and to the next result after the restart."""
     seen, back = [], []
     with (
         RayVirtualCluster([WORKERS], use_gpus=False) as cluster,
@@ -240,22 +239,22 @@ def _losses() -> Iterator[Row]:
             os.kill(group.get_worker_status()[rank].pid, signal.SIGKILL)
             with contextlib.suppress(WorkerFailureError):
                 call.result()
-                raise AssertionError("the call has not met the death")
+                raise AssertionError("the call did not fail although a worker died")
             seen.append(time.perf_counter() - began)
             call.wait()
             began = time.perf_counter()
             group.call("nothing").result()
             back.append(time.perf_counter() - began)
     worst = max(seen)
-    shown = f"{statistics.median(seen) * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms"
-    yield Row("from SIGKILL of a worker to WorkerFailureError", shown, "under 2 s", worst < 2)
+    measured = f"{statistics.median(seen) * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms"
+    yield Row("from SIGKILL of a worker to WorkerFailureError", measured, "under 2 s", worst < 2)
     yield Row("  and then to an answer of all, the rank started again", f"{statistics.median(back):.2f} s", "", True)
 
 
 RECORDS = 64
 
 
-# In a process that has no threads yet, to be forked: each child writes a record, as a worker does that is in a method.
+# A separate process without threads runs this code, because it forks. Each child writes the record of a busy worker.
 WRITERS = f"""
 import os, signal, sys
 from fairlead_workergroup._remote.progress import Record
@@ -276,16 +275,16 @@ for pid in pids:
 
 @contextlib.contextmanager
 def _written_records() -> Iterator[list[int]]:
-    """The pids of processes that have each written a record."""
+    """Start processes that have each written a record, and yield their pids."""
     command = [sys.executable, "-c", WRITERS]
-    env = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "0"}  # a record asks who it is, which would start a Ray each
+    env = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "0"}  # Otherwise a record would start Ray in each process.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
         yield [int(pid) for pid in parent.stdout.readline().split()]
         parent.communicate("", timeout=60)
 
 
 def _status() -> Iterator[Row]:
-    """Four raylets with two workers each; the records of other processes beside theirs."""
+    """Measure the status of two workers on each of four raylets, alone and with the records of other processes."""
     with _written_records() as pids:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
@@ -303,7 +302,7 @@ def _status() -> Iterator[Row]:
                 ]
                 facts += group._workers_now
 
-                def asked() -> int:
+                def count_requests() -> int:
                     return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)
 
                 def status() -> None:
@@ -318,9 +317,9 @@ def _status() -> Iterator[Row]:
                     (f"  the same with {RECORDS} records beside theirs", read_all),
                 ):
                     look()
-                    before = asked()
+                    before = count_requests()
                     look()
-                    count = asked() - before
+                    count = count_requests() - before
                     (timing,) = interleaved(look, repeats=50)
                     yield Row(f"{what}: requests", f"{count}, {timing}", "4, one a node", count == 4)
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the benchmarks, print their tables and write them to benchmarks/RESULTS.md; fail if a row misses its bound."""
+"""Run the benchmarks, print their tables and write them to benchmarks/RESULTS.md. Fail if a row misses its bound."""
 
 import argparse
 import datetime
@@ -42,14 +42,19 @@ def machine() -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """The parts of an earlier run, by package."""
+    """Return the sections of an earlier run by package."""
     parts = text.split("\n## fairlead-")[1:]
     return {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in parts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("packages", nargs="*", choices=[[], *MODULES], help="by default all; others stay as they are")
+    parser.add_argument(
+        "packages",
+        nargs="*",
+        choices=[[], *MODULES],
+        help="packages to measure (default: all); the sections of other packages are kept",
+    )
     chosen = parser.parse_args().packages or list(MODULES)
     results = Path(__file__).with_name("RESULTS.md")
     known = sections(results.read_text()) if results.exists() else {}
@@ -59,9 +64,9 @@ def main() -> None:
         missed += [
             f"{name}: {row.what.strip()}: {row.measured}, must reach {row.must_reach}" for row in rows if not row.ok
         ]
-        shown = table(rows)
-        print(f"\n{name}\n{shown}", flush=True)
-        known[name] = f"{machine()}\n\n{shown}"
+        text = table(rows)
+        print(f"\n{name}\n{text}", flush=True)
+        known[name] = f"{machine()}\n\n{text}"
         parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
         results.write_text("\n\n".join(parts) + "\n")
     if missed:
