@@ -24,7 +24,7 @@ def rows() -> list[Row]:
     """Return every row of the table. The run takes up to two minutes and 6 GiB."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning", object_store_memory=4 * GIB)
     try:
-        return [*_transport(), *_planning(), *_packing(), *_gathering()]
+        return [*_transport_rows(), *_planning_rows(), *_packing_rows(), *_gather_rows()]
     finally:
         ray.shutdown()
 
@@ -34,7 +34,7 @@ def _lengths(count: int, median: int = 512, sigma: float = 1.0) -> np.ndarray:
     return np.clip(drawn.astype(np.int64), 1, CAPACITY)
 
 
-def _transport() -> Iterator[Row]:
+def _transport_rows() -> Iterator[Row]:
     """Measure how long it takes to put 1 GiB in eight tensors into Ray's object store, and to get it back."""
     tensors = {f"leaf {number}": torch.rand(1024, GIB // 8 // 4 // 1024) for number in range(8)}
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
@@ -45,12 +45,12 @@ def _transport() -> Iterator[Row]:
         torch.save(tensors, file)
         torch.load(io.BytesIO(ray.get(ray.put(file.getvalue()))))
 
-    def through(value: Any) -> None:
+    def put_and_get(value: Any) -> None:
         ray.get(ray.put(value))
 
-    through(copied)
+    put_and_get(copied)
     saved, ours, views, plain = interleaved(
-        by_torch_save, lambda: through(copied), lambda: through(viewed), lambda: through(arrays), repeats=7
+        by_torch_save, lambda: put_and_get(copied), lambda: put_and_get(viewed), lambda: put_and_get(arrays), repeats=7
     )
     yield Row("put and get 1 GiB of tensors by torch.save", str(saved), "", True)
     ratio = saved.median / ours.median
@@ -60,7 +60,7 @@ def _transport() -> Iterator[Row]:
     yield Row("  of tensors as a batch, read_only", f"{views}: {ratio:.2f}x", "<= 1.3x", ratio <= 1.3)
 
 
-def _planning() -> Iterator[Row]:
+def _planning_rows() -> Iterator[Row]:
     """Measure planning through the call that also shards. The tokens have no bytes, so the gather costs nothing."""
     lengths = torch.from_numpy(_lengths(SEQUENCES))
     batch = BatchedDataDict(tokens=torch.zeros(SEQUENCES, CAPACITY, 0), length=lengths)
@@ -86,7 +86,7 @@ def _planning() -> Iterator[Row]:
         yield Row(what, f"{timing}: {ratio:.1f}x", ">= 8x faster", ratio >= 8)
 
 
-def _packing() -> Iterator[Row]:
+def _packing_rows() -> Iterator[Row]:
     for median, sigma, most in ((512, 1.0, 1.01), (3000, 0.5, 1.08)):
         lengths = {count: _lengths(count, median, sigma) for count in (SEQUENCES, 2 * SEQUENCES)}
         for algorithm in ("first_fit_decreasing", "modified_first_fit_decreasing", "balanced"):
@@ -109,7 +109,7 @@ def _packing() -> Iterator[Row]:
             yield Row("  twice as many", f"{growth:.2f}x", "<= 2.4x" if bounded else "", growth <= 2.4 or not bounded)
 
 
-def _gathering() -> Iterator[Row]:
+def _gather_rows() -> Iterator[Row]:
     """Measure sharding without packing against one hand-written gather of each tensor."""
     batch = BatchedDataDict({name: torch.rand(SEQUENCES, 512) for name in "abc"})
     order = torch.arange(SEQUENCES).reshape(-1, SHARDS, 16).swapaxes(0, 1).reshape(-1)

@@ -22,12 +22,12 @@ def rows() -> list[Row]:
     """Return every row of the table. The run takes half a minute."""
     init_ray(address="local", num_cpus=2 * BUNDLES, num_gpus=BUNDLES)
     try:
-        return [*_reserving(), *_accelerators(), *_refusing(), *planning_rows()]
+        return [*_reservation_rows(), *_accelerator_rows(), *_refusal_rows(), *planning_rows()]
     finally:
         ray.shutdown()
 
 
-def _reserving() -> Iterator[Row]:
+def _reservation_rows() -> Iterator[Row]:
     seconds: dict[str, list[float]] = {"by hand": [], "ours": []}
 
     def wait_until_free() -> None:
@@ -57,18 +57,18 @@ def _reserving() -> Iterator[Row]:
     yield Row("  by cluster, slots included", f"{more:+.1f} ms", "at most 10 ms more", more <= 10)
 
 
-def _accelerators() -> Iterator[Row]:
+def _accelerator_rows() -> Iterator[Row]:
     """Count the tasks that read the ids of accelerators: one task for each bundle, all at once."""
     tasks: list[int] = []
     remote = ray.remote
 
-    def counting(function: Any) -> Any:
+    def count_remote(function: Any) -> Any:
         tasks.append(1)
         return remote(function)
 
     with RayVirtualCluster([BUNDLES]) as warm:
         warm.slots()
-    ray.remote = counting
+    ray.remote = count_remote
     try:
         start = time.perf_counter()
         with RayVirtualCluster([BUNDLES]) as cluster:
@@ -80,7 +80,7 @@ def _accelerators() -> Iterator[Row]:
     yield Row(f"reserve {BUNDLES} bundles with a GPU each", measured, "a task each", len(tasks) == BUNDLES)
 
 
-def _refusing() -> Iterator[Row]:
+def _refusal_rows() -> Iterator[Row]:
     start = time.perf_counter()
     try:
         RayVirtualCluster([1000], use_gpus=False).reserve()

@@ -23,7 +23,7 @@ def planning_rows() -> list[Row]:
     gc.collect()
     gc.freeze()  # Objects that exist already should not slow down the measurements.
     try:
-        return [*_planning(), *_refusing(), *_sharing()]
+        return [*_plan_rows(), *_refusal_rows(), *_sharing_rows()]
     finally:
         gc.unfreeze()
 
@@ -61,7 +61,7 @@ def _make_pipeline(count: int) -> Callable[[], None]:
     return run_pipeline
 
 
-def _planning() -> Iterator[Row]:
+def _plan_rows() -> Iterator[Row]:
     nodes, asks = physical_order(_nodes(NODES)), _asks(NODES)
     segments, one, two = interleaved(
         lambda: plan(asks, nodes, segment_size=DOMAIN), _make_pipeline(NODES), _make_pipeline(2 * NODES), repeats=9
@@ -73,7 +73,7 @@ def _planning() -> Iterator[Row]:
     yield Row("  the plan alone, in segments", str(segments), "under 300 ms", segments.median < 0.3)
 
 
-def _refusing() -> Iterator[Row]:
+def _refusal_rows() -> Iterator[Row]:
     few, many = _nodes(1_000), _nodes(2_000)
     over, twice = _asks(1_001), _asks(2_001)
     assert never_fits(over, few)
@@ -83,7 +83,7 @@ def _refusing() -> Iterator[Row]:
     yield Row("  the same for 2,001 on 2,000, against this", f"{ratio:.2f}x", "about 2x", ratio < 2.8)
 
 
-def _sharing() -> Iterator[Row]:
+def _sharing_rows() -> Iterator[Row]:
     nodes = _nodes(1_000)
     half, mixed = _asks(2_000, GPUS // 2), _asks(900) + [Ask(900 + at, 1 + at % 3, BUNDLE) for at in range(400)]
     assert plan(half, nodes) is not None

@@ -17,7 +17,7 @@ SMALL, LARGE, HUGE = (2, 2, 2), (1024, 8, 8), (16384, 8, 8)
 
 def rows() -> list[Row]:
     """Return every row of the table. The run takes a few seconds."""
-    return [*_building(), *_coords(), *_planning(), *_cached(), *_huge()]
+    return [*_construction_rows(), *_coordinate_rows(), *_planning_rows(), *_cached_plan_rows(), *_huge_mesh_rows()]
 
 
 def _layouts(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -33,14 +33,14 @@ def _seconds(*functions: Callable[[], object], repeats: int = 15, calls: int = 1
     return [timing.median for timing in interleaved(*functions, repeats=repeats, calls=calls)]
 
 
-def _building() -> Iterator[Row]:
+def _construction_rows() -> Iterator[Row]:
     for kind, layout in _layouts(LARGE).items():
         ours, unique = _seconds(lambda: NamedSharding(layout, NAMES), lambda: np.unique(layout))  # noqa: B023
         ratio = ours / unique
         yield Row(f"build 65,536 {kind} ranks, against np.unique", f"{ratio:.2f}x", "< 3x", ratio < 3)
 
 
-def _coords() -> Iterator[Row]:
+def _coordinate_rows() -> Iterator[Row]:
     for kind, layout in _layouts(LARGE).items():
         sharding = NamedSharding(layout, NAMES)
         small = NamedSharding(_layouts(SMALL)[kind], NAMES)
@@ -63,7 +63,7 @@ def _coords() -> Iterator[Row]:
         yield Row(f"  the same, against one of 8 {kind} ranks", f"{growth:.2f}x", "about 1x", growth < 2)
 
 
-def _planning() -> Iterator[Row]:
+def _planning_rows() -> Iterator[Row]:
     for kind, layout in _layouts(LARGE).items():
         # Scanning for every rank takes too long, so the time for all ranks is extrapolated from a sample.
         sample = layout.ravel()[:: layout.size // 64].tolist()
@@ -76,7 +76,7 @@ def _planning() -> Iterator[Row]:
         yield Row(what, f"{ratio:,.0f}x faster", ">= 500x", ratio >= 500)
 
 
-def _cached() -> Iterator[Row]:
+def _cached_plan_rows() -> Iterator[Row]:
     shardings = [NamedSharding.from_shape(**dict(zip(NAMES, shape, strict=True))) for shape in (SMALL, LARGE)]
     few, many = _seconds(
         *(lambda sharding=sharding: sharding.plan(["dp"], ["pp", "tp"], ["tp"]) for sharding in shardings), calls=2000
@@ -85,7 +85,7 @@ def _cached() -> Iterator[Row]:
     yield Row("  the same, against 8 ranks", f"{many / few:.2f}x", "about 1x", many / few < 2)
 
 
-def _huge() -> Iterator[Row]:
+def _huge_mesh_rows() -> Iterator[Row]:
     for kind, layout in _layouts(HUGE).items():
         (seconds,) = _seconds(lambda: NamedSharding(layout, NAMES).plan("dp", ["pp", "tp"], "tp"), repeats=5)  # noqa: B023
         yield Row(f"build and plan 1,048,576 {kind} ranks", f"{seconds:.2f} s", "< 0.5 s", seconds < 0.5)

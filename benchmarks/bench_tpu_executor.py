@@ -36,7 +36,7 @@ def rows() -> list[Row]:
     """Return every row of the table. The run takes two minutes."""
     with PretendSlices() as slices:
         slices.add_slice()
-        return [*_calls(slices), *_retries(), *_losses(slices)]
+        return [*_call_rows(slices), *_retry_rows(), *_loss_rows(slices)]
 
 
 def _by_hand(slices: PretendSlices) -> tuple[Any, Callable[[Callable[[], Any]], list[Any]]]:
@@ -58,7 +58,7 @@ def _by_hand(slices: PretendSlices) -> tuple[Any, Callable[[Callable[[], Any]], 
     return group, run
 
 
-def _calls(slices: PretendSlices) -> Iterator[Row]:
+def _call_rows(slices: PretendSlices) -> Iterator[Row]:
     """Measure calls in turns. Both sides need the same chips, so each holds them for a few calls at a time."""
     seconds: dict[tuple[str, str], list[float]] = {}
 
@@ -83,13 +83,13 @@ def _calls(slices: PretendSlices) -> Iterator[Row]:
         yield Row("  by a warm manager", f"{ours / base:.2f}x, {ours * 1e3:.0f} ms", "at most 1.2x", ours <= 1.2 * base)
 
 
-def _retries() -> Iterator[Row]:
+def _retry_rows() -> Iterator[Row]:
     """Measure the time from the call, or from the failure, to the function's first line."""
     with tempfile.TemporaryDirectory() as folder:
         firsts, seconds = [], []
         for number in range(7):
 
-            def once(path: str) -> str:
+            def fail_once(path: str) -> str:
                 times = Path(path, os.environ["EXECUTOR_CALL_INDEX"])
                 times.touch()
                 with times.open("a") as file:
@@ -102,10 +102,10 @@ def _retries() -> Iterator[Row]:
             path.mkdir()
             began = time.time()
             with SlicePool("v4-16") as pool:
-                nodes = pool.run(once, str(path))
+                nodes = pool.run(fail_once, str(path))
                 assert pool.statistics().reservations == 1
                 assert nodes == list(pool.slices[0].node_ids)
-            first, second = ([float(line.split()[at]) for line in _texts(path)] for at in (0, 1))
+            first, second = ([float(line.split()[at]) for line in _read_files(path)] for at in (0, 1))
             firsts.append(max(first) - began)
             seconds.append(max(second) - max(first))
     base, again = float(np.median(firsts)), float(np.median(seconds))
@@ -118,11 +118,11 @@ def _retries() -> Iterator[Row]:
     )
 
 
-def _texts(path: Path) -> list[str]:
+def _read_files(path: Path) -> list[str]:
     return [one.read_text() for one in sorted(path.iterdir())]
 
 
-def _losses(slices: PretendSlices) -> Iterator[Row]:
+def _loss_rows(slices: PretendSlices) -> Iterator[Row]:
     """Measure the time from Ray's report that a node is dead to a `JobPreempted`, with the other tasks ended."""
     delays = []
     for _ in range(3):

@@ -54,7 +54,7 @@ def rows() -> list[Row]:
     before = dict(os.environ)
     os.environ.update(FAIRLEAD_VENV_DIR=str(folder / "venvs"), RAY_TMPDIR=str(folder))
     try:
-        return [*_warm(folder), *_cold(folder), *_many(), *_warm_on_nodes()]
+        return [*_warm_rows(folder), *_cold_rows(folder), *_concurrent_rows(), *_warm_node_rows()]
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -66,7 +66,7 @@ def _uv(*arguments: str, cwd: Path) -> None:
     subprocess.run([UV, *arguments], cwd=cwd, env=env, check=True, capture_output=True)
 
 
-def _warm(folder: Path) -> Iterator[Row]:
+def _warm_rows(folder: Path) -> Iterator[Row]:
     project = folder / "project"
     project.mkdir()
     (project / "pyproject.toml").write_text(PYPROJECT)
@@ -80,7 +80,7 @@ def _warm(folder: Path) -> Iterator[Row]:
     yield Row("  an environment that is there", f"{ours}, {ratio:.1f}x faster", "at least 3x faster", ratio >= 3)
 
 
-def _cold(folder: Path) -> Iterator[Row]:
+def _cold_rows(folder: Path) -> Iterator[Row]:
     numbers = iter(range(1000))
 
     def by_hand() -> None:
@@ -103,7 +103,7 @@ def _cold(folder: Path) -> Iterator[Row]:
     yield Row("  by spec, resolved for it", f"{first}, {ratio_first:.2f}x", "at most 2.5x", ratio_first <= 2.5)
 
 
-def _many() -> Iterator[Row]:
+def _concurrent_rows() -> Iterator[Row]:
     """Measure how long running processes wait for a new environment, one process alone and all at once, in turns."""
     code = REQUEST_LOOP.format(wanted=REQUIREMENTS)
     command = [sys.executable, "-c", code]
@@ -136,7 +136,7 @@ def _many() -> Iterator[Row]:
     yield Row(f"  {PROCESSES} at once", f"{everyone:.2f} s, {ratio:.2f}x", "at most 1.3x", ratio <= 1.3)
 
 
-def _warm_on_nodes() -> Iterator[Row]:
+def _warm_node_rows() -> Iterator[Row]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         for _ in range(NODES - 1):

@@ -75,14 +75,22 @@ def rows() -> list[Row]:
     """Return every row of the table. The run takes two minutes."""
     init_ray(address="local", num_cpus=3 * WORKERS)
     try:
-        results = [*_calls(), *_replicated(), *_sharded(), *_starts(), *_plans(), *_record(), *_losses()]
+        results = [
+            *_call_rows(),
+            *_replication_rows(),
+            *_sharding_rows(),
+            *_start_rows(),
+            *_plan_rows(),
+            *_record_rows(),
+            *_loss_rows(),
+        ]
     finally:
         ray.shutdown()
-    return [*results, *_status()]
+    return [*results, *_status_rows()]
 
 
 @contextlib.contextmanager
-def _ours() -> Iterator[RayWorkerGroup]:
+def _start_group() -> Iterator[RayWorkerGroup]:
     with (
         RayVirtualCluster([WORKERS], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=4)) as group,
@@ -91,7 +99,7 @@ def _ours() -> Iterator[RayWorkerGroup]:
 
 
 @contextlib.contextmanager
-def _by_hand() -> Iterator[list[Any]]:
+def _start_by_hand() -> Iterator[list[Any]]:
     group = placement_group([{"CPU": 1}] * WORKERS)
     ray.get(group.ready())
     strategies = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(WORKERS)]
@@ -103,8 +111,8 @@ def _by_hand() -> Iterator[list[Any]]:
     remove_placement_group(group)
 
 
-def _calls() -> Iterator[Row]:
-    with _ours() as group, _by_hand() as workers:
+def _call_rows() -> Iterator[Row]:
+    with _start_group() as group, _start_by_hand() as workers:
 
         def by_hand() -> None:
             ray.get([worker.nothing.remote() for worker in workers])
@@ -124,10 +132,10 @@ def _calls() -> Iterator[Row]:
             yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.15x", ratio <= 1.15)
 
 
-def _sharded() -> Iterator[Row]:
+def _sharding_rows() -> Iterator[Row]:
     """Count the puts and bytes of pieces that are sharded over dp=2, with one result fetched per piece."""
     pieces = [np.ones(1_000_000), np.ones(1_000_000)]
-    with _ours() as group:
+    with _start_group() as group:
         call = group.call("give_back", Shard(pieces, "dp"), collect="dp")
         call.result()
         stats = call.statistics()
@@ -137,7 +145,7 @@ def _sharded() -> Iterator[Row]:
     yield Row("  bytes fetched, one answer a piece", f"{stats.bytes_fetched / 1e6:.2f} MB", "16 MB, no other", near)
 
 
-def _plans() -> Iterator[Row]:
+def _plan_rows() -> Iterator[Row]:
     """Measure the cost of a call in the driver before it submits tasks, with a new plan and with a cached one."""
     method = Method("step", "plain", None)
     for workers, most in ((4_096, 0.020), (65_536, None)):
@@ -166,13 +174,13 @@ def _plans() -> Iterator[Row]:
             yield Row(what, str(timing), wanted, most is None or timing.median < most)
 
 
-def _replicated() -> Iterator[Row]:
+def _replication_rows() -> Iterator[Row]:
     value = np.ones(4_000_000)  # 32 MB
     for method, how, repeats, least in (
         ("keep", "that they keep", 11, 5),
         ("size", "that they drop at once", 15, None),
     ):
-        with _ours() as group, _by_hand() as workers:
+        with _start_group() as group, _start_by_hand() as workers:
 
             def by_value() -> None:
                 ray.get([getattr(worker, method).remote(value) for worker in workers])  # noqa: B023
@@ -190,9 +198,9 @@ def _replicated() -> Iterator[Row]:
         yield Row("  puts of one such call", f"{puts:g}", "1", puts == 1)
 
 
-def _starts() -> Iterator[Row]:
+def _start_rows() -> Iterator[Row]:
     def ours() -> None:
-        with _ours() as group:
+        with _start_group() as group:
             group.call("nothing").result()
 
     def initializers() -> None:
@@ -214,7 +222,7 @@ def _starts() -> Iterator[Row]:
     yield Row("  by worker group, end included", f"{ratio:.1f}x faster, {timing}", "at least 2.5x faster", ratio >= 2.5)
 
 
-def _record() -> Iterator[Row]:
+def _record_rows() -> Iterator[Row]:
     """Measure the cost of a worker's record at each call."""
     record = Record(["__init__", "step"])
 
@@ -225,7 +233,7 @@ def _record() -> Iterator[Row]:
     yield Row("what a worker's record costs a call", str(timing), "at most 2 us", timing.median <= 2e-6)
 
 
-def _losses() -> Iterator[Row]:
+def _loss_rows() -> Iterator[Row]:
     """Measure the time from SIGKILL of a busy worker to the error, and to the next result after the restart."""
     seen, back = [], []
     with (
@@ -274,7 +282,7 @@ for pid in pids:
 
 
 @contextlib.contextmanager
-def _written_records() -> Iterator[list[int]]:
+def _start_record_writers() -> Iterator[list[int]]:
     """Start processes that have each written a record, and yield their pids."""
     command = [sys.executable, "-c", WRITERS]
     env = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "0"}  # Otherwise a record would start Ray in each process.
@@ -283,9 +291,9 @@ def _written_records() -> Iterator[list[int]]:
         parent.communicate("", timeout=60)
 
 
-def _status() -> Iterator[Row]:
+def _status_rows() -> Iterator[Row]:
     """Measure the status of two workers on each of four raylets, alone and with the records of other processes."""
-    with _written_records() as pids:
+    with _start_record_writers() as pids:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
             for _ in range(3):

@@ -66,7 +66,7 @@ class Driver:
         """Let the function run to its next `yield`."""
         self._send(ray.cloudpickle.dumps(value))
 
-    def answer(self, timeout_s: float = 60.0) -> Any:
+    def receive(self, timeout_s: float = 60.0) -> Any:
         """Return the next value that the function yields or returns, or raise its exception."""
         kind, value = self._receive(timeout_s)
         if kind == "ended":
@@ -76,7 +76,7 @@ class Driver:
     def step(self, value: Any = None, *, timeout_s: float = 60.0) -> Any:
         """Resume the function, and return its next value."""
         self.resume(value)
-        return self.answer(timeout_s)
+        return self.receive(timeout_s)
 
     def finish(self, timeout_s: float = 60.0) -> None:
         """Run the function to its end, which includes the check for leaks."""

@@ -56,7 +56,7 @@ def run(channel: Connection, generator: Generator[Any, Any, None]) -> None:
     with contextlib.closing(generator), contextlib.suppress(StopIteration):
         while True:
             value = ray.cloudpickle.loads(channel.recv_bytes())
-            send(channel, "answer", generator.send(value))
+            send(channel, "value", generator.send(value))
 
 
 def send(channel: Connection, kind: str, value: Any) -> None:

@@ -170,13 +170,13 @@ class Hosts:
         attach: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> Driver:
-        """Start a driver on the head, to be led step by step.
+        """Start a driver on the head that the test runs step by step.
 
         Args:
-            function: it and its module's functions and classes travel by value.
-            args: its arguments.
-            attach: attach to the cluster before, and assert afterwards that nothing was lost or left behind.
-            env: variables of the driver.
+            function: the function to run. It is pickled by value, with the functions and classes of its module.
+            args: arguments of the function.
+            attach: whether to attach to the cluster first, and to check at the end for lost or leaked resources.
+            env: environment variables of the driver.
         """
         self._drivers += 1
         return Driver(

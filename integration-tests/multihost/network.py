@@ -119,7 +119,7 @@ def _remove(name: str) -> None:
         _ip("netns", "del", space)
     shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
     if left:
-        raise RuntimeError(f"processes {left} in {name} could not be ended")
+        raise RuntimeError(f"processes {left} in {name} did not end after SIGKILL")
 
 
 def _namespaces() -> list[str]:

@@ -55,7 +55,7 @@ def test_leases_exclude_each_other(hosts):
         assert one.step() == other.step()
         for each in both:
             each.resume()
-        assert len({port for each in both for port in each.answer()}) == 128
+        assert len({port for each in both for port in each.receive()}) == 128
         for each in both:
             each.step()
 

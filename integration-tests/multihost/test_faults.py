@@ -147,7 +147,7 @@ def test_lost_host_is_replaced(hosts, start_spare):
         hosts.kill(lost)
         driving.resume()  # The driver waits for the host that joins next.
         new = start_spare()
-        assert driving.answer() == [new.address] * 2
+        assert driving.receive() == [new.address] * 2
         driving.step()
         hosts.kill(new)
 

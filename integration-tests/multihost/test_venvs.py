@@ -223,7 +223,7 @@ def test_hosts_that_fail(apart, place, env):
             time.sleep(0.05)
         assert asleep.exists()
         apart.kill(apart.host_at(dies))
-        errors, text, left, python = leading.answer(timeout_s=90)
+        errors, text, left, python = leading.receive(timeout_s=90)
 
     by_address = {node.split()[0]: (kind, output) for kind, node, output in errors}
     assert set(by_address) == {fails, dies, without}
