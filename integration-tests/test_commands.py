@@ -44,7 +44,7 @@ def test_commands(page):
                 assert re.sub(r"\[.*", "", name).removeprefix("fairlead-") in PACKAGES, command
             case ["python", "-m", module, *more]:
                 package = module.removeprefix("fairlead_").replace("_", "-")
-                tests = "".join(path.read_text() for path in ROOT.glob(f"packages/{package}/tests/test_*.py"))
+                tests = "".join(path.read_text() for path in ROOT.glob(f"packages/{package}/tests/**/*.py"))
                 named = re.findall(r"\w+", more[0]) if more else []
                 assert f'"-m", "{module}"' in tests, command
                 assert all(f'"{name}"' in tests for name in named), command
