@@ -26,11 +26,11 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _pieces, _planned, plan_call
-from fairlead_workergroup._calls.requests import requests
-from fairlead_workergroup._observe.failures import WorkerFacts
-from fairlead_workergroup._observe.query import looked_at
-from fairlead_workergroup._remote import records as _records
-from fairlead_workergroup._remote.host import start_tick
+from fairlead_workergroup._calls.sender import make_requests
+from fairlead_workergroup._members import WorkerFacts
+from fairlead_workergroup._observe.query import ask_nodes
+from fairlead_workergroup._remote import progress as _records
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import Record
 from fairlead_workergroup._start.worker_class import Method
 
@@ -165,7 +165,10 @@ def _plan_rows() -> Iterator[Row]:
                 batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
                 arguments = Arguments(put=lambda value: value)
                 rate = {"lr": plan.column("lr", 0.1)}
-                for _ in requests(len(plan.called), method, [batch], rate, answers=plan.answers, arguments=arguments):
+                asked = make_requests(
+                    len(plan.called), method, [batch], rate, answers=plan.answers, arguments=arguments
+                )
+                for _ in asked:
                     pass
 
             (timing,) = interleaved(plan, repeats=11)
@@ -308,7 +311,7 @@ def _status_rows() -> Iterator[Row]:
                 facts = [
                     WorkerFacts(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
                 ]
-                facts += group._workers_now
+                facts += group._roster.snapshot().facts
 
                 def count_requests() -> int:
                     return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)
@@ -317,7 +320,7 @@ def _status_rows() -> Iterator[Row]:
                     group.get_worker_status()
 
                 def read_all() -> None:
-                    read = looked_at(facts, _records.look, lambda worker: worker.process, 300.0, False)
+                    read = ask_nodes(facts, _records.look, lambda worker: worker.process, 300.0, False)
                     assert sum(one.get("method") == "step" for one in read) == RECORDS
 
                 for what, look in (

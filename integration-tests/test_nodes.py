@@ -85,9 +85,9 @@ def test_group_over_two_nodes(three_nodes):
 def test_restart_without_free_slots(three_nodes):
     """A restart that finds no slots fails and does not count as a restart. Once a node joins, a restart succeeds."""
     with RayVirtualCluster([4, 4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as group:
-        gone = next(node for node in three_nodes.worker_nodes if node.node_id == group._places[-1].slot.node_id)
+        gone = next(node for node in three_nodes.worker_nodes if node.node_id == group.worker_metadata[-1]["node_id"])
         three_nodes.remove_node(gone, allow_graceful=False)
-        group._start_timeout_s = 1.0  # Do not wait for minutes until slots become free.
+        group._launcher.timeout_s = 1.0  # Do not wait for minutes until slots become free.
         deadline = time.monotonic() + 60
         while gone.node_id in alive_nodes():
             assert time.monotonic() < deadline
@@ -95,7 +95,7 @@ def test_restart_without_free_slots(three_nodes):
         for _ in range(3):
             with pytest.raises(WorkerFailureError, match="other nodes have no room for them"):
                 group.restart_failed_workers()
-        group._start_timeout_s = 60.0
+        group._launcher.timeout_s = 60.0
         three_nodes.add_node(num_cpus=4)
         three_nodes.wait_for_nodes()
         assert group.restart_failed_workers() == [4, 5, 6, 7]

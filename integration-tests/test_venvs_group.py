@@ -109,7 +109,7 @@ def test_registered_environment(local_ray, specs):
             RayWorkerGroup(cluster, RayWorkerBuilder("far_away.Worker", 40)) as group,
         ):
             assert group.call("facts", collect=()).result()[0] == "2.0"
-            os.kill(group._workers_now[0].pid, 9)
+            os.kill(group.get_worker_status()[0].pid, 9)
             deadline = time.monotonic() + 60
             while not group.restart_failed_workers():
                 assert time.monotonic() < deadline, "the group did not detect that the worker died"

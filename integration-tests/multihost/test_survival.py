@@ -166,7 +166,7 @@ def test_killed_driver(hosts):
         with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, name="doomed") as cluster:
             group = RayWorkerGroup(cluster, Member, memory_limit="4GB")
             group.call("sleep", 600)
-            yield [who.pid for who in group._workers_now], (group.master_address, group.master_port)
+            yield [worker.pid for worker in group.get_worker_status()], (group.master_address, group.master_port)
             yield
 
     def second(address, port):

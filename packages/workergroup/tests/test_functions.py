@@ -16,8 +16,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import CallTimeoutError, PerWorker, RayWorkerGroup, Shard, WorkerFailureError, current_worker
 from fairlead_workergroup._remote.describe import describe
-from fairlead_workergroup._start.functions import function_kind, function_name, pickled_function
-from fairlead_workergroup._start.worker_class import Method, WorkerClass
+from fairlead_workergroup._start.worker_class import Method, WorkerClass, function_kind, function_name, pickled_function
 from fairlead_workergroup.testing import slow
 
 from .calling import Worker

@@ -263,4 +263,5 @@ def test_an_item_that_kills(local_ray):
         with pytest.raises(WorkerFailureError) as caught:
             list(group.map("work", [("fatal", 0)]))
         assert caught.value.__notes__[-1].endswith("workers lost with it: 3")
-        assert len([o for o in group.at(worker=slice(0, 4)).ranks if o not in group._lost]) == 1
+        states = [status.state for status in group.get_worker_status()[:4]]
+        assert len([state for state in states if state != "dead"]) == 1

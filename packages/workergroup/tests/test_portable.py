@@ -8,7 +8,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, RemoteError
-from fairlead_workergroup._remote.portable import make_portable
+from fairlead_workergroup._remote.host import make_portable
 
 
 class TwoArgumentsError(Exception):

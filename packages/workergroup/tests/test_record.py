@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._remote import progress as _record
-from fairlead_workergroup._remote.host import start_tick
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import (
     CANCELLED_AT,
     CANCELLED_KEPT,
@@ -24,11 +24,13 @@ from fairlead_workergroup._remote.progress import (
     STATES_AT,
     OverlappingRecord,
     Record,
+    cancel_tasks,
+    look,
     open_record,
     read_record,
+    read_records,
     write_cancelled,
 )
-from fairlead_workergroup._remote.records import cancel_tasks, look, read_records
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from fairlead_workergroup import (
     WorkerGroupError,
     current_worker,
 )
-from fairlead_workergroup._lifecycle import restart as _restart
 from fairlead_workergroup._observe import observer as _watching
+from fairlead_workergroup._observe.failures import Verdicts
 from fairlead_workergroup._ray_private import how_it_ended
 from fairlead_workergroup.testing import kill
 
@@ -119,7 +119,7 @@ class Worker:
     def raise_loss(self):
         raise WorkerFailureError((), "of a group of mine")
 
-    def map_until_looked_at(self, block):
+    def map_until_ask_nodes(self, block):
         """Have all pages of a large value resident for several looks of the guard."""
         total = int(block.sum())
         time.sleep(1.0)
@@ -169,6 +169,10 @@ def made(local_ray) -> Iterator:
             assert group.shutdown()
 
 
+def is_restarting(group):
+    return any(worker["state"] == "restarting" for worker in group.worker_metadata)
+
+
 def die(group, *ranks):
     """End workers from inside, and wait until a call has met it."""
     call = group.call("die", ranks)
@@ -209,7 +213,7 @@ def test_nothing_is_kept_of_earlier_starts(local_ray, eventually):
 def test_a_death_that_no_call_has_met(made, monkeypatch, explained):
     """restart_failed_workers asks Ray who is dead, whether or not Ray says of what."""
     if not explained:
-        monkeypatch.setattr(_restart, "note_causes", lambda group, dead, within_s: None)
+        monkeypatch.setattr(Verdicts, "note_causes", lambda verdicts, dead, within_s: None)
     group = made()
     os.kill(group.call("pid").result()[3], signal.SIGKILL)
     deadline = time.monotonic() + 30
@@ -352,14 +356,14 @@ def test_a_look_during_a_restart(made, monkeypatch):
     group = made()
     die(group, 1)
     pid = group.get_worker_status()[1].pid
-    ask = _watching.looked_at
+    ask = _watching.ask_nodes
 
     def restart_meanwhile(*args):
         group.restart_failed_workers()
         return ask(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_watching, "looked_at", restart_meanwhile)
+        patched.setattr(_watching, "ask_nodes", restart_meanwhile)
         before = group.get_worker_status()[1]
     assert (before.pid, before.state, before.incarnation, before.restarts) == (pid, "dead", 0, 0)
     assert group.worker_metadata[1]["state"] == "alive"
@@ -409,7 +413,7 @@ def test_shut_down_while_it_restarts(made):
     die(group, 1)
     with ThreadPoolExecutor() as pool:
         call = pool.submit(group.call, "pid")
-        while not group._restarting:
+        while not is_restarting(group):
             time.sleep(0.01)
         time.sleep(1.0)
         group.shutdown()
@@ -427,7 +431,7 @@ def test_a_deadline_covers_a_restart(made, tmp_path, eventually):
     die(group, 1)
     with pytest.raises(CallTimeoutError, match="'pid' was not sent to its 4 workers"):
         group.call("pid", timeout=0.2)
-    assert eventually(lambda: group._restarting)
+    assert eventually(lambda: is_restarting(group))
     for view in (group, group.at(dp=1)):
         with pytest.raises(
             CallTimeoutError, match=r"A restart of rank\(s\) 1 has been under way for .* goes on"
@@ -470,7 +474,7 @@ def test_an_event_loop_runs_on_during_a_restart(made, tmp_path, eventually):
         streamed = asyncio.create_task(anext(items.stream()))
         gathered = asyncio.gather(*waiting)
         with ThreadPoolExecutor() as threads:
-            assert await asyncio.get_running_loop().run_in_executor(threads, eventually, lambda: group._restarting)
+            assert await asyncio.get_running_loop().run_in_executor(threads, eventually, lambda: is_restarting(group))
         assert not group.call("pid").done()
         gate.touch()
         doubled, _, noted = await asyncio.wait_for(gathered, 120)
@@ -582,7 +586,7 @@ def test_memory_limit(made):
 def test_memory_that_counts(made):
     """Values in the object store do not count for a worker that maps them; what its children hold does."""
     group = made(restart_on_failure=True, memory_limit="300MB")
-    assert group.at(dp=1, tp=0).call("map_until_looked_at", np.ones(50 * MB)).result() == [50 * MB]
+    assert group.at(dp=1, tp=0).call("map_until_ask_nodes", np.ones(50 * MB)).result() == [50 * MB]
     with pytest.raises(WorkerFailureError) as caught:
         group.at(dp=1, tp=0).call("start_child", 400_000_000).result()
     (failure,) = caught.value.failures

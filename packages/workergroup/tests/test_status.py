@@ -109,7 +109,7 @@ def test_what_is_told(group, eventually):
     assert (status.method, status.step, status.message) == ("work", 7, "half of it")
     assert 0 <= status.since_progress_s <= status.running_s < 60
     assert (status.node_id, status.incarnation, status.restarts) == (group.worker_metadata[5]["node_id"], 0, 0)
-    assert status.pid == group._workers_now[5].pid
+    assert status.pid == group.get_worker_status()[5].pid
     call.result()
     again = group.get_worker_status()[5]
     assert (again.state, again.method, again.running_s, again.step) == ("idle", None, 0.0, 7)
@@ -123,12 +123,11 @@ def test_states(group):
         assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
         assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
         assert states(group)[0] == "busy"
-        group._restarting.add(2)
-        group._incarnations[2] = 1
+        group._roster.restarting([2])
+        group._roster.relaunching([2], counted=[])
         status = group.get_worker_status()[2]
         assert (status.state, status.incarnation, status.method) == ("restarting", 1, None)
-    group._restarting.clear()
-    group._incarnations[2] = 0
+    group._roster.restarting([2], running=False)
 
 
 def test_usage(group):
@@ -153,7 +152,7 @@ def test_bad_arguments(group, seconds):
 
 def test_a_record_that_cannot_be_read(group):
     """Only its worker is unknown, not the others of its node."""
-    pid = group._workers_now[2].pid
+    pid = group.get_worker_status()[2].pid
     file = open_record(pid)
     page = os.pread(file, CANCELLED_AT, 0)
     for at in STATES_AT:

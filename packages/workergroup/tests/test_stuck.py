@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, report_progress
-from fairlead_workergroup._observe.stuck import frames_of_method, with_odd_ranks
+from fairlead_workergroup._observe.stuck import add_odd_ranks, find_method_frames
 from fairlead_workergroup._remote import stacks as _stacks
 from fairlead_workergroup.testing import hang
 
@@ -69,7 +69,7 @@ def test_hung_in_its_own_call(group, how):
         time.sleep(0.3)
         (found,) = group.detect_stuck_workers(0.2)
         assert (found.rank, found.coords, found.method) == (2, {"worker": 2}, "hang")
-        assert (found.pid, found.node_id) == (group._workers_now[2].pid, group.worker_metadata[2]["node_id"])
+        assert (found.pid, found.node_id) == (group.get_worker_status()[2].pid, group.worker_metadata[2]["node_id"])
         assert 0.2 <= found.since_progress_s == pytest.approx(found.running_s, abs=0.1)
         assert found.where.endswith(" in hang")
         assert "in _fairlead_run" in found.stacks
@@ -151,7 +151,7 @@ def odd(stuck, **states):
         int(rank[1:]): WorkerStatus(int(rank[1:]), "", {}, state, "node", 1, "step" if state == "stuck" else None)
         for rank, state in ranks.items()
     }
-    return [worker.note for worker in with_odd_ranks(stuck, statuses)]
+    return [worker.note for worker in add_odd_ranks(stuck, statuses)]
 
 
 def test_who_is_odd():
@@ -171,8 +171,8 @@ def test_who_is_odd():
 def test_frames_of_other_threads():
     """Without a thread that is seen to run a method it is the one that was started first; text without frames: none."""
     two = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\nThread 0x2 (most recent call first):\n'
-    assert frames_of_method(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
-    assert frames_of_method("") == ()
+    assert find_method_frames(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
+    assert find_method_frames("") == ()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
-from fairlead_workergroup._remote import guard as _guard
 from fairlead_workergroup._remote import process as _trees
 from fairlead_workergroup.testing import kill
 
@@ -79,7 +78,7 @@ def read_pids(folder) -> dict[str, int]:
 
 
 def running(pids) -> list[int]:
-    return [pid for pid in pids if _trees._started(pid) >= 0]
+    return [pid for pid in pids if _trees.start_tick(pid) >= 0]
 
 
 def fork() -> int:
@@ -104,7 +103,7 @@ def parent(tmp_path, eventually) -> Iterator[tuple[int, int]]:
         while page:
             signal.pause()
     assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
-    yield child, _trees._started(child)
+    yield child, _trees.start_tick(child)
     for pid in running([child, *read_pids(tmp_path).values()]):
         os.kill(pid, signal.SIGKILL)
 
@@ -163,16 +162,16 @@ def test_survivors(parent, tmp_path, monkeypatch):
 def test_pages_that_forks_share_count_once():
     """A worker with forks is not taken for one that uses many times its memory."""
     block = bytearray(b"x") * (100 * MB)
-    processes = [(os.getpid(), _trees._started(os.getpid()))]
-    before = sum(map(_guard._proportional, processes))
+    processes = [(os.getpid(), _trees.start_tick(os.getpid()))]
+    before = sum(map(_trees._proportional, processes))
     for _ in range(3):
         child = fork()
         if not child:
             signal.pause()
-        processes.append((child, _trees._started(child)))
+        processes.append((child, _trees.start_tick(child)))
     try:
-        assert sum(map(_guard._private, processes)) > 400 * MB
-        assert before - 10 * MB < sum(map(_guard._proportional, processes)) < before + 100 * MB
+        assert sum(map(_trees._private, processes)) > 400 * MB
+        assert before - 10 * MB < sum(map(_trees._proportional, processes)) < before + 100 * MB
         assert len(block) == 100 * MB
     finally:
         for child, _ in processes[1:]:

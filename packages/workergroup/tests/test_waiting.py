@@ -136,7 +136,7 @@ class TestWaiting:
         monkeypatch.setattr(_inspect, "ANSWER_S", 0.5)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
         call = group.call("sleep", 3.0, ranks=[5], timeout=0.5)
-        assert eventually(lambda: len(call._pending()) == 1)
+        assert eventually(lambda: len(call._execution.pending()) == 1)
         os.kill(head, signal.SIGSTOP)
         try:
             with pytest.raises(CallTimeoutError) as caught:

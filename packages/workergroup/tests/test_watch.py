@@ -18,8 +18,8 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
-from fairlead_workergroup._observe import watch as _watch
-from fairlead_workergroup._observe.occurrences import Occurrences
+from fairlead_workergroup._observe.failures import Verdicts
+from fairlead_workergroup._observe.watch import Occurrences
 from fairlead_workergroup.testing import hang, kill
 
 
@@ -118,15 +118,15 @@ def test_a_dead_worker(cluster, eventually):
 def test_a_look_that_fails(cluster, eventually, monkeypatch, caplog):
     """What it had found out is told of by the next one."""
     events = []
-    note_causes, failed = _watch.note_causes, []
+    note_causes, failed = Verdicts.note_causes, []
 
-    def fail_once(group, dead, **options):
+    def fail_once(verdicts, dead, **options):
         if dead and not failed:
             failed.append(dead)
             raise OSError("Ray does not say")
-        note_causes(group, dead, **options)
+        note_causes(verdicts, dead, **options)
 
-    monkeypatch.setattr(_watch, "note_causes", fail_once)
+    monkeypatch.setattr(Verdicts, "note_causes", fail_once)
     with RayWorkerGroup(cluster, Worker) as group, group.watch(0.05, on_event=events.append):
         assert eventually(lambda: told(events) == STARTED)
         kill(group, 1)

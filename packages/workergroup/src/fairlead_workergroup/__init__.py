@@ -15,17 +15,16 @@
 >>> ray.shutdown()
 """
 
+from ._arguments import PerWorker, Shard
 from ._builder import RayWorkerBuilder
 from ._calls.call import Call
 from ._calls.explain import CallExplanation
-from ._calls.outcome import CallStatistics, Outcome
 from ._calls.results import MultiWorkerFuture
-from ._calls.statistics import GroupStatistics
 from ._calls.view import GroupView
 from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
-from ._marks import PerWorker, Shard
+from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
 from ._start.options import recursive_merge_options

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fairlead_sharding import NamedSharding
 
-from ._compression import Compression
+__all__ = ["Compression", "CurrentWorker", "check_compression", "current_worker", "report_progress"]
 
-__all__ = ["CurrentWorker", "current_worker", "report_progress"]
+Compression = Literal["fp16", "bf16", "powersgd"]
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,18 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:
         record.progress(step, message)
+
+
+def check_compression(wanted: bool | Compression) -> Compression | None:
+    """A way to compress gradients: True stands for "fp16", False for none.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if wanted is False:
+        return None
+    if wanted is True:
+        return "fp16"
+    if wanted not in COMPRESSIONS:
+        raise ValueError(f"gradient compression is True, False or one of {list(COMPRESSIONS)}, got {wanted!r}")
+    return wanted

@@ -1,61 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of workers: one process per slot, called by rank or along named axes."""
 
-import dataclasses
 import math
 import threading
-import time
 import uuid
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
-from fairlead_placement import RayVirtualCluster, Slot, lease_ports
-from fairlead_placement.spi import claim_slots, release_when_dropped
+from ray import ObjectRef
+
+from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement.spi import release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._arguments import Arguments
 from ._builder import ClassLike, RayWorkerBuilder
+from ._calls.call import Call
 from ._calls.classic import ClassicCalls
-from ._calls.line import Line
+from ._calls.dispatch import dispatch
+from ._calls.errors import short_traceback
+from ._calls.explain import CallExplanation
 from ._calls.map import Strategy, check_strategy
-from ._calls.plan import Mesh
-from ._calls.sender import Dispatching
-from ._calls.sources import register
-from ._calls.statistics import GroupStatistics
-from ._calls.view import Addressed
-from ._compression import Compression, check_compression
+from ._calls.plan import Axes, Mesh
+from ._calls.results import MultiWorkerFuture
+from ._calls.sender import Sender
+from ._calls.view import Addressed, Balancing, CallOptions, GroupView
+from ._calls.wait import ResultStream
+from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
-from ._lifecycle.resources import Held
-from ._lifecycle.restart import check_max_restarts, check_scope, restart
-from ._lifecycle.shutdown import WorkerProcess, clean_up
-from ._observe.failures import WorkerFacts
-from ._observe.memory import guard, parse_memory
-from ._observe.observer import Watched
+from ._lifecycle.launcher import Launcher
+from ._lifecycle.resources import Resources
+from ._lifecycle.restart import Restarter, check_restart_policy
+from ._lifecycle.shutdown import clean_up
+from ._members import Roster
+from ._observe.failures import Verdicts
+from ._observe.memory import MemoryLimit, parse_memory
+from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.statistics import Counters, GroupStatistics
+from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
 from ._ray_private import actor_id_of, dead_actors
-from ._remote.process import mark_of
-from ._start.environment import check_env_vars, start_variables
-from ._start.launch import WorkerPlan, create, plan_workers, wait_started
+from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
-from ._start.options import recursive_merge_options
-from ._start.python import chosen_python, ready_python
-from ._start.recipe import recipe_of
-from ._start.worker_class import describe_class
-from .exceptions import WorkerFailure
 
 __all__ = ["RayWorkerGroup"]
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 # How long the shutdown of another thread may take once its workers are gone: it waits for nothing any more.
 CLEANED_S = 10.0
 
 
-class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
+class RayWorkerGroup:
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -103,16 +103,11 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     `shutdown`.
 
     Attributes:
-        workers: the actor handles, by rank: `group.workers[0].step.remote(x)`.
-        worker_metadata: a dict per worker; empty after `shutdown`.
+        cluster: as given.
         name_prefix: the first part of the workers' names; the class's name if none was given.
         world_size: how many workers there are.
-        master_address: of the node of rank 0, where the workers' process group has its store.
-        master_port: the port that was leased there for it.
+        sharding_annotations: the axes over the ranks.
     """
-
-    master_address: str
-    master_port: int
 
     def __init__(
         self,
@@ -143,151 +138,597 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         check_env_vars(env_vars)
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
-        self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
-        self._submitted: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._load_balancing_strategy = check_strategy(load_balancing_strategy)
-        self._enable_load_balancing = enable_load_balancing
-        self._gradient_compression = check_compression(enable_gradient_compression)
-        self._restart_on_failure = restart_on_failure
-        self._max_restarts = check_max_restarts(max_restarts)
-        self._restart_scope = check_scope(restart_scope)
-        self._memory_limit = None if memory_limit is None else parse_memory(memory_limit)
-        self._start_timeout_s = float(start_timeout_s)
-        self._slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
+        self._balancing = Balancing(check_strategy(load_balancing_strategy), enable_load_balancing)
+        compression = check_compression(enable_gradient_compression)
+        policy = check_restart_policy(restart_on_failure, max_restarts, restart_scope)
+        # Long enough that no other group on a node has the same: what carries it is ended with the group.
+        token = uuid.uuid4().hex
+        limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
+        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
-        self._places = lay_out(
-            self._slots,
+        places = lay_out(
+            slots,
             prefix=self.name_prefix,
             workers_per_node=workers_per_node,
             bundle_indices_list=bundle_indices_list,
         )
         self.cluster = cluster
-        self.world_size: int = len(self._places)
-        self.sharding_annotations: NamedSharding = _sharding(sharding_annotations, self.world_size)
-        self.workers: list[Any] = []
-        self.worker_metadata: list[dict[str, Any]] = []
+        self.world_size: int = len(places)
+        self.sharding_annotations: NamedSharding = _check_sharding(sharding_annotations, self.world_size)
         self._mesh = Mesh(self.sharding_annotations)
-        self._coords = [self.sharding_annotations.get_worker_coords(rank) for rank in range(self.world_size)]
-        # Long enough that no other group on a node has the same: what carries it is ended with the group.
-        self._token = uuid.uuid4().hex
-        self._id = self._token[:6]
-        self._env_vars = env_vars
-        self._python = chosen_python(python, builder.ray_actor_class_fqn)
-        self._lock = threading.Lock()
-        # Reentrant: a restart calls `on_restart` while it keeps other calls out.
-        self._submitting = threading.RLock()
-        self._line = Line()
-        self._counts = GroupStatistics()
-        # By actor: also of those that have been replaced, for what they still answer. By rank: of those there are.
-        self._facts: dict[str, WorkerFacts] = {}
-        self._workers_now: list[WorkerFacts] = []
-        self._lost: dict[int, WorkerFailure] = {}
-        self._restarting: set[int] = set()
-        # The restart on a thread of its own that calls with a deadline wait for, and when any restart began.
-        self._restart: Future[list[int]] | None = None
-        self._restart_began: float | None = None
-        self._incarnations = [0] * self.world_size
-        self._restarts = [0] * self.world_size
-        self._group_restarts = 0
+        self._roster = Roster(self.name_prefix, places, self.sharding_annotations)
+        self._resources = Resources(self._roster)
+        self._counters = Counters()
+        self._observer = Observer(self._roster)
+        self._verdicts = Verdicts(self._roster, limit)
+        self._launcher = Launcher(
+            self._roster,
+            self._resources,
+            self._counters,
+            cluster=cluster,
+            worker=builder.worker,
+            python=choose_python(python, builder.ray_actor_class_fqn),
+            env_vars=env_vars,
+            memory_limit=limit,
+            token=token,
+            concurrent=async_communication,
+            timeout_s=float(start_timeout_s),
+        )
+        restarter = Restarter(
+            self._roster, self._resources, self._launcher, self._verdicts, policy, cluster=cluster, slots=slots
+        )
+        self._sender = Sender(
+            self._roster,
+            self._launcher,
+            restarter,
+            self._verdicts,
+            self._counters,
+            call_timeout_s=call_timeout_s,
+            after_restart=_RunAfterRestart(on_restart, float(start_timeout_s)),
+        )
+        self._classic = ClassicCalls(self._sender, self.sharding_annotations)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         # Held by the thread that runs the cleanup. Reentrant: a signal's handler may shut down in the middle of it.
         self._cleaning = threading.RLock()
-        self._ending = False
         self._shut: bool | None = None
 
-        self._held = Held(claim=claim_slots([place.slot for place in self._places], self.name_prefix, group=self))
-        register(self)
-        release_when_dropped(self, self._held.leak, self._held.give_back)
+        self._resources.claim_slots(places)
+        release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
-            self._worker = builder.worker
-            self._concurrent = async_communication
-            self._plan()
-            self._on_restart = None if on_restart is None else self._class.method(on_restart).name
+            self._launcher.prepare(places)
+            if on_restart is not None:
+                self._sender.method(on_restart)
             facts = {
                 "communication_backend": getattr(cluster, "communication_backend", None),
-                "gradient_compression": self._gradient_compression,
+                "gradient_compression": compression,
             }
-            recipe = recipe_of(builder, self._class, self.sharding_annotations, facts, token=self._token)
-            self._held.recipe = recipe
-            self._count(puts=recipe.stored.puts, bytes_put=recipe.stored.bytes_put)
-            self._bring_up(range(self.world_size))
+            self._launcher.store(builder.args, builder.kwargs, sharding=self.sharding_annotations, facts=facts)
+            self._launcher.start(range(self.world_size))
         except BaseException:
             self.shutdown(force=True)
             raise
 
-    def _plan(self) -> None:
-        """Look at the class where the workers are to be, and plan how each is made."""
-        nodes = [place.slot.node_id for place in self._places]
-        python = ready_python(self._python, nodes, timeout_s=self._start_timeout_s)
-        per_node = getattr(self.cluster, "num_gpus_per_node", None)
-        # The class may only be found, or its libraries loaded, with these.
-        variables = start_variables(self._env_vars)
-        runtime_env = recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {})
-        self._class = describe_class(
-            self._worker,
-            asks=[place.configure_ask(per_node) for place in self._places],
-            node_id=nodes[0],
-            runtime_env=runtime_env,
-            timeout_s=self._start_timeout_s,
-            concurrent=self._concurrent,
+    def __repr__(self) -> str:
+        return repr(self._roster)
+
+    def _repr_html_(self) -> str:
+        shown = ("global_rank", "name", "state", "node_idx", "node_id")
+        now = self._roster.snapshot()
+        rows = [(*(worker[key] for key in shown), now[worker["global_rank"]].coords) for worker in self.worker_metadata]
+        return table_html(repr(self), (*shown, "coords"), rows)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actor handles, by rank: `group.workers[0].step.remote(x)`; empty after `shutdown`."""
+        return self._roster.handles
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """A dict per worker; empty after `shutdown`."""
+        return self._roster.worker_metadata
+
+    @property
+    def master_address(self) -> str:
+        """The address of the node of rank 0, where the workers' process group has its store."""
+        return self._launcher.master[0]
+
+    @property
+    def master_port(self) -> int:
+        """The port that was leased there for it."""
+        return self._launcher.master[1]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of its workers, ascending."""
+        return self._mesh.ranks
+
+    @property
+    def coords(self) -> dict[int, dict[str, int]]:
+        """The coordinates of each rank."""
+        return self._everybody.coords
+
+    @property
+    def _everybody(self) -> Addressed:
+        # Not kept: it refers to the group, which must go as soon as nobody holds it.
+        return Addressed(self._sender, self, self._mesh, self._balancing)
+
+    @property
+    def dp_size(self) -> int:
+        """The number of tied groups; compatible with the original system."""
+        return self._roster.snapshot().places[-1].tied_group + 1
+
+    @property
+    def dp_leader_worker_indices(self) -> list[int]:
+        """The rank of the first worker of each tied group; compatible with the original system."""
+        return [place.rank for place in self._roster.snapshot().places if place.tied_rank == 0]
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """Return the rank of the first worker of a tied group; compatible with the original system.
+
+        Raises:
+            IndexError: there is no such group.
+        """
+        leaders = self.dp_leader_worker_indices
+        if not 0 <= dp_shard_idx < len(leaders):
+            raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
+        return leaders[dp_shard_idx]
+
+    def at(self, /, **coords: int | slice) -> GroupView:
+        """Return a view of the workers at these coordinates: an integer drops the axis, a slice keeps it.
+
+        As in numpy: -1 is the last, and what a slice leaves is counted from 0. The view is called as the group is.
+
+        Raises:
+            ValueError: an axis that does not exist, or a slice that selects nobody.
+            IndexError: a coordinate outside its axis; names the axis and its size.
+        """
+        return GroupView(self._everybody.at(coords))
+
+    def with_options(
+        self,
+        *,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+    ) -> GroupView:
+        """Return a view whose `call` is made with these options, and hands every keyword on to the method.
+
+        For methods whose parameters are named as our options are.
+
+        Args:
+            collect, first_along, timeout, retries, discard: as of `call`.
+
+        Raises:
+            TypeError, ValueError: an axis that does not exist, or options that contradict each other.
+        """
+        return self._everybody.with_options(CallOptions(collect, first_along, timeout, retries, discard))
+
+    @overload
+    def call(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call: ...
+    @overload
+    def call(self, method: Callable[..., Any], /, *args: Any, discard: Literal[True], **kwargs: Any) -> Call[None]: ...
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, Result]], /, *args: Any, collect: tuple[()], **kwargs: Any
+    ) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Coroutine[Any, Any, Result]],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
+        /,
+        *args: Any,
+        collect: tuple[()],
+        **kwargs: Any,
+    ) -> Call[list[Item]]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[list[Item]]]: ...
+    @overload
+    def call(self, method: Callable[..., Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Result],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call:
+        """Call a method of all workers here, and say who gets what and who answers.
+
+        Every argument goes to all of them alike unless it is wrapped: `Shard(values, *axes)`, `PerWorker(values)`. An
+        ObjectRef or a `Call` among them is passed on; the driver sees nothing of it. Small plain values travel with
+        the call, everything else is stored once, however many workers get it.
+
+        A function is a method of the class if the class has it, inherited or decorated or under another name, and
+        the name of that method is called. Every other function is pickled: by value, or by name if it is from an
+        installed package or from the package that the workers import their class from.
+
+        On a running event loop a call that has to wait, for a restart or for calls of other threads, is sent later: it
+        is returned at once, and asking for its results raises what would be raised here otherwise.
+
+        Args:
+            method: its name; or the method itself, `Model.loss`; or any other function, which runs in each worker with
+                the user's instance as its first argument: `f(worker, *args, **kwargs)`.
+            args: positional arguments of the method.
+            collect: None: everybody called answers, a list by rank. Axes: one answer for each coordinate along them,
+                row-major in the order given, by the worker at coordinate 0 of all others. `()`: one worker answers.
+            first_along: only coordinate 0 along these is called.
+            timeout: seconds until `CallTimeoutError`, from now; None: the group's `call_timeout_s`.
+            retries: how often `result` and `await` repeat it on workers that it lost, after starting them again;
+                with `restart_scope="group"`, on all. Needs a group with `restart_on_failure`.
+            discard: nobody answers, and nothing that the method returns is stored.
+            kwargs: keyword arguments of the method.
+
+        Raises:
+            AttributeError, TypeError: there is no such method, it does not take these arguments, or the function
+                cannot be pickled.
+            ValueError: an axis that does not exist, too few or too many pieces or values, or options that contradict
+                each other or the group.
+            WorkerFailureError: a worker that would be called is known to be dead, and not restarted.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        options = CallOptions(collect, first_along, timeout, retries, discard)
+        return self._everybody.call(method, options, args, kwargs)
+
+    def explain(
+        self,
+        method: str | Callable[..., Any],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> CallExplanation:
+        """Return what `call` with these arguments would do: pieces, stored values and answers.
+
+        Nothing is stored or called. Print it, or look at it in a notebook.
+
+        Raises:
+            AttributeError, TypeError, ValueError: as of `call`.
+        """
+        options = CallOptions(collect, first_along, timeout, retries, discard)
+        return self._everybody.explain(method, options, args, kwargs)
+
+    def map(
+        self,
+        method: str | Callable[..., Any],
+        items: Iterable[Any],
+        /,
+        *,
+        max_in_flight: int = 2,
+        ordered: bool = True,
+        strategy: Strategy | None = None,
+        timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> ResultStream[Any]:
+        """Call a method once for each item, each time on one worker; return the results for `for` and `async for`.
+
+        The first worker of each tied group takes part; so, without tied groups, all do. Items are taken one by one, as
+        workers become free and results are asked for. A progress bar shows on a terminal when it takes over a second.
+
+        Args:
+            method: its name, or a function, as of `call`; an item is its only argument.
+            items: what to work on.
+            max_in_flight: how many items each worker has at a time: the next one is there when one is done.
+            ordered: results in the order of the items, else as they come.
+            strategy: who gets the next item: "round_robin"; "least_loaded", whoever has fewest; or a function of the
+                number of items each worker has now, that returns which of them; None: the group's
+                `load_balancing_strategy`.
+            timeout: seconds that one item may take, its time in a worker's queue included; None: that of
+                `with_options`, or else the group's `call_timeout_s`.
+            return_exceptions: give the exception of an item that fails as its result and go on with the others. An item
+                that runs out of time runs on, and its value is dropped. The loss of the last worker is raised.
+
+        The `retries` of `with_options` hold for each item; its other options have no meaning here.
+
+        Raises:
+            AttributeError, TypeError, ValueError: there is no such method, or a bad argument, or an option of
+                `with_options` that has no meaning here.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+            CallTimeoutError: an item took longer than `timeout`.
+            WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
+                so that an item may be worked on twice; an item that three workers were lost with is given up.
+            Exception: a worker's own exception, with its type and a note that names the item. What other workers have
+                been given is cancelled.
+        """
+        return self._everybody.map(
+            method,
+            items,
+            CallOptions(),
+            max_in_flight=max_in_flight,
+            ordered=ordered,
+            strategy=strategy,
+            timeout=timeout,
+            return_exceptions=return_exceptions,
         )
-        self._plans = plan_workers(
-            self._places, self._class, coords=self._coords, env_vars=self._env_vars, python=python
+
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> ObjectRef[Any]:
+        """Call a method of one worker.
+
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            worker_idx: the worker's rank.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+
+        Returns:
+            The result's ref; for a generator method, a generator of refs.
+
+        Raises:
+            IndexError: there is no such rank.
+            AttributeError, TypeError: there is no such method, or it does not take these arguments.
+            WorkerFailureError: the worker is known to be dead, and not restarted.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        future: ObjectRef[Any] = self._classic.call_one(self, method_name, worker_idx, args, kwargs)
+        return future
+
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
+    ) -> list[ObjectRef[Any]]:
+        """Call a method of all workers with the same arguments.
+
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            args: positional arguments of the method.
+            run_rank_0_only_axes: along these axes only coordinate 0 is called.
+            kwargs: keyword arguments of the method.
+
+        Returns:
+            The refs of the workers called, by rank.
+
+        Raises:
+            ValueError: an axis that does not exist.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
+        """
+        return self._classic.call_all(self, method_name, args, kwargs, leaders_on=run_rank_0_only_axes)
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Sequence[Any],
+        run_rank_0_only_axes: Axes = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[ObjectRef[Any]]:
+        """Call a method of all workers, each with arguments of its own.
+
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            args: a list per positional argument, with one value for each worker called, by rank.
+            run_rank_0_only_axes: along these axes only coordinate 0 is called, and has a value.
+            common_kwargs: keyword arguments that are the same for all.
+            kwargs: a list per keyword argument, as `args`.
+
+        Returns:
+            The refs of the workers called, by rank.
+
+        Raises:
+            ValueError: a list with too few or too many values, or a name in both `kwargs` and `common_kwargs`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
+        """
+        return self._classic.call_each(
+            self, method_name, args, kwargs, leaders_on=run_rank_0_only_axes, common=common_kwargs
         )
 
-    def _bring_up(self, ranks: Sequence[int]) -> None:
-        """Start the workers of these ranks, and wait until every constructor has finished."""
-        recipe = self._held.recipe
-        if recipe is None:
-            raise self._has_ended()
-        plans = [self._plans[rank] for rank in ranks]
-        actors = create(plans, self._class, self._id, self._incarnations)
-        self._held.workers.update(zip(ranks, actors, strict=True))
-        for plan in plans:
-            place = plan.place
-            self._held.processes[place.rank] = WorkerProcess(place.slot.node_id, mark_of(self._token, place.rank))
-        # The agent that holds the port starts while the workers' processes do.
-        if self._held.lease is None:
-            ports = self.cluster.port_range if isinstance(self.cluster, RayVirtualCluster) else None
-            ((self._held.lease,),) = lease_ports([self._places[0].slot], **_bounds(ports))
-        lease = self._held.lease
-        self.master_address, self.master_port = lease.address, lease.port
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: Axes = None,
+        replicate_on_axes: Axes = None,
+        output_is_replicated: Axes = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Call:
+        """Call a method of workers with the pieces of the data at their coordinates.
 
-        configured = Arguments()
-        started = [
-            recipe.start(
-                actor,
-                plan,
-                incarnation=self._incarnations[plan.place.rank],
-                master_port=lease.port,
-                configured=configured,
-            )
-            for plan, actor in zip(plans, actors, strict=True)
-        ]
-        self._count(requests=len(started), puts=configured.puts, bytes_put=configured.bytes_put)
-        answers = wait_started(started, plans, name=self.name_prefix, timeout_s=self._start_timeout_s)
-        self._know(plans, actors, answers)
-        if self._memory_limit is not None:
-            guard(self._token, [self._workers_now[rank] for rank in ranks], self._memory_limit)
+        Compatible with the original system; new code uses `call`.
 
-    def _know(self, plans: Sequence[WorkerPlan], actors: Sequence[Any], answers: Sequence[Mapping[str, Any]]) -> None:
-        """Note who the workers are that have just started."""
-        if self._ending:
-            raise self._has_ended()
-        if not self.workers:
-            self.workers = list(actors)
-            self.worker_metadata = [place.metadata() for place in self._places]
-            self._workers_now = [plan.facts for plan in plans]
-        with self._lock:
-            for plan, actor, answer in zip(plans, actors, answers, strict=True):
-                rank = plan.place.rank
-                who = dataclasses.replace(plan.facts, pid=answer["pid"], started=answer["started"])
-                self._facts[actor_id_of(actor)] = self._workers_now[rank] = who
-                mark = mark_of(self._token, rank)
-                self._held.processes[rank] = WorkerProcess(answer["node_id"], mark, who.pid, who.started)
-                self.workers[rank] = actor
-                self.worker_metadata[rank] = plan.place.metadata()
-                self._lost.pop(rank, None)
+        Args:
+            method_name: the method's name.
+            args: a nested sequence per positional argument: one level for each of `in_sharded_axes`.
+            in_sharded_axes: the worker at coordinate c along them gets piece c.
+            replicate_on_axes: everybody along them gets the same piece. Along axes in neither, only coordinate 0 is
+                called.
+            output_is_replicated: of the workers called, only coordinate 0 along these answers.
+            make_dummy_calls_to_free_axes: call the others too, with None for every piece; they do not answer.
+            common_kwargs: keyword arguments that are the same for all, dummy calls included.
+            kwargs: a nested sequence per keyword argument, as `args`.
+
+        Returns:
+            The call, a `MultiWorkerFuture` of the answers by rank; `get_all_worker_results` fetches them.
+
+        Raises:
+            ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
+                any depth; a name in both `kwargs` and `common_kwargs`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
+        """
+        return self._classic.call_sharded(
+            self,
+            method_name,
+            args,
+            kwargs,
+            sharded=in_sharded_axes,
+            replicated=replicate_on_axes,
+            output_replicated=output_is_replicated,
+            dummy_calls=make_dummy_calls_to_free_axes,
+            common=common_kwargs,
+        )
+
+    def get_all_worker_results(
+        self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
+    ) -> list[Any]:
+        """Wait for a call and fetch its results, and nothing else.
+
+        Compatible with the original system; new code uses `Call.result`.
+
+        Args:
+            future_bundle: what a classic method returned.
+            return_generators_as_proxies: leave generators as they are instead of collecting their items.
+
+        Raises:
+            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
+                ObjectRefs that the group did not make, from now.
+            WorkerFailureError: a worker was lost.
+            Exception: a worker's own exception, with its type and a note for each failing rank.
+        """
+        with short_traceback():
+            return self._classic.fetch(future_bundle, proxies=return_generators_as_proxies)
+
+    def statistics(self) -> GroupStatistics:
+        """Return the counts of what has been stored, sent and fetched so far."""
+        return self._counters.now
+
+    def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
+        """Return what each worker is doing, by rank; `worker_metadata` and the cluster's grid then show the states.
+
+        The workers are not asked: their records are read on their nodes, one request a node, so that it works while
+        they are busy or hang. Who is dead is known from Ray.
+
+        Args:
+            stuck_after_s: a busy worker without progress for so many seconds is "stuck".
+
+        Raises:
+            ValueError: `stuck_after_s` is not a positive number.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.read_status(stuck_after_s)
+
+    def get_resource_usage(self) -> list[WorkerUsage]:
+        """Return what the workers' processes use, by rank, measured on their nodes: one request a node.
+
+        Left out are workers whose process is gone, or whose node does not answer.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.read_usage()
+
+    def detect_stuck_workers(self, timeout_s: float = STUCK_AFTER_S, dump_stacks: bool = True) -> list[StuckWorker]:
+        """Return the living workers without progress for `timeout_s` seconds, whether they are busy or stopped.
+
+        Progress is the start or end of a method, an item of a generator, or `report_progress`. When most of the group
+        waits at one place, the notes name the ranks that are not there.
+
+        Args:
+            timeout_s: seconds without progress.
+            dump_stacks: have those that are stuck, and nobody else, write their Python stacks, which works while they
+                hang in native code and hold the GIL. The signal for it (SIGRTMIN+5) makes a sleep or a poll in native
+                code return early, with EINTR.
+
+        Raises:
+            ValueError: `timeout_s` is not a positive number.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
+
+    def watch(
+        self,
+        interval_s: float = 5.0,
+        stuck_after_s: float = STUCK_AFTER_S,
+        on_event: Callable[[WorkerEvent], object] | None = None,
+        *,
+        slow_after_s: float = 60.0,
+    ) -> Watch:
+        """Look at the workers in the background, and report each event of a worker once.
+
+        Each event is logged (logger `fairlead_workergroup`), counted (Ray's metric `fairlead_worker_events`, tags
+        `group` and `event`), and given to `on_event`. What a lost worker died of is known to the next call.
+
+        Args:
+            interval_s: seconds between two looks, of one request a node each.
+            stuck_after_s: "worker-stuck" when a worker has made no progress for so many seconds, as of
+                `detect_stuck_workers`.
+            on_event: called with each event, on the watch's own thread; what it raises is logged.
+            slow_after_s: "call-slow", once a call, when it has made no progress for so many seconds.
+
+        Returns:
+            A handle to close; a context manager. The end of the group ends it too.
+
+        Raises:
+            ValueError: a number that is not positive.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        self._roster.check_alive()
+        watch = Watch(
+            self,
+            self._roster,
+            self._observer,
+            self._verdicts,
+            interval_s=interval_s,
+            stuck_after_s=stuck_after_s,
+            slow_after_s=slow_after_s,
+            on_event=on_event,
+        )
+        self._watches.add(watch)
+        return watch
 
     def restart_failed_workers(self) -> list[int]:
         """Start the workers that are dead again: the same ranks with the same arguments, incarnation + 1.
@@ -304,52 +745,7 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
                 "start-failed"). What is dead stays dead, and can be tried again.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        with self._submitting:
-            self._restart_began = time.monotonic()
-            try:
-                return restart(self)
-            finally:
-                self._restart_began = None
-
-    def _master_moved(self) -> bool:
-        lease = self._held.lease
-        return lease is not None and lease.node_id != self._places[0].slot.node_id
-
-    def __repr__(self) -> str:
-        state = f"{self.world_size} workers" if self.workers else "shut down"
-        return f"RayWorkerGroup({self.name_prefix!r}, {self.sharding_annotations.shape}, {state})"
-
-    def _repr_html_(self) -> str:
-        shown = ("global_rank", "name", "state", "node_idx", "node_id")
-        rows = [
-            (*(worker[key] for key in shown), self._coords[worker["global_rank"]]) for worker in self.worker_metadata
-        ]
-        return table_html(repr(self), (*shown, "coords"), rows)
-
-    @property
-    def dp_size(self) -> int:
-        """How many tied groups there are."""
-        return self._places[-1].tied_group + 1
-
-    @property
-    def dp_leader_worker_indices(self) -> list[int]:
-        """The rank of the first worker of each tied group."""
-        return [place.rank for place in self._places if place.tied_rank == 0]
-
-    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """The rank of the first worker of a tied group.
-
-        Raises:
-            IndexError: there is no such group.
-        """
-        leaders = self.dp_leader_worker_indices
-        if not 0 <= dp_shard_idx < len(leaders):
-            raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
-        return leaders[dp_shard_idx]
-
-    def statistics(self) -> GroupStatistics:
-        """What has been stored, sent and fetched so far."""
-        return self._counts
+        return self._sender.restart()
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes they have started, rank 0 last, and give back everything the group held.
@@ -369,8 +765,9 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         if self._shut is not None:
             return self._shut
         # A restart that another thread has under way sees it, and gives back what it had started.
-        self._ending = True
-        self._end_watches()
+        self._roster.begin_end()
+        for watch in list(self._watches):
+            watch.close()
         limit = 0.0 if force else -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
         if self._cleaning.acquire(timeout=limit):
             try:
@@ -388,25 +785,23 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
     def _clean_up_and_end(self, cleanup_method: str | None, timeout: float | None) -> bool:
         clean = True
         try:
-            workers = list(self.workers)
-            if cleanup_method is not None and workers and self._held.connected:
-                with self._lock:
-                    facts, lost = dict(self._facts), set(self._lost)
+            now = self._roster.snapshot()
+            if cleanup_method is not None and self.workers and self._roster.connected:
                 dead = dead_actors()
                 living = {
-                    who.rank: workers[who.rank]
-                    for actor, who in facts.items()
-                    if actor not in dead and who.rank not in lost and self._workers_now[who.rank] is who
+                    member.rank: member.handle
+                    for member in now.members
+                    if member.failure is None and actor_id_of(member.handle) not in dead
                 }
                 clean = clean_up(living, cleanup_method, timeout)
         finally:
             self._end_workers()
-        return clean and self._held.gave_all_back
+        return clean and self._resources.gave_all_back
 
     def _end_workers(self) -> None:
-        self.workers = []
-        self.worker_metadata = []
-        self._held.give_back()
+        self._roster.ended()
+        self._launcher.release()
+        self._resources.give_back()
 
     def __enter__(self) -> "RayWorkerGroup":
         return self
@@ -420,11 +815,34 @@ class RayWorkerGroup(Dispatching, ClassicCalls, Addressed, Watched):
         raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
 
 
-def _bounds(ports: tuple[int, int] | None) -> dict[str, int]:
-    return {} if ports is None else {"low": ports[0], "high": ports[1]}
+class _RunAfterRestart:
+    """Runs `on_restart` on workers that have been started again."""
+
+    def __init__(self, method: str | None, timeout_s: float) -> None:
+        self._method = method
+        self._timeout_s = timeout_s
+
+    def __call__(self, sender: Sender, ranks: list[int]) -> None:
+        """Run it on these ranks, and wait for it."""
+        if self._method is None:
+            return
+        call = dispatch(
+            sender,
+            None,
+            self._method,
+            ranks,
+            [],
+            {},
+            answers=[False] * len(ranks),
+            returned=[],
+            timeout_s=self._timeout_s,
+            discard=True,
+            may_wait=False,  # the calls that wait do so for this restart
+        )
+        call.result()
 
 
-def _sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
+def _check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
     if given is None:
         return NamedSharding.from_shape(worker=world_size)
     if not isinstance(given, NamedSharding):

@@ -20,19 +20,19 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import ray
 
 from fairlead_placement.testing import assert_no_leaks
 
-from ._observe.failures import WorkerFacts, as_failure
-from ._observe.query import ANSWER_S, cancelled, looked_at
+from ._group import RayWorkerGroup
+from ._members import WorkerFacts, find_worker
+from ._observe.failures import as_failure
+from ._observe.query import ANSWER_S, ask_nodes, cancel_calls, process_of
+from ._ray_private import actor_id_of
 from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
-
-if TYPE_CHECKING:
-    from ._group import RayWorkerGroup
 
 __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
@@ -42,7 +42,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 WITHIN_S = 0.8 * ANSWER_S
 
 
-def kill(group: "RayWorkerGroup", rank: int) -> None:
+def kill(group: RayWorkerGroup, rank: int) -> None:
     """End a worker's process with SIGKILL; returns when it is gone, at once if it was gone before.
 
     Raises:
@@ -77,9 +77,9 @@ class Hang:
         if worker is None or not ray.is_initialized():
             return
         if self._ref is None:
-            looked_at([worker], faults.continue_, _process)
+            ask_nodes([worker], faults.continue_, process_of)
         else:
-            looked_at([worker], faults.end_hang, _process, self._token)
+            ask_nodes([worker], faults.end_hang, process_of, self._token)
             ray.wait([self._ref], timeout=ANSWER_S)
 
     def __enter__(self) -> "Hang":
@@ -92,7 +92,7 @@ class Hang:
 
 
 def hang(
-    group: "RayWorkerGroup",
+    group: RayWorkerGroup,
     rank: int,
     how: Way = "sleep",
     *,
@@ -130,12 +130,12 @@ def hang(
         if ray.wait([ref], timeout=0.02)[0]:
             _answer(worker, ref, timeout_s=0)
         # What runs already cannot be taken back, and is there at the next look.
-        if time.monotonic() >= deadline and not cancelled([(worker, ref)]):
+        if time.monotonic() >= deadline and not cancel_calls([(worker, ref)]):
             raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s: it is busy with something else")
     return Hang(worker, how, token, ref)
 
 
-def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
+def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
     """Have each following call of a worker take so much longer; 0 ends that. Returns when it is so.
 
     Args:
@@ -156,7 +156,7 @@ def slow(group: "RayWorkerGroup", rank: int, seconds: float, *, timeout_s: float
     _answer(worker, group.workers[rank]._fairlead_run.remote("slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
-def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
+def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
     """Have a worker hold so much memory more than it did, in use and not only asked for; 0 gives it back.
 
     Args:
@@ -185,20 +185,22 @@ def fill_memory(group: "RayWorkerGroup", rank: int, size_bytes: int, *, timeout_
     return True
 
 
-def _worker(group: "RayWorkerGroup", rank: Any) -> WorkerFacts:
+def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an int, got {rank!r}")
     if not 0 <= rank < group.world_size:
         raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
-    return group._known()[rank]
-
-
-def _process(worker: WorkerFacts) -> tuple[int, int]:
-    return worker.process
+    workers = group.workers
+    found = find_worker(actor_id_of(workers[rank])) if workers else None
+    if found is None:
+        raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
+    roster, facts = found
+    roster.check_connected()
+    return facts
 
 
 def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:
-    (done,) = looked_at([worker], function, _process, *more)
+    (done,) = ask_nodes([worker], function, process_of, *more)
     if done is None:
         raise WorkerGroupError(f"the node of {worker} is gone, or does not answer")
     return bool(done)
@@ -208,7 +210,7 @@ def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> Any:
     try:
         return ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
-        cancelled([(worker, ref)])
+        cancel_calls([(worker, ref)])
         raise TimeoutError(
             f"{worker} has not done it within {timeout_s:g} s: it is busy with something else"
         ) from error

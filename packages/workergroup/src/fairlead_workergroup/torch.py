@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ._compression import Compression, check_compression
-from ._context import current_worker
+from ._context import Compression, check_compression, current_worker
 
 __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_process_group", "wrap_ddp"]
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a group: who answers, when it is fetched, and what became of it."""
-
-from __future__ import annotations
+"""The handle of one call: its results, outcomes, cancellation, and its use as an argument of other calls."""
 
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic
@@ -9,22 +7,18 @@ from typing import TYPE_CHECKING, Any, Generic
 import ray
 from ray import ObjectRef
 
-from .._arguments import Gathered
+from .._arguments import Answer, Gathered, PassedOn
 from .._deadline import check_timeout
 from .._display import table_html
-from .._marks import Answer, PassedOn
-from ..exceptions import WorkerFailureError
-from .errors import retrieve_late, short_traceback
-from .execution import Underway
-from .outcome import CallStatistics, Outcome
-from .results import REPORT_EVERY_S
-from .wait import ResultStream, arriving, as_completed, awaited
+from .._observe.statistics import CallStatistics, Outcome
+from .errors import short_traceback
+from .execution import Execution, SendState
+from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher
+from .wait import ResultStream, iterate_outcomes, stream_items, wait_for
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
     from typing_extensions import TypeVar
-
-    from .._group import RayWorkerGroup
 
     Result = TypeVar("Result", default=Any, covariant=True)
 else:
@@ -35,7 +29,7 @@ else:
 __all__ = ["Call"]
 
 
-class Call(Underway, PassedOn, Generic[Result]):
+class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.
 
     `result()` waits; `outcomes()` tells about every worker; iterating, also with `async for`, gives an `Outcome` as
@@ -45,42 +39,55 @@ class Call(Underway, PassedOn, Generic[Result]):
     `Shard(call, axis)` and `PerWorker(call)` for a piece each, and any other for the list of them.
     """
 
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        # Copies: a plan is kept for later calls, and a user may change the lists of this one.
+        ranks = execution.ranks
+        self.return_from_workers: list[int] | None = [ranks[at] for at in execution.positions]
+        self.called_workers: list[int] | None = list(ranks)
+
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
     def __repr__(self) -> str:
-        if self._cancelled:
+        execution = self._execution
+        if execution.cancelled:
             state = "cancelled"
-        elif not self._group._held.connected:
+        elif not execution.sender.roster.connected:
             state = "its Ray has been shut down"
-        elif self._unsent:
-            state = "waits to be sent"
-        elif self._failed_to_send:
-            state = "could not be sent"
+        elif (sending := execution.send_state) is not SendState.SENT:
+            state = sending.value
         else:
-            state = f"{len(self.futures) - len(self._pending())} of {len(self.futures)} workers done"
-        return f"Call({self._method.name!r}, {state}, {len(self._positions[0])} answer)"
+            count = len(self.futures)
+            state = f"{count - len(execution.pending())} of {count} workers done"
+        return f"Call({execution.method.name!r}, {state}, {len(execution.positions)} answer)"
 
     def _repr_html_(self) -> str:
-        sent = not (self._unsent or self._failed_to_send)
-        pending = set(self._pending()) if sent and self._group._held.connected else set()
+        execution = self._execution
+        sent = execution.send_state is SendState.SENT
+        pending = set(execution.pending()) if sent and execution.sender.roster.connected else set()
         rows = [
             (
                 rank,
-                self._coords(at),
+                execution.coords(at),
                 "not sent" if not sent else "not finished" if at in pending else "done",
-                "yes" if at in self._answering else "no",
+                "yes" if at in execution.answering else "no",
             )
-            for at, rank in enumerate(self._ranks)
+            for at, rank in enumerate(execution.ranks)
         ]
         return table_html(repr(self), ("rank", "coords", "state", "answers"), rows)
 
     @property
+    def futures(self) -> list[Any]:  # type: ignore[override]
+        """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
+        return self._execution.futures
+
+    @property
     def refs(self) -> list[Any]:
         """The ObjectRefs of the answers, in the order of `result()`; of a generator method, its generators."""
-        return [self.futures[at] for at in self._positions[0]]
+        return [self.futures[at] for at in self._execution.positions]
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all workers called and fetch the answers, and nothing else.
@@ -100,16 +107,9 @@ class Call(Underway, PassedOn, Generic[Result]):
             WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out a part of the items.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        deadline = self._until(timeout)
         with short_traceback():
-            while True:
-                attempt = self._attempt
-                try:
-                    result: Result = self._shaped(self._collected(deadline))
-                    return result
-                except WorkerFailureError:
-                    if not self._repeated(attempt, deadline):
-                        raise
+            result: Result = self._execution.result(timeout)
+            return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
         """What every worker made of the call; never raises what a worker raised.
@@ -120,15 +120,21 @@ class Call(Underway, PassedOn, Generic[Result]):
         Returns:
             The outcomes of the workers that answer, in the order of `result()`, then those of others that failed.
         """
+        execution = self._execution
         self.wait(timeout)
-        unfinished = self._unfinished()
-        wanted, others = self._positions
-        of_others = [self._outcome(at, unfinished) for at in others]
-        return [*(self._outcome(at, unfinished) for at in wanted), *(one for one in of_others if one.error is not None)]
+        unfinished = execution.unfinished_errors()
+        wanted, others = execution.positions, execution.others
+        of_others = [execution.outcome(at, unfinished) for at in others]
+        return [
+            *(execution.outcome(at, unfinished) for at in wanted),
+            *(one for one in of_others if one.error is not None),
+        ]
 
     def done(self) -> bool:
         """Whether all workers called have finished, or failed, or could not be called."""
-        return self._failed_to_send or not (self._unsent or self._pending())
+        return (state := self._execution.send_state) is SendState.FAILED or (
+            state is SendState.SENT and not self._execution.pending()
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all workers called have finished, or failed; whether they have within `timeout` seconds.
@@ -136,17 +142,18 @@ class Call(Underway, PassedOn, Generic[Result]):
         Args:
             timeout: as of `result`.
         """
-        deadline = self._until(timeout)
-        self._until_sent(deadline)
-        for _ in self._read_out(deadline):
+        execution = self._execution
+        deadline = execution.until(timeout)
+        execution.wait_until_sent(deadline)
+        for _ in execution.drain_limited(deadline):
             pass
-        while pending := self._pending():
+        while pending := execution.pending():
             left = deadline.left(at_most=REPORT_EVERY_S)
-            refs = [self._completions[at] for at in pending]
+            refs = [execution.completions[at] for at in pending]
             ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=False)
             if deadline.passed:
                 return self.done()
-            self._report_slow()
+            execution.report_slow()
         return True
 
     def __iter__(self) -> Iterator[Outcome]:
@@ -155,24 +162,25 @@ class Call(Underway, PassedOn, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline the call was made with has passed.
         """
-        self._group._check_connected()
-        self._until_sent(self._deadline)
-        answering = set(self._positions[0])
+        execution = self._execution
+        execution.sender.roster.check_connected()
+        execution.wait_until_sent(execution.deadline)
+        answering = set(execution.positions)
         pending = dict.fromkeys(range(len(self.futures)))
-        for at in self._read_out(self._deadline):
+        for at in execution.drain_limited(execution.deadline):
             del pending[at]
-            yield self._outcome(at, {})
+            yield execution.outcome(at, {})
         while pending:
-            refs = {self._completions[at]: at for at in pending}
+            refs = {execution.completions[at]: at for at in pending}
             done, _ = ray.wait(
-                list(refs), num_returns=1, timeout=self._deadline.left(at_most=REPORT_EVERY_S), fetch_local=False
+                list(refs), num_returns=1, timeout=execution.deadline.left(at_most=REPORT_EVERY_S), fetch_local=False
             )
             if not done:
-                self._on_slow(self._deadline)
+                execution.check_late(execution.deadline)
             more, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
             for ref in dict.fromkeys([*done, *more]):
                 del pending[refs[ref]]
-                outcome = self._outcome(refs[ref], {})
+                outcome = execution.outcome(refs[ref], {})
                 if refs[ref] in answering or outcome.error is not None:
                     yield outcome
 
@@ -191,15 +199,16 @@ class Call(Underway, PassedOn, Generic[Result]):
             WorkerFailureError, Exception: as of `result`.
         """
         check_timeout("timeout", timeout)
-        if not self._streams:
-            raise TypeError(f"{self._method.name!r} is no generator method; its result comes in one piece")
-        return ResultStream(lambda: self._arriving(timeout), lambda: arriving(self, timeout))
+        execution = self._execution
+        if not execution.yields_items:
+            raise TypeError(f"{execution.method.name!r} is no generator method; its result comes in one piece")
+        return ResultStream(lambda: execution.iterate_items(timeout), lambda: stream_items(execution, timeout))
 
     def __await__(self) -> Generator[Any, None, Result]:
-        return awaited(self).__await__()
+        return wait_for(self._execution).__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return as_completed(self)
+        return iterate_outcomes(self._execution)
 
     def cancel(self, force: bool = False) -> list[int]:
         """Give the call up: what is queued is dropped, async methods that overlap with others are cancelled.
@@ -212,23 +221,16 @@ class Call(Underway, PassedOn, Generic[Result]):
         Returns:
             The ranks that are still running it; with `force`, those that were, and have been ended.
         """
-        if self._withdrawn(force=force):
-            return []
-        pending = self._pending()
-        if not pending:
-            return []
-        ranks = self._ranks
-        self._cancelled = tuple(ranks[at] for at in pending)
-        retrieve_late(self.futures, self)
-        return self._group._cancel({ranks[at]: self.futures[at] for at in pending}, self._method.name, force=force)
+        return self._execution.cancel(force=force)
 
     def statistics(self) -> CallStatistics:
         """What it has cost so far."""
-        puts, bytes_put = self._stored
-        return CallStatistics(len(self._ranks), puts, bytes_put, *self._fetched, self._submit_s)
+        execution = self._execution
+        puts, bytes_put = execution.stored
+        return CallStatistics(len(execution.ranks), puts, bytes_put, *execution.fetched, execution.submit_s)
 
     def get_results(
-        self, worker_group: RayWorkerGroup | None = None, return_generators_as_proxies: bool = False
+        self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
     ) -> list[Any]:
         """What `result` fetches, as a list however few answer; a generator's items stand at its place, flat.
 
@@ -239,21 +241,22 @@ class Call(Underway, PassedOn, Generic[Result]):
         Raises:
             Exception: as of `result`.
         """
-        if self._streams and return_generators_as_proxies:
-            self._check_open()
+        execution = self._execution
+        if execution.yields_items and return_generators_as_proxies:
+            execution.check_open()
             return self.refs
         values: Any = self.result()
-        values = [] if self._discard else [values] if self._single else values
-        return [item for items in values for item in items] if self._streams else values
+        values = [] if execution.discard else [values] if execution.single else values
+        return [item for items in values for item in items] if execution.yields_items else values
 
     def made_by(self) -> str:
         """Return the name of the method that was called."""
-        return self._method.name
+        return self._execution.method.name
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         """What travels to another call's workers in its place; ValueError, TypeError: nothing that could."""
         self._check_passable()
-        return self.refs[0] if self._single else Gathered(tuple(self.refs))
+        return self.refs[0] if self._execution.single else Gathered(tuple(self.refs))
 
     def as_pieces(self) -> list[ObjectRef[Any]]:
         """What travels to another call's workers in place of each answer; ValueError, TypeError: nothing that could."""
@@ -265,13 +268,17 @@ class Call(Underway, PassedOn, Generic[Result]):
         Raises:
             ValueError, TypeError: there is nothing to pass on.
         """
+        execution = self._execution
         self._check_passable()
-        if self._single:
-            raise ValueError(f"the call of {self._method.name!r} has one answer (collect=()): pass it as it is")
-        return [Answer(self._method.name, ref) for ref in self.refs]
+        if execution.single:
+            raise ValueError(f"the call of {execution.method.name!r} has one answer (collect=()): pass it as it is")
+        return [Answer(execution.method.name, ref) for ref in self.refs]
 
     def _check_passable(self) -> None:
-        if self._discard:
-            raise ValueError(f"the call of {self._method.name!r} has no answer to pass on (discard=True)")
-        if self._streams:
-            raise TypeError(f"{self._method.name!r} is a generator method: stream or collect its items, pass these on")
+        execution = self._execution
+        if execution.discard:
+            raise ValueError(f"the call of {execution.method.name!r} has no answer to pass on (discard=True)")
+        if execution.yields_items:
+            raise TypeError(
+                f"{execution.method.name!r} is a generator method: stream or collect its items, pass these on"
+            )

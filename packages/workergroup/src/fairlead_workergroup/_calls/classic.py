@@ -1,121 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classic calling methods: thin layers over one planner and one submitter."""
+"""The calling methods of the original system: thin layers over the planning and sending of every call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray import ObjectRef
-
 from fairlead_sharding import NamedSharding
 
 from .call import Call
-from .errors import short_traceback
+from .dispatch import dispatch
+from .execution import Execution
 from .plan import Axes, Column, as_axes
-from .results import MultiWorkerFuture, fetched
+from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
+from .sender import Sender
 
 __all__ = ["ClassicCalls"]
 
 
 class ClassicCalls:
-    """What `RayWorkerGroup` offers beside `call`.
+    """Makes the classic calls of a group; `RayWorkerGroup` says what each of them does.
 
-    All arguments are checked before the first worker is called: the method's name and parameters, axes, lengths. Small
-    plain values travel with the call, everything else is stored once however many workers get it; ObjectRefs are
-    passed through.
+    The `owner` that they take is the group, which must live as long as somebody waits for a call.
+
+    Args:
+        sender: of the group.
+        sharding: the axes over its ranks.
     """
 
-    sharding_annotations: NamedSharding
+    def __init__(self, sender: Sender, sharding: NamedSharding) -> None:
+        self._sender = sender
+        self._sharding = sharding
+        self._futures = ClassicFutures(sender)
 
-    def _dispatch(
-        self,
-        method: str,
-        called: list[int],
-        args: Sequence[Column],
-        kwargs: Mapping[str, Column],
-        *,
-        returned: list[int],
-        answers: list[bool] | None = None,
-    ) -> Call:
-        raise NotImplementedError
-
-    def _note_submitted(self, call: Call) -> list[Any]:
-        raise NotImplementedError
-
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
-    ) -> ObjectRef[Any]:
-        """Call a method of one worker.
-
-        Args:
-            method_name: the method's name.
-            worker_idx: the worker's rank.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            The result's ref; for a generator method, a generator of refs.
-
-        Raises:
-            IndexError: there is no such rank.
-            AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            WorkerFailureError: the worker is known to be dead, and not restarted.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        size = self.sharding_annotations.size
-        if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
-            raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
-        if not 0 <= worker_idx < size:
-            raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
-        call = self._dispatch(method_name, [worker_idx], *_same(args, kwargs), returned=[worker_idx])
-        (future,) = self._note_submitted(call)
+    def call_one(self, owner: object, name: str, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call one worker; return its future."""
+        size = self._sharding.size
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"worker_idx must be an int, got {rank!r}")
+        if not 0 <= rank < size:
+            raise IndexError(f"worker_idx {rank} is out of range: the group has ranks 0 to {size - 1}")
+        columns, named = _replicate(args, kwargs)
+        (future,) = self._dispatch(owner, name, [rank], columns, named, returned=[rank]).futures
         return future
 
-    def run_all_workers_single_data(
-        self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
-    ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers with the same arguments.
+    def call_all(
+        self, owner: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, leaders_on: Axes
+    ) -> list[Any]:
+        """Call all workers, or those at coordinate 0 of some axes, with the same arguments; return the futures."""
+        ranks = self._leaders(leaders_on)
+        columns, named = _replicate(args, kwargs)
+        return self._dispatch(owner, name, ranks, columns, named, returned=ranks).futures
 
-        Args:
-            method_name: the method's name.
-            args: positional arguments of the method.
-            run_rank_0_only_axes: along these axes only coordinate 0 is called.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            The refs of the workers called, by rank.
-
-        Raises:
-            ValueError: an axis that does not exist.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        ranks = self._leaders(run_rank_0_only_axes)
-        return self._note_submitted(self._dispatch(method_name, ranks, *_same(args, kwargs), returned=ranks))
-
-    def run_all_workers_multiple_data(
+    def call_each(
         self,
-        method_name: str,
-        *args: Sequence[Any],
-        run_rank_0_only_axes: Axes = None,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Sequence[Any],
-    ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers, each with arguments of its own.
-
-        Args:
-            method_name: the method's name.
-            args: a list per positional argument, with one value for each worker called, by rank.
-            run_rank_0_only_axes: along these axes only coordinate 0 is called, and has a value.
-            common_kwargs: keyword arguments that are the same for all.
-            kwargs: a list per keyword argument, as `args`.
-
-        Returns:
-            The refs of the workers called, by rank.
-
-        Raises:
-            ValueError: a list with too few or too many values, or a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        ranks = self._leaders(run_rank_0_only_axes)
+        owner: object,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        leaders_on: Axes,
+        common: Mapping[str, Any] | None,
+    ) -> list[Any]:
+        """Do the same, each worker with arguments of its own; return the futures."""
+        ranks = self._leaders(leaders_on)
 
         def column(what: str, values: Any) -> Column:
             if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
@@ -125,47 +71,28 @@ class ClassicCalls:
             return Column([values[at] for at in range(len(ranks))], range(len(ranks)))
 
         columns = [column(f"positional argument {at}", values) for at, values in enumerate(args)]
-        named = {name: column(f"argument {name!r}", values) for name, values in kwargs.items()}
-        named = _with_common(named, common_kwargs)
-        return self._note_submitted(self._dispatch(method_name, ranks, columns, named, returned=ranks))
+        named = {key: column(f"argument {key!r}", values) for key, values in kwargs.items()}
+        return self._dispatch(owner, name, ranks, columns, _with_common(named, common), returned=ranks).futures
 
-    def run_all_workers_sharded_data(
+    def call_sharded(
         self,
-        method_name: str,
-        *args: Any,
-        in_sharded_axes: Axes = None,
-        replicate_on_axes: Axes = None,
-        output_is_replicated: Axes = None,
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        owner: object,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        sharded: Axes,
+        replicated: Axes,
+        output_replicated: Axes,
+        dummy_calls: bool,
+        common: Mapping[str, Any] | None,
     ) -> Call:
-        """Call a method of workers with the piece of the data that their coordinates ask for.
-
-        Args:
-            method_name: the method's name.
-            args: a nested sequence per positional argument: one level for each of `in_sharded_axes`.
-            in_sharded_axes: the worker at coordinate c along them gets piece c.
-            replicate_on_axes: everybody along them gets the same piece. Along axes in neither, only coordinate 0 is
-                called.
-            output_is_replicated: of the workers called, only coordinate 0 along these answers.
-            make_dummy_calls_to_free_axes: call the others too, with None for every piece; they do not answer.
-            common_kwargs: keyword arguments that are the same for all, dummy calls included.
-            kwargs: a nested sequence per keyword argument, as `args`.
-
-        Returns:
-            The call, a `MultiWorkerFuture` of the answers by rank; `get_all_worker_results` fetches them.
-
-        Raises:
-            ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
-                any depth; a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        plan = self.sharding_annotations.plan(
-            in_sharded_axes=as_axes(in_sharded_axes),
-            replicate_on_axes=as_axes(replicate_on_axes),
-            output_is_replicated=as_axes(output_is_replicated),
-            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
+        """Call workers with the pieces of the data at their coordinates."""
+        plan = self._sharding.plan(
+            in_sharded_axes=as_axes(sharded),
+            replicate_on_axes=as_axes(replicated),
+            output_is_replicated=as_axes(output_replicated),
+            make_dummy_calls_to_free_axes=dummy_calls,
         )
         index = plan.piece.tolist()
 
@@ -173,48 +100,52 @@ class ClassicCalls:
             try:
                 return Column(plan.pieces(nested), index)
             except (TypeError, ValueError) as error:
-                error.add_note(f"in {what} of {method_name!r}")
+                error.add_note(f"in {what} of {name!r}")
                 raise
 
         columns = [column(f"positional argument {at}", nested) for at, nested in enumerate(args)]
-        named = {name: column(f"argument {name!r}", nested) for name, nested in kwargs.items()}
-        call = self._dispatch(
-            method_name,
+        named = {key: column(f"argument {key!r}", nested) for key, nested in kwargs.items()}
+        execution = self._dispatch(
+            owner,
+            name,
             plan.called.tolist(),
             columns,
-            _with_common(named, common_kwargs),
+            _with_common(named, common),
             answers=plan.answers.tolist(),
             returned=plan.returned.tolist(),
         )
-        self._note_submitted(call)
-        return call
+        return Call(execution)
 
-    def get_all_worker_results(
-        self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
-    ) -> list[Any]:
-        """Wait for a call and fetch its results, and nothing else.
-
-        Args:
-            future_bundle: what a classic method returned.
-            return_generators_as_proxies: leave generators as they are instead of collecting their items.
-
-        Raises:
-            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
-                ObjectRefs that the group did not make, from now.
-            WorkerFailureError: a worker was lost.
-            Exception: a worker's own exception, with its type and a note for each failing rank.
-        """
-        with short_traceback():
-            if isinstance(future_bundle, MultiWorkerFuture):
-                return future_bundle.get_results(self, return_generators_as_proxies)  # type: ignore[arg-type]
-            return fetched(future_bundle, group=self, proxies=return_generators_as_proxies)  # type: ignore[arg-type]
+    def fetch(self, bundle: MultiWorkerFuture | Sequence[Any], *, proxies: bool) -> list[Any]:
+        """Wait for a call and fetch its results."""
+        if isinstance(bundle, Call):
+            return bundle.get_results(return_generators_as_proxies=proxies)
+        if isinstance(bundle, MultiWorkerFuture):
+            return fetch_bundle(bundle, group=self._futures, proxies=proxies)
+        return fetch(bundle, group=self._futures, proxies=proxies)
 
     def _leaders(self, axes: Axes) -> list[int]:
-        sharding = self.sharding_annotations
+        sharding = self._sharding
         return sorted(sharding.layout.ravel()[sharding.leaders(*as_axes(axes))].tolist())
 
+    def _dispatch(
+        self,
+        owner: object,
+        name: str,
+        ranks: list[int],
+        args: Sequence[Column],
+        kwargs: Mapping[str, Column],
+        *,
+        returned: list[int],
+        answers: list[bool] | None = None,
+    ) -> Execution:
+        """Send a call, and note when its futures were made, which ObjectRefs do not say."""
+        execution = dispatch(self._sender, owner, name, ranks, args, kwargs, returned=returned, answers=answers)
+        self._futures.note(execution.futures, execution.method.name, execution.began)
+        return execution
 
-def _same(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Column], dict[str, Column]]:
+
+def _replicate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Column], dict[str, Column]]:
     return [Column([value]) for value in args], {name: Column([value]) for name, value in kwargs.items()}
 
 

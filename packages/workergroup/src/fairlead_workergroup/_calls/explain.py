@@ -7,12 +7,11 @@ from typing import Any
 
 from ray import ObjectRef
 
-from .._arguments import is_inlined
+from .._arguments import PassedOn, PerWorker, Shard, is_inlined
 from .._display import MOST_ROWS, table_html
-from .._marks import PassedOn, PerWorker, Shard
 from .plan import CallPlan, Column
 
-__all__ = ["CallExplanation", "explained_call"]
+__all__ = ["CallExplanation", "explain_call"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +46,7 @@ class CallExplanation:
         return [*self.rows[:half], ("...",) * len(self.header), *self.rows[-half:]]
 
 
-def explained_call(
+def explain_call(
     method: str,
     plan: CallPlan,
     args: Sequence[Any],

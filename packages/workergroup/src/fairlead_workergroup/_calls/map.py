@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many items over few workers: each goes to one of them, whoever is to have it next."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import ray
 from ray import ObjectRef
 
 from .._arguments import Arguments
-from .._bar import Bar
+from .._display import Bar
+from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, WorkerFailureError
-from .call import Call
+from .dispatch import dispatch
 from .errors import retrieve_late, short_traceback
+from .execution import Execution
 from .plan import Column
 from .results import REPORT_EVERY_S
+from .sender import Sender
 from .wait import ResultStream, result_of
 
-if TYPE_CHECKING:
-    from .._group import RayWorkerGroup
-    from .._start.worker_class import Method
-
-__all__ = ["Strategy", "check_strategy", "mapped"]
+__all__ = ["Strategy", "check_strategy", "map_items"]
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -55,8 +52,9 @@ class _Sent(NamedTuple):
     rank: int
 
 
-def mapped(
-    group: RayWorkerGroup,
+def map_items(
+    sender: Sender,
+    owner: object,
     ranks: Sequence[int],
     method: str | Callable[..., Any],
     items: Iterable[Any],
@@ -67,21 +65,22 @@ def mapped(
     timeout_s: float | None,
     retries: int,
     return_exceptions: bool,
+    move_items: bool,
 ) -> ResultStream[Any]:
     """Check everything, then return the results as they come; see `RayWorkerGroup.map`."""
     if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be a positive number of items, got {max_in_flight!r}")
-    found = group._class.method(method)
+    found = sender.method(method)
     if found.result == "items":
         raise TypeError(f"{found.name!r} is a generator method; map needs one result for each item: call it and stream")
     found.check([None], {})
-    group._check_retries(retries)
+    sender.check_retries(retries)
     stored = Arguments()  # a large function is stored once, not with each item
     found = replace(found, function=stored.prepared(found.function))
-    group._count(puts=stored.puts, bytes_put=stored.bytes_put)
+    sender.counters.add(puts=stored.puts, bytes_put=stored.bytes_put)
     total = len(items) if isinstance(items, Sized) else None
-    how = _How(found, max_in_flight, check_strategy(strategy), timeout_s, retries, return_exceptions)
-    balancer = _Balancer(group, ranks, how)
+    how = _How(found, max_in_flight, check_strategy(strategy), timeout_s, retries, return_exceptions, move_items)
+    balancer = _Balancer(sender, owner, ranks, how)
     order = _Order(WINDOW * balancer.capacity if ordered else math.inf)
     return ResultStream(
         lambda: _results(balancer, iter(items), total, order),
@@ -98,6 +97,7 @@ class _How(NamedTuple):
     timeout_s: float | None
     retries: int
     return_exceptions: bool
+    move_items: bool
 
 
 class _Order:
@@ -136,7 +136,7 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, order: _Order) -> Generator[Any]:
+def _results(balancer: "_Balancer", items: Iterator[Any], total: int | None, order: _Order) -> Generator[Any]:
     done = 0
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
@@ -150,10 +150,10 @@ def _results(balancer: _Balancer, items: Iterator[Any], total: int | None, order
 
 
 async def _async_results(
-    balancer: _Balancer, items: Iterator[Any], total: int | None, order: _Order
+    balancer: "_Balancer", items: Iterator[Any], total: int | None, order: _Order
 ) -> AsyncGenerator[Any]:
     done = 0
-    tasks: dict[asyncio.Task[Any], Call] = {}
+    tasks: dict[asyncio.Task[Any], Execution] = {}
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method}", total) as bar:
             while balancer.fill(items, until=order.until, may_wait=True):
@@ -178,9 +178,10 @@ async def _async_results(
 class _Balancer:
     """Which worker has which items now."""
 
-    def __init__(self, group: RayWorkerGroup, ranks: Sequence[int], how: _How) -> None:
+    def __init__(self, sender: Sender, owner: object, ranks: Sequence[int], how: _How) -> None:
         self.method = how.method.name
-        self._group = group
+        self._sender = sender
+        self._owner = owner
         self._how = how
         self._max = how.max_in_flight
         self._strategy = how.strategy
@@ -189,8 +190,8 @@ class _Balancer:
         self._turn = 0
         self._position = 0
         # Keyed by the call, because a call that waits to be sent has no futures yet.
-        self._sent: dict[Call, _Sent] = {}
-        self._new: list[Call] = []
+        self._sent: dict[Execution, _Sent] = {}
+        self._new: list[Execution] = []
         self._given_up: list[tuple[int, Any]] = []
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
@@ -236,7 +237,9 @@ class _Balancer:
 
     def _send(self, position: int, item: Any, rank: int, *, may_wait: bool) -> None:
         try:
-            call = self._group._dispatch(
+            call = dispatch(
+                self._sender,
+                self._owner,
                 self._how.method,
                 [rank],
                 [Column([item])],
@@ -255,7 +258,7 @@ class _Balancer:
         self._sent[call] = _Sent(position, item, rank)
         self._new.append(call)
 
-    def new(self) -> list[Call]:
+    def new(self) -> list[Execution]:
         """Return the calls that have been made since this was last asked."""
         new, self._new = self._new, []
         return new
@@ -273,19 +276,19 @@ class _Balancer:
         calls = {call.futures[0]: call for call in self._sent}
         refs = list(calls)
         oldest = calls[refs[0]]
-        self._group._check_connected()
-        done, _ = ray.wait(refs, num_returns=1, timeout=oldest._deadline.left(at_most=REPORT_EVERY_S))
+        self._sender.roster.check_connected()
+        done, _ = ray.wait(refs, num_returns=1, timeout=oldest.deadline.left(at_most=REPORT_EVERY_S))
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         # Also when others are done: an item that hangs must not go unnoticed for as long as they are.
-        if not done or (oldest._deadline.passed and refs[0] not in {*done, *ready}):
+        if not done or (oldest.deadline.passed and refs[0] not in {*done, *ready}):
             try:
-                oldest._on_slow(oldest._deadline)
+                oldest.check_late(oldest.deadline)
             except CallTimeoutError as error:
                 return self.settled(oldest, partial(_raise, error))
         finished = sorted({calls[ref] for ref in (*done, *ready)}, key=lambda call: self._sent[call].position)
         return [found for call in finished for found in self.settled(call, call.result)]
 
-    def settled(self, call: Call, result: Callable[[], Any]) -> list[tuple[int, Any]]:
+    def settled(self, call: Execution, result: Callable[[], Any]) -> list[tuple[int, Any]]:
         """Return the position and the result of an item that is done; nothing if it has to be repeated.
 
         What its call raised is its result if exceptions are returned, and otherwise a `_Failure`, after which no more
@@ -303,7 +306,7 @@ class _Balancer:
             if not self._how.return_exceptions:
                 self._failed = True
                 return [(sent.position, _Failure(error))]
-            if not call._withdrawn(force=False):
+            if not call.withdraw(force=False):
                 retrieve_late(call.futures, call)  # of an item that has run out of time
             return [(sent.position, error)]
 
@@ -311,7 +314,7 @@ class _Balancer:
         """An item's worker is gone: the item goes to the others, if there are any and they may have it."""
         self._loads.pop(rank, None)
         self._losses[position] += 1
-        if self._group._enable_load_balancing and self._loads and self._losses[position] < MOST_LOSSES:
+        if self._how.move_items and self._loads and self._losses[position] < MOST_LOSSES:
             self._again.append((position, item))
             return []
         error.add_note(f"item {position} of map({self.method!r}); workers lost with it: {self._losses[position]}")
@@ -321,16 +324,16 @@ class _Balancer:
 
     def close(self) -> None:
         """Nobody wants the rest."""
-        if not self._group._held.connected:
+        if not self._sender.roster.connected:
             return
         waiting: dict[int, list[ObjectRef]] = {}
         for call, sent in self._sent.items():
-            if not call._withdrawn(force=False):
+            if not call.withdraw(force=False):
                 waiting.setdefault(sent.rank, []).append(call.futures[0])
         retrieve_late([ref for refs in waiting.values() for ref in refs], self)
         self._sent.clear()
         while waiting:  # an item of every worker at a time: one request a node
-            self._group._cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method, force=False)
+            self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fairlead_sharding import NamedSharding
 
-from .._marks import PassedOn, PerWorker, Shard
+from .._arguments import PassedOn, PerWorker, Shard
 
 __all__ = ["Axes", "CallPlan", "Column", "Mesh", "as_axes", "plan_call"]
 

@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers answer, and when it is fetched."""
 
-from __future__ import annotations
-
 import logging
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
-from .._observe.failures import WorkerFacts, as_failures, explained
-from .._observe.query import gone
-from .._ray_private import actor_id_of_ref
-from ..exceptions import CallTimeoutError, WorkerFailureError
+from .._members import Roster, WorkerFacts
+from .._observe.failures import as_failures, explain_errors
+from .._observe.query import find_ended
+from .._ray_private import actor_id_of_ref, task_of_future, task_of_ref
+from ..exceptions import CallTimeoutError
 from .errors import retrieve_late, short_traceback
+from .sender import Sender
 
-if TYPE_CHECKING:
-    from .._group import RayWorkerGroup
-
-__all__ = ["REPORT_EVERY_S", "MultiWorkerFuture", "drain", "fetched", "not_here_yet", "positions", "what_failed"]
+__all__ = [
+    "ClassicFutures",
+    "MultiWorkerFuture",
+    "REPORT_EVERY_S",
+    "ResultFetcher",
+    "drain",
+    "explain_failure",
+    "fetch",
+    "fetch_bundle",
+    "is_not_ready",
+    "positions",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +44,22 @@ MOST_IN_A_TURN = 100
 REPORT_EVERY_S = 60.0
 
 
+# Futures of classic calls whose start is remembered: the latest ones.
+MOST_SUBMITTED = 10_000
+
+
+class ResultFetcher(Protocol):
+    """A group, as far as it fetches results."""
+
+    def get_all_worker_results(
+        self, future_bundle: "MultiWorkerFuture | Sequence[Any]", return_generators_as_proxies: bool = False
+    ) -> list[Any]:
+        """See `RayWorkerGroup`."""
+
+
 @dataclass
 class MultiWorkerFuture:
-    """The futures of one call to several workers, and which of them answer.
+    """The futures of one call to several workers, and which of them answer; compatible with the original system.
 
     Attributes:
         futures: one for each called worker. That of a worker that does not answer holds None.
@@ -63,7 +85,7 @@ class MultiWorkerFuture:
             raise ValueError(f"called_workers names a rank twice: {self.called_workers}")
 
     def get_results(
-        self, worker_group: RayWorkerGroup | None = None, return_generators_as_proxies: bool = False
+        self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
     ) -> list[Any]:
         """Wait for the workers and fetch what was asked for, and nothing else.
 
@@ -81,34 +103,90 @@ class MultiWorkerFuture:
             Exception: a worker's own exception, with its type and notes that name the failing ranks.
             ValueError: `return_from_workers` names a rank that was not called.
         """
-        wanted, others = positions(self)
+        if worker_group is not None:
+            return worker_group.get_all_worker_results(self, return_generators_as_proxies)
         with short_traceback():
-            return fetched(
-                [self.futures[at] for at in wanted],
-                silent=[self.futures[at] for at in others],
-                group=worker_group,
-                proxies=return_generators_as_proxies,
-            )
+            return fetch_bundle(self, group=None, proxies=return_generators_as_proxies)
 
 
-def positions(future: MultiWorkerFuture) -> tuple[list[int], list[int]]:
-    """Where in its `futures` the wanted answers are, in the order they are wanted; and where the others are.
+def fetch_bundle(future: MultiWorkerFuture, *, group: "ClassicFutures | None", proxies: bool) -> list[Any]:
+    """Return the wanted results of a bundle of futures, as `fetch` does."""
+    called = range(len(future.futures)) if future.called_workers is None else future.called_workers
+    wanted, others = positions(called, future.return_from_workers)
+    return fetch(
+        [future.futures[at] for at in wanted],
+        silent=[future.futures[at] for at in others],
+        group=group,
+        proxies=proxies,
+    )
+
+
+class ClassicFutures:
+    """The futures that classic calls of a group have handed out, and when they were made.
+
+    ObjectRefs do not say when they were made, and the deadline of a call counts from then.
+
+    Args:
+        sender: of the group.
+
+    Attributes:
+        sender: as given.
+    """
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self._made: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def note(self, futures: Sequence[Any], method: str, began: float) -> None:
+        """Note the futures of a call."""
+        for future in futures:
+            self._made[task_of_future(future)] = (method, began)
+        while len(self._made) > MOST_SUBMITTED:
+            self._made.popitem(last=False)
+
+    def forget(self, futures: Sequence[Any]) -> None:
+        """Forget futures that have been fetched."""
+        for future in futures:
+            self._made.pop(task_of_future(future), None)
+
+    def first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
+        """Return the first deadline of futures; those that are not known count from `otherwise`."""
+        limit = self.sender.call_timeout_s
+        if limit is None or not futures:
+            return Deadline()
+        return Deadline(min(self._made.get(task_of_future(future), ("", otherwise))[1] for future in futures) + limit)
+
+    def late_error(self, pending: Sequence[ObjectRef], called: int, otherwise: float) -> CallTimeoutError:
+        """Return the error that names the workers that have not finished the calls behind these refs."""
+        method, began = min(
+            (self._made.get(task_of_ref(ref), ("a method", otherwise)) for ref in pending), key=lambda one: one[1]
+        )
+        found = [self.sender.roster.find(actor_id_of_ref(ref)) for ref in pending]
+        late = self.sender.late_workers(sorted({facts.rank for facts in found if facts is not None}))
+        return CallTimeoutError(method, time.monotonic() - began, called, late)
+
+
+def positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """Return where the futures of the wanted answers are, in the order they are wanted, and where the others are.
+
+    Args:
+        called: the rank of each future.
+        returned: the wanted ranks, in order; None for all.
 
     Raises:
-        ValueError: `return_from_workers` names a rank that was not called.
+        ValueError: `returned` names a rank that was not called.
     """
-    called = range(len(future.futures)) if future.called_workers is None else future.called_workers
-    if future.return_from_workers is None:
+    if returned is None:
         return list(range(len(called))), []
     index = {rank: at for at, rank in enumerate(called)}
-    if unknown := [rank for rank in future.return_from_workers if rank not in index]:
+    if unknown := [rank for rank in returned if rank not in index]:
         raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
-    wanted = [index[rank] for rank in future.return_from_workers]
+    wanted = [index[rank] for rank in returned]
     return wanted, sorted(set(range(len(called))).difference(wanted))
 
 
-def fetched(
-    futures: Sequence[Any], *, silent: Sequence[Any] = (), group: RayWorkerGroup | None = None, proxies: bool = False
+def fetch(
+    futures: Sequence[Any], *, silent: Sequence[Any] = (), group: ClassicFutures | None = None, proxies: bool = False
 ) -> list[Any]:
     """Return the values of futures in order.
 
@@ -124,7 +202,7 @@ def fetched(
         WorkerFailureError, Exception: as of `MultiWorkerFuture.get_results`.
     """
     if group is not None:
-        group._check_connected()
+        group.sender.roster.check_connected()
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
@@ -146,12 +224,13 @@ def fetched(
         raise
     except Exception as error:  # noqa: BLE001  whatever a worker raised
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        failure = what_failed(list(dict.fromkeys([*singles, *ends])), error, group)
+        sender = None if group is None else group.sender
+        failure = explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)
         retrieve_late(dict.fromkeys(singles), wait)
         raise failure  # noqa: B904  chained there
     if group is not None:
-        group._forget_submitted([*streams, *singles])
-        group._count_fetched(refs)
+        group.forget([*streams, *singles])
+        group.sender.counters.add_fetched(refs)
     slots = [slot for future in futures for slot in streams.get(future, [future])]
     return [next(values) if isinstance(slot, ObjectRef) else slot for slot in slots]
 
@@ -197,7 +276,7 @@ def drain(
 class _Wait:
     """One wait for futures that were made at different times, each with a deadline of its own."""
 
-    def __init__(self, group: RayWorkerGroup | None, futures: Sequence[Any]) -> None:
+    def __init__(self, group: ClassicFutures | None, futures: Sequence[Any]) -> None:
         self._group = group
         self._futures = futures
         self._began = time.monotonic()
@@ -231,7 +310,7 @@ class _Wait:
                 values: list[Any] = ray.get(refs, timeout=self._deadline.left(at_most=REPORT_EVERY_S))
                 return values
             except Exception as error:
-                if not not_here_yet(error):
+                if not is_not_ready(error):
                     raise
             self._check_late()
 
@@ -242,47 +321,52 @@ class _Wait:
         if self._group is None or not pending:
             return
         if self._deadline.passed:
-            raise self._group._late_futures(pending, len(ends), self._began)
+            raise self._group.late_error(pending, len(ends), self._began)
         if self._report.passed:
             self._report = Deadline.after(REPORT_EVERY_S)
-            logger.warning("%s", self._group._late_futures(pending, len(ends), self._began))
+            logger.warning("%s", self._group.late_error(pending, len(ends), self._began))
 
     def _first_deadline(self, futures: Sequence[Any]) -> Deadline:
-        return Deadline() if self._group is None else self._group._first_deadline(futures, self._began)
+        return Deadline() if self._group is None else self._group.first_deadline(futures, self._began)
 
 
-def what_failed(refs: Sequence[ObjectRef], first: BaseException, group: RayWorkerGroup | None) -> BaseException:
-    """The exception to raise for a fetch that failed: of all ranks that have failed by now."""
+def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:
+    """Return the exception to raise for a fetch that failed, with all ranks that have failed by now.
+
+    Args:
+        refs: results of one fetch.
+        first: what Ray raised.
+        sender: of the group whose workers make the results; None if that is not known.
+    """
     if isinstance(first, ray.exceptions.RayError):
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
-    if group is None:
+    if sender is None:
         return first
-    known = group._facts_by_actor()
-    done = _finished(refs, first, known)
+    roster = sender.roster
+    done = _finished(refs, first, roster)
     failed: dict[int, BaseException] = {}
     who: dict[int, WorkerFacts] = {}
     for ref in done:
-        worker = known.get(actor_id_of_ref(ref))
+        worker = roster.find(actor_id_of_ref(ref))
         if worker is None:
             continue
         try:
             ray.get(ref, timeout=0)
         except Exception as error:  # noqa: BLE001  whatever a worker raised
-            if not not_here_yet(error):
+            if not is_not_ready(error):
                 failed.setdefault(worker.rank, error.with_traceback(None))
                 who[worker.rank] = worker
     if not failed:
         return first
     errors = dict(sorted(failed.items()))
     if lost := as_failures(errors, who):
-        noted = group._note_lost(lost)
-        told = WorkerFailureError(noted, group._remedy(noted))
-        told.__cause__ = next(iter(errors.values()))
-        return told
-    return explained(errors, who)
+        failure = sender.failure_error(lost)
+        failure.__cause__ = next(iter(errors.values()))
+        return failure
+    return explain_errors(errors, who)
 
 
-def _finished(refs: Sequence[ObjectRef], first: BaseException, known: Mapping[str, WorkerFacts]) -> list[ObjectRef]:
+def _finished(refs: Sequence[ObjectRef], first: BaseException, roster: Roster) -> list[ObjectRef]:
     """The refs whose workers have finished or failed, those included whose process has ended a moment ago.
 
     When a worker dies, those that talk to it fail too, and may be heard of before Ray knows of the death.
@@ -292,14 +376,14 @@ def _finished(refs: Sequence[ObjectRef], first: BaseException, known: Mapping[st
     done: list[ObjectRef]
     done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
     if pending and isinstance(first, ray.exceptions.RayTaskError):
-        waiting = {ref: known[actor] for ref in pending if (actor := actor_id_of_ref(ref)) in known}
-        dying = [ref for ref, ended in zip(waiting, gone(list(waiting.values())), strict=True) if ended]
+        waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
+        dying = [ref for ref, ended in zip(waiting, find_ended(list(waiting.values())), strict=True) if ended]
         if dying:
             more, _ = ray.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
             done += more
     return done
 
 
-def not_here_yet(error: BaseException) -> bool:
+def is_not_ready(error: BaseException) -> bool:
     """Whether Ray itself ran out of time; a worker's own GetTimeoutError comes as a RayTaskError too."""
     return isinstance(error, ray.exceptions.GetTimeoutError) and not isinstance(error, ray.exceptions.RayTaskError)

@@ -1,362 +1,355 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a group sends calls, counts what they cost, and notes which workers they have shown to be lost."""
+"""How requests reach workers: in turn, after a restart that is due, and without blocking an event loop."""
 
-from __future__ import annotations
-
+import asyncio
 import contextlib
-import dataclasses
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
 
 from fairlead_placement.spi import never_connect
 
-from .._arguments import Arguments
+from .._arguments import Arguments, Gathered, NotPicklableError
 from .._deadline import Deadline
-from .._lifecycle.resources import Held
-from .._lifecycle.restart import remedy
-from .._observe.failures import WorkerFacts
-from .._observe.memory import judge
-from .._observe.query import cancelled, late_workers
-from .._ray_private import actor_id_of_ref, object_sizes, task_of_future, task_of_ref
-from .._start.worker_class import Method, WorkerClass
-from ..exceptions import CallTimeoutError, LateWorker, WorkerFailure, WorkerFailureError, WorkerGroupError
-from .call import Call
-from .execution import Repeats
-from .line import Line, on_event_loop
+from .._lifecycle.launcher import Launcher
+from .._lifecycle.restart import Restarter, RestartPolicy
+from .._members import Roster, Snapshot
+from .._observe.failures import Verdicts
+from .._observe.query import cancel_calls, late_workers
+from .._observe.statistics import Counters
+from .._ray_private import actor_id_of_ref
+from .._start.worker_class import Method
+from ..exceptions import CallTimeoutError, LateWorker, WorkerFailureError
 from .plan import Column
-from .requests import Request, requests, send
-from .statistics import GroupStatistics
 
-if TYPE_CHECKING:
-    from .._group import RayWorkerGroup
-
-__all__ = ["Dispatching"]
-
-# Futures of classic calls whose start is remembered: the latest ones.
-MOST_SUBMITTED = 10_000
+__all__ = ["Order", "Request", "Sender", "is_on_event_loop", "make_requests", "send"]
 
 
-class Dispatching:
-    """The part of `RayWorkerGroup` between what is asked of it and its workers."""
+class Request(NamedTuple):
+    """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""
 
-    name_prefix: str
-    workers: list[Any]
-    worker_metadata: list[dict[str, Any]]
-    _class: WorkerClass
-    _held: Held
-    _token: str
-    _lock: threading.Lock
-    _submitting: threading.RLock
-    _line: Line
-    _counts: GroupStatistics
-    _facts: dict[str, WorkerFacts]
-    _workers_now: list[WorkerFacts]
-    _lost: dict[int, WorkerFailure]
-    _restarting: set[int]
-    _restart: Future[list[int]] | None
-    _restart_began: float | None
-    _start_timeout_s: float
-    _restart_on_failure: bool
-    _restart_scope: str
-    _memory_limit: int | None
-    _call_timeout_s: float | None
-    _submitted: OrderedDict[bytes, tuple[str, float]]
+    method: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    backpressure: int | None = None
 
-    def restart_failed_workers(self) -> list[int]:
-        """See `RayWorkerGroup`."""
-        raise NotImplementedError
 
-    def _has_ended(self) -> WorkerGroupError:
-        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+@dataclass(frozen=True)
+class Order:
+    """Everything that is needed to send a call, now or later.
 
-    def _living(self) -> list[Any]:
-        """The handles, which a restart changes in place; those of a group that another thread shuts down are dead."""
-        workers = self.workers
-        if not workers:
-            raise self._has_ended()
-        self._check_connected()
-        return workers
+    Attributes:
+        method: the name of the method, for errors.
+        ranks: the workers to ask.
+        requests: the request to each of them.
+        began: when the call was made.
+        deadline: when to give up waiting for the turn.
+        counts: what the call adds to the group's statistics besides the requests.
+    """
 
-    def _check_connected(self) -> None:
-        if not self._held.connected:
-            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
+    method: str
+    ranks: Sequence[int]
+    requests: Iterable[Request]
+    began: float
+    deadline: Deadline
+    counts: Mapping[str, int] = field(default_factory=dict)
 
-    def _remedy(self, lost: Sequence[WorkerFailure]) -> str:
-        return remedy(self._of_group, lost)
 
-    def _blocking(self, called: Collection[int]) -> tuple[WorkerFailure, ...]:
-        """Return the lost workers that a call has to wait for: those it calls, or any if all restart together."""
-        together = self._restart_on_failure and self._restart_scope == "group"
-        lost = sorted(self._lost.copy().items())
-        return tuple(failure for rank, failure in lost if together or rank in called)
+class Sender:
+    """Sends requests to the workers of a group.
 
-    @property
-    def _of_group(self) -> RayWorkerGroup:
-        return self  # type: ignore[return-value]
+    Args:
+        roster: of the group.
+        launcher: what knows the class.
+        restarter: what starts lost workers again.
+        verdicts: what notes losses.
+        counters: of the group.
+        call_timeout_s: the deadline of calls that have none of their own.
+        after_restart: called with this sender and the ranks that were started again, before a restart is over.
 
-    def _dispatch(
+    Attributes:
+        roster, verdicts, counters, call_timeout_s: as given.
+        policy: the group's policy of restarts.
+    """
+
+    def __init__(
         self,
-        method: str | Callable[..., Any] | Method,
-        called: list[int],
-        args: Sequence[Column],
-        kwargs: Mapping[str, Column],
+        roster: Roster,
+        launcher: Launcher,
+        restarter: Restarter,
+        verdicts: Verdicts,
+        counters: Counters,
         *,
-        returned: list[int],
-        answers: list[bool] | None = None,
-        timeout_s: float | None = None,
-        single: bool = False,
-        discard: bool = False,
-        retries: int = 0,
-        may_wait: bool = True,
-    ) -> Call:
-        began = time.monotonic()
-        self._check_retries(retries)
-        found = method if isinstance(method, Method) else self._class.method(method)
-        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        deadline = Deadline(None if timeout_s is None else began + timeout_s)
-        self._check_callable(called)
-        stored = Arguments()
-        # Before this call's turn: storing a large value must not hold up the calls of other threads.
-        asked = requests(len(called), found, args, kwargs, answers=answers, arguments=stored)
-        kept = list(asked) if retries else None
-        puts, bytes_put = stored.puts, stored.bytes_put
-        send_it = self._send_without_blocking if may_wait and on_event_loop() else self._send
-        counted = {"calls": 1, "puts": puts, "bytes_put": bytes_put}
-        futures = send_it(found.name, called, kept or asked, began, deadline, counted)
-        return Call(
-            futures,
-            called,
-            returned,
-            group=self._of_group,
-            method=found,
-            began=began,
-            timeout_s=timeout_s,
-            single=single,
-            discard=discard,
-            puts=puts,
-            bytes_put=bytes_put,
-            repeats=None if kept is None else Repeats(retries, kept),
-            sources=stored.sources,
-        )
+        call_timeout_s: float | None,
+        after_restart: Callable[["Sender", list[int]], object],
+    ) -> None:
+        self.roster = roster
+        self.verdicts = verdicts
+        self.counters = counters
+        self.call_timeout_s = call_timeout_s
+        self.policy: RestartPolicy = restarter.policy
+        self._launcher = launcher
+        self._restarter = restarter
+        self._after_restart = after_restart
+        self._queue = _Queue()
 
-    def _check_retries(self, retries: int) -> None:
-        if retries and not self._restart_on_failure:
+    def method(self, method: str | Callable[..., Any] | Method) -> Method:
+        """Return the method of the class, or the function, that a caller means.
+
+        Raises:
+            AttributeError, TypeError: there is none.
+        """
+        return method if isinstance(method, Method) else self._launcher.worker_class.method(method)
+
+    def restart(self) -> list[int]:
+        """Start the dead workers again; return their ranks."""
+        return self._restarter.restart(partial(self._after_restart, self))
+
+    def check_retries(self, retries: int) -> None:
+        """Refuse retries in a group that restarts nothing.
+
+        Raises:
+            ValueError: there would be nobody to repeat the call on.
+        """
+        if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
 
-    def _note_submitted(self, call: Call) -> list[Any]:
-        """Note when the futures of a classic call were made, which ObjectRefs do not say; return them."""
-        for future in call.futures:
-            self._submitted[task_of_future(future)] = (call._method.name, call._began)
-        while len(self._submitted) > MOST_SUBMITTED:
-            self._submitted.popitem(last=False)
-        return call.futures
-
-    def _forget_submitted(self, futures: Sequence[Any]) -> None:
-        for future in futures:
-            self._submitted.pop(task_of_future(future), None)
-
-    def _first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
-        """The first deadline of futures; those that are not known count from `otherwise`."""
-        if self._call_timeout_s is None or not futures:
-            return Deadline()
-        began = min(self._submitted.get(task_of_future(future), ("", otherwise))[1] for future in futures)
-        return Deadline(began + self._call_timeout_s)
-
-    def _late_futures(self, pending: Sequence[ObjectRef], called: int, otherwise: float) -> CallTimeoutError:
-        """The error that names the workers that have not finished what these refs stand for."""
-        method, began = min(
-            (self._submitted.get(task_of_ref(ref), ("a method", otherwise)) for ref in pending), key=lambda one: one[1]
-        )
-        ranks = {self._facts[actor].rank for ref in pending if (actor := actor_id_of_ref(ref)) in self._facts}
-        return CallTimeoutError(method, time.monotonic() - began, called, self._late_workers(sorted(ranks)))
-
-    def _check_callable(self, called: Collection[int]) -> list[Any]:
-        """Return the workers' handles.
+    def check_callable(self, called: Collection[int]) -> Snapshot:
+        """Return the group's members.
 
         Raises:
             WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        workers = self._living()
-        if self._lost and not self._restart_on_failure and (lost := self._blocking(called)):
-            raise WorkerFailureError(lost, self._remedy(lost))
-        return workers
+        now = self.roster.check_alive()
+        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now.lost.values(), called)):
+            raise WorkerFailureError(lost, self._restarter.remedy(lost))
+        return now
 
-    @contextlib.contextmanager
-    def _turn(self, method: str, called: Collection[int], began: float, deadline: Deadline) -> Iterator[list[Any]]:
-        """Keep other threads from sending, once the workers of a call are there; the value is their handles.
-
-        Raises:
-            CallTimeoutError: other calls or a restart took longer than the call's deadline.
-            WorkerFailureError, WorkerGroupError: as of `_check_callable`, or a restart failed.
-        """
-        while True:
-            if not self._submitting.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-                raise self._not_sent(method, called, began)
-            try:
-                workers = self._check_callable(called)
-                lost = self._blocking(called) if self._lost else ()
-                if not lost:
-                    yield workers
-                    return
-                if self._restart_began is not None:  # this thread restarts them, and a worker was lost again
-                    raise WorkerFailureError(lost, self._remedy(lost))
-                if deadline.at is None:
-                    self.restart_failed_workers()
-                    continue
-            finally:
-                self._submitting.release()
-            # A restart may take longer than this call may wait, and must not be given up half done.
-            restart = self._restart_in_background()
-            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
-                raise self._not_sent(method, called, began)
-            restart.result()
-
-    def _restart_in_background(self) -> Future[list[int]]:
-        """Return the restart that runs on a thread of its own; start it if there is none."""
-        with self._lock:
-            if self._restart is None:
-                self._restart = Future()
-                work = partial(self._run_restart, self._restart)
-                threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
-            return self._restart
-
-    def _run_restart(self, restart: Future[list[int]]) -> None:
-        never_connect()
-        try:
-            ranks = self.restart_failed_workers()
-        except BaseException as error:  # noqa: BLE001  the calls that wait for it raise it
-            outcome: Callable[[], None] = partial(restart.set_exception, error)
-        else:
-            outcome = partial(restart.set_result, ranks)
-        with self._lock:
-            self._restart = None
-        outcome()
-
-    def _not_sent(self, method: str, called: Collection[int], began: float) -> CallTimeoutError:
-        now, since = time.monotonic(), self._restart_began
-        if since is None:
-            reason = "Other calls were being sent, or a restart was about to begin. Make the call again."
-        else:
-            ranks = f"rank(s) {', '.join(map(str, sorted(self._restarting.copy())))}" if self._restarting else "workers"
-            reason = (
-                f"A restart of {ranks} has been under way for {now - since:.1f} s and goes on; it may take "
-                f"start_timeout_s={self._start_timeout_s:g} s. Make the call again, with a longer timeout."
-            )
-        return CallTimeoutError(method, now - began, len(called), (), reason)
-
-    def _is_lost(self, ref: ObjectRef) -> bool:
-        """Whether what makes an object is dead, or has been replaced."""
-        who = self._facts.get(actor_id_of_ref(ref))
-        return who is not None and (who.rank in self._lost or self._workers_now[who.rank] is not who)
-
-    def _send(
-        self,
-        method: str,
-        ranks: Sequence[int],
-        asked: Iterable[Request],
-        began: float,
-        deadline: Deadline,
-        counted: Mapping[str, int] | None = None,
-    ) -> list[Any]:
+    def send(self, order: Order) -> list[Any]:
         """Restart lost workers if that is due, send a request to each rank, and return the futures.
-
-        Args:
-            method: the name of the method, for errors.
-            ranks: whom to ask.
-            asked: what to ask each of them.
-            began: when the call was made.
-            deadline: when to give up waiting for the turn.
-            counted: what it adds to the group's statistics besides the requests.
 
         Raises:
             CallTimeoutError, WorkerFailureError, WorkerGroupError: as of `_turn`; nothing has been sent.
         """
-        with self._turn(method, ranks, began, deadline) as workers:
-            futures = [send(workers[rank], request) for rank, request in zip(ranks, asked, strict=True)]
-        self._count(requests=len(futures), **(counted or {}))
+        with self._turn(order) as now:
+            futures = [
+                send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
+            ]
+        self.counters.add(requests=len(futures), **order.counts)
         return futures
 
-    def _send_without_blocking(
-        self,
-        method: str,
-        ranks: Sequence[int],
-        asked: Iterable[Request],
-        began: float,
-        deadline: Deadline,
-        counted: Mapping[str, int],
-    ) -> list[Any] | Future[list[Any]]:
-        """Do the same on an event loop: a call that has to wait for its turn or a restart is sent by another thread."""
-        if not self._line.busy:  # otherwise earlier calls are still waiting
+    def send_or_queue(self, order: Order) -> list[Any] | Future[list[Any]]:
+        """Do the same without blocking: an order that has to wait for its turn or a restart is sent by a thread."""
+        if not self._queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
-                return self._send(method, ranks, asked, began, Deadline(time.monotonic()), counted)
+                return self.send(replace(order, deadline=Deadline.after(0.0)))
 
         def send_later() -> list[Any]:
-            if deadline.passed:
-                raise self._not_sent(method, ranks, began)
-            return self._send(method, ranks, asked, began, deadline, counted)
+            if order.deadline.passed:
+                raise self.unsent_error(order.method, order.ranks, order.began)
+            return self.send(order)
 
-        return self._line.add(send_later)
+        return self._queue.add(send_later)
 
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            counts = {name: getattr(self._counts, name) + amount for name, amount in more.items()}
-            self._counts = dataclasses.replace(self._counts, **counts)
+    @contextlib.contextmanager
+    def _turn(self, order: Order) -> Iterator[Snapshot]:
+        """Keep other threads from sending, once the workers of a call are there; the value is the group's members.
 
-    def _count_fetched(self, refs: Sequence[ObjectRef]) -> int:
-        size = sum(object_sizes(refs))
-        self._count(fetched=len(refs), bytes_fetched=size)
-        return size
+        Raises:
+            CallTimeoutError: other calls or a restart took longer than the call's deadline.
+            WorkerFailureError, WorkerGroupError: as of `check_callable`, or a restart failed.
+        """
+        turn, deadline = self._restarter.turn, order.deadline
+        while True:
+            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+                raise self.unsent_error(order.method, order.ranks, order.began)
+            try:
+                now = self.check_callable(order.ranks)
+                lost = self.policy.blocking(now.lost.values(), order.ranks)
+                if not lost:
+                    yield now
+                    return
+                if self._restarter.began is not None:  # this thread restarts them, and a worker was lost again
+                    raise WorkerFailureError(lost, self._restarter.remedy(lost))
+                if deadline.at is None:
+                    self.restart()
+                    continue
+            finally:
+                turn.release()
+            # A restart may take longer than this call may wait, and must not be given up half done.
+            restart = self._restarter.restart_in_background(partial(self._after_restart, self))
+            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
+                raise self.unsent_error(order.method, order.ranks, order.began)
+            restart.result()
 
-    def _late_workers(self, ranks: Sequence[int]) -> tuple[LateWorker, ...]:
-        return late_workers([self._workers_now[rank] for rank in ranks])
+    def unsent_error(self, method: str, called: Collection[int], began: float) -> CallTimeoutError:
+        """Return the error of a call that could not be sent by its deadline."""
+        reason = self._restarter.describe_wait()
+        return CallTimeoutError(method, time.monotonic() - began, len(called), (), reason)
 
-    def _cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop what has not started of a call, given by rank; the ranks that are running it."""
-        running = cancelled([(self._workers_now[rank], future) for rank, future in futures.items()])
-        workers = self.workers
-        if force and running and workers:  # a shutdown ends them anyway
+    def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
+        """Note losses, and return the error that reports them."""
+        lost = self.verdicts.note(failures)
+        return WorkerFailureError(lost, self._restarter.remedy(lost))
+
+    def is_lost(self, ref: ObjectRef[Any]) -> bool:
+        """Return whether the worker that makes an object is dead or has been replaced."""
+        return self.roster.is_lost(actor_id_of_ref(ref))
+
+    def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
+        """Return what these ranks are doing now."""
+        now = self.roster.snapshot()
+        return late_workers([now[rank].facts for rank in ranks])
+
+    def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
+        """Drop the requests of a call, given by rank, that have not started.
+
+        Args:
+            futures: of the requests.
+            method: the name of the method, for reports.
+            force: end the workers that are running it.
+
+        Returns:
+            The ranks that were running it.
+        """
+        now = self.roster.snapshot()
+        running = cancel_calls([(now[rank].facts, future) for rank, future in futures.items()])
+        now = self.roster.snapshot()
+        if force and running and not now.ended:  # a shutdown ends them anyway
             for rank in running:
-                ray.kill(workers[rank])
-            self._note_lost(
-                [
-                    self._workers_now[rank].failure("cancelled", f"its call of {method!r} was cancelled with force")
-                    for rank in running
-                ]
-            )
+                ray.kill(now[rank].handle)
+            cause = f"its call of {method!r} was cancelled with force"
+            self.verdicts.note([now[rank].facts.failure("cancelled", cause) for rank in running])
         return running
 
-    def _note_lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-        """Note who is dead, unless it has been replaced; the failures as they are to be told."""
-        judged = tuple(failures)
-        if self._memory_limit is not None:
-            judged = judge(self._token, judged, self._workers_now, self._memory_limit)
-        with self._lock:
-            for failure in judged:
-                now = self._workers_now[failure.rank]
-                if (failure.node_id, failure.pid) == (now.node_id, now.pid):
-                    self._lost.setdefault(failure.rank, failure)
-        self._show_states()
-        return tuple(self._lost.get(failure.rank, failure) for failure in judged)
 
-    def _show_states(self) -> None:
-        """What the cluster's grid shows of each worker."""
-        with self._lock:
-            for worker in self.worker_metadata:  # nothing after a shutdown
-                rank, state = worker["global_rank"], worker["state"]
-                if rank in self._restarting or rank in self._lost:
-                    worker["state"] = "restarting" if rank in self._restarting else "dead"
-                elif state in ("restarting", "dead"):
-                    worker["state"] = "alive"
+class _Queue:
+    """Runs functions in order on a background thread, which exists only while there is work."""
 
-    def _facts_by_actor(self) -> Mapping[str, WorkerFacts]:
-        return self._facts
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.busy = False
+
+    def add(self, work: Callable[[], Any]) -> Future[Any]:
+        """Queue a function; return a future of its result, which can be cancelled until the function starts."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self.busy:
+                threading.Thread(target=self._serve, name="fairlead-calls", daemon=True).start()
+                self.busy = True
+            self._waiting.append((future, work))
+        return future
+
+    def _serve(self) -> None:
+        never_connect()
+        while (following := self._next()) is not None:
+            future, work = following
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001  raised by whoever waits for the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del following, future, work  # so that their values are not kept alive until the next one
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self.busy = False
+            return None
+
+
+def is_on_event_loop() -> bool:
+    """Return whether this code runs on an event loop, which must not be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def make_requests(
+    count: int,
+    method: Method,
+    args: Sequence[Column],
+    kwargs: Mapping[str, Column],
+    *,
+    answers: Sequence[bool] | None,
+    arguments: Arguments,
+) -> Iterator[Request]:
+    """Store the values that have to be stored, and return what each of `count` workers is asked, in order.
+
+    Raises:
+        TypeError: the method does not take these arguments, and nothing has been stored; or one cannot be pickled.
+    """
+    method.check(args, kwargs)
+    columns = []
+    for at, column in enumerate((*args, *kwargs.values())):
+        try:
+            columns.append(column.mapped(arguments.prepared))
+        except NotPicklableError as error:
+            name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
+            raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
+    if method.function is not None:
+        columns = [Column([method.name]), Column([arguments.prepared(method.function)]), *columns]
+        args = [*columns[:2], *args]
+    return _rows(count, method, columns, len(args), list(kwargs), answers)
+
+
+def _rows(
+    count: int,
+    method: Method,
+    columns: Sequence[Column],
+    positional: int,
+    names: Sequence[str],
+    answers: Sequence[bool] | None,
+) -> Iterator[Request]:
+    hosted = method.hosted
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    rows = zip(*(column.over(count) for column in columns), strict=True) if columns else [()] * count
+    for at, row in enumerate(rows):
+        name = hosted
+        mine, named = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
+        if gathers:
+            flat = _flattened(mine, named)
+            # A method of a host that streams must be a generator itself.
+            name, mine, named = f"_fairlead_gathered_{method.result}", [name, *flat], {}
+        if answers is not None and not answers[at]:
+            name, mine = "_fairlead_silent", [name, *mine]
+        yield Request(name, mine, named, method.backpressure if name == "_fairlead_gathered_items" else None)
+
+
+def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """A plan of the arguments, then every value of them by itself: Ray looks for references at the top only.
+
+    The plan has a (name or None, number of values or None) for each argument: None for one that is no list.
+    """
+    plan: list[tuple[str | None, int | None]] = []
+    flat: list[Any] = []
+    for name, value in (*((None, value) for value in args), *kwargs.items()):
+        several = isinstance(value, Gathered)
+        plan.append((name, len(value.refs) if several else None))
+        flat.extend(value.refs if several else [value])
+    return [plan, *flat]
+
+
+def send(handle: Any, request: Request) -> Any:
+    """Launch a method call; its future."""
+    method = getattr(handle, request.method)
+    if request.backpressure is not None:
+        method = method.options(_generator_backpressure_num_objects=request.backpressure)
+    return method.remote(*request.args, **request.kwargs)

@@ -1,60 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waiting for a call without blocking an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
+from .._observe.statistics import Outcome
 from ..exceptions import WorkerFailureError
 from .errors import short_traceback
-from .outcome import Outcome
+from .execution import Execution
 from .results import REPORT_EVERY_S
 
-if TYPE_CHECKING:
-    from .call import Call
-
-__all__ = ["ResultStream", "arriving", "as_completed", "awaited", "result_of"]
+__all__ = ["ResultStream", "iterate_outcomes", "result_of", "stream_items", "wait_for"]
 
 T = TypeVar("T")
 
 
-async def awaited(call: Call) -> Any:
+async def wait_for(call: Execution) -> Any:
     """Return what `Call.result` returns; whoever cancels the wait cancels the call."""
     with short_traceback():
         try:
             return await result_of(call)
         except asyncio.CancelledError:
-            if call._group._held.connected:
+            if call.sender.roster.connected:
                 # A second cancellation ends this wait, and not the thread.
                 await asyncio.shield(asyncio.to_thread(call.cancel))
             raise
 
 
-async def result_of(call: Call) -> Any:
+async def result_of(call: Execution) -> Any:
     """Return what `Call.result` returns; the first failure ends the wait, or has the call repeated."""
-    await _sent(call, call._deadline)
+    await _sent(call, call.deadline)
     while True:
-        attempt = call._attempt
+        attempt = call.attempt
         try:
-            return call._shaped(await _collected(call))
+            return call.shape(await _collected(call))
         except WorkerFailureError:
             # A restart takes seconds.
-            if not await asyncio.to_thread(call._repeated, attempt):
+            if not await asyncio.to_thread(call.repeat, attempt):
                 raise
 
 
-async def _sent(call: Call, deadline: Deadline) -> None:
+async def _sent(call: Execution, deadline: Deadline) -> None:
     """Wait until a call has been sent; see `Call._until_sent`."""
-    if call._sending is not None:
-        sending = asyncio.wrap_future(call._sending)
+    if call.sending is not None:
+        sending = asyncio.wrap_future(call.sending)
         sending.add_done_callback(_looked_at)
         await asyncio.wait([sending], timeout=deadline.left())
-    call._until_sent(Deadline.after(0.0))
+    call.wait_until_sent(Deadline.after(0.0))
 
 
 def _looked_at(future: asyncio.Future[Any]) -> None:
@@ -63,15 +59,15 @@ def _looked_at(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _collected(call: Call) -> list[Any]:
-    call._check_open()
+async def _collected(call: Execution) -> list[Any]:
+    call.check_open()
     tasks = [asyncio.ensure_future(_value_of(call, at)) for at in range(len(call.futures))]
-    await _all_of(call, tasks, call._deadline)
-    call._check_open()
-    return [tasks[at].result() for at in call._positions[0]]
+    await _all_of(call, tasks, call.deadline)
+    call.check_open()
+    return [tasks[at].result() for at in call.positions]
 
 
-async def _all_of(call: Call, tasks: Sequence[asyncio.Task[Any]], deadline: Deadline) -> None:
+async def _all_of(call: Execution, tasks: Sequence[asyncio.Task[Any]], deadline: Deadline) -> None:
     """Wait until all workers have finished; the first failure ends the wait."""
     pending = set(tasks)
     try:
@@ -79,47 +75,47 @@ async def _all_of(call: Call, tasks: Sequence[asyncio.Task[Any]], deadline: Dead
             left = deadline.left(at_most=REPORT_EVERY_S)
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             if errors := [error for task in done if (error := task.exception()) is not None]:
-                raise await asyncio.to_thread(call._failure, errors[0])  # it may look at the nodes
+                raise await asyncio.to_thread(call.failure, errors[0])  # it may look at the nodes
             if pending and not done:
-                await asyncio.to_thread(call._on_slow, deadline)
+                await asyncio.to_thread(call.check_late, deadline)
     finally:
         await _dropped(pending)
 
 
-async def arriving(call: Call, timeout: float | None) -> AsyncGenerator[Outcome]:
+async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator[Outcome]:
     """Yield the items of a generator method as they arrive; see `Call.stream`."""
     with short_traceback():
-        call._check_open()
-        deadline = call._until(timeout)
+        call.check_open()
+        deadline = call.until(timeout)
         await _sent(call, deadline)
-        tasks = {at: asyncio.ensure_future(_has_item(call, at)) for at in call._positions[0]}
+        tasks = {at: asyncio.ensure_future(_has_item(call, at)) for at in call.positions}
         try:
             while tasks:
                 left = deadline.left(at_most=REPORT_EVERY_S)
                 done, _ = await asyncio.wait(tasks.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
-                    await asyncio.to_thread(call._on_slow, deadline)
+                    await asyncio.to_thread(call.check_late, deadline)
                 for at in [at for at, task in tasks.items() if task in done]:
                     if not tasks.pop(at).result():
                         continue
-                    kept = call._items[at]
+                    kept = call.items[at]
                     try:
                         value = await asyncio.wrap_future(kept[0].future())
                     except Exception as error:  # noqa: BLE001  whatever the worker raised
-                        raise await asyncio.to_thread(call._failure, error)  # noqa: B904  chained there
-                    yield call._handed(at, kept, value)
+                        raise await asyncio.to_thread(call.failure, error)  # noqa: B904  chained there
+                    yield call.hand_out(at, kept, value)
                     del value
                     tasks[at] = asyncio.ensure_future(_has_item(call, at))
-                    deadline = call._until(timeout)  # of the next item
+                    deadline = call.until(timeout)  # of the next item
         finally:
             await _dropped(set(tasks.values()))
-        ends = [asyncio.ensure_future(_value(ref)) for ref in call._completions.values()]
-        await _all_of(call, ends, call._until(timeout))
+        ends = [asyncio.ensure_future(_value(ref)) for ref in call.completions.values()]
+        await _all_of(call, ends, call.until(timeout))
 
 
-async def _has_item(call: Call, at: int) -> bool:
+async def _has_item(call: Execution, at: int) -> bool:
     """Wait for the next item of a generator and keep its ref with the call; return False if it has ended."""
-    kept = call._items.setdefault(at, [])
+    kept = call.items.setdefault(at, [])
     if not kept and (ref := await anext(call.futures[at], None)) is not None:
         kept.append(ref)
     return bool(kept)
@@ -181,23 +177,23 @@ class ResultStream(Generic[T]):
             await self._async_items.aclose()
 
 
-async def as_completed(call: Call) -> AsyncIterator[Outcome]:
+async def iterate_outcomes(call: Execution) -> AsyncIterator[Outcome]:
     """The outcomes of workers as they finish: of those that answer, and of others that failed."""
-    call._group._check_connected()
-    await _sent(call, call._deadline)
+    call.sender.roster.check_connected()
+    await _sent(call, call.deadline)
     tasks = {asyncio.ensure_future(_value_of(call, at)): at for at in range(len(call.futures))}
     try:
         while tasks:
-            left = call._deadline.left(at_most=REPORT_EVERY_S)
+            left = call.deadline.left(at_most=REPORT_EVERY_S)
             done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                await asyncio.to_thread(call._on_slow, call._deadline)
+                await asyncio.to_thread(call.check_late, call.deadline)
             for task in done:
                 at, error = tasks.pop(task), task.exception()
                 if error is not None:
-                    yield await asyncio.to_thread(call._failed, at, error)
-                elif at in call._answering:
-                    yield Outcome(call._ranks[at], call._coords(at), task.result())
+                    yield await asyncio.to_thread(call.failed_outcome, at, error)
+                elif at in call.answering:
+                    yield Outcome(call.ranks[at], call.coords(at), task.result())
     finally:
         await _dropped(set(tasks))
 
@@ -209,19 +205,19 @@ async def _dropped(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _value_of(call: Call, at: int) -> Any:
+async def _value_of(call: Execution, at: int) -> Any:
     """What a worker answers: its value, or the list of its items."""
     future = call.futures[at]
     if isinstance(future, ObjectRefGenerator):
-        items = call._items.setdefault(at, [])
+        items = call.items.setdefault(at, [])
         async for ref in future:
             items.append(ref)
         await asyncio.wrap_future(future.completed().future())
         values = [await asyncio.wrap_future(ref.future()) for ref in items]
-        call._check_complete(at)
-        call._count_once([at], items)
+        call.check_complete(at)
+        call.count_once([at], items)
         return values
     value = await asyncio.wrap_future(future.future())
-    if at in call._answering:
-        call._count_once([at], [future])
+    if at in call.answering:
+        call.count_once([at], [future])
     return value

@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting lost workers again: the same ranks, in the same slots, or in others when their nodes are gone."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import PlacementError, RayVirtualCluster
-from fairlead_placement.spi import alive_nodes, claim_slots
+from fairlead_placement import PlacementError, RayVirtualCluster, Slot
+from fairlead_placement.spi import alive_nodes, never_connect
 
-from .._observe.causes import note_causes
-from .._observe.query import gone
+from .._members import Roster
+from .._observe.failures import Verdicts
+from .._observe.query import find_ended
 from .._ray_private import actor_id_of, dead_actors
-from .._start.layout import moved
+from .._start.layout import move_places
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
-from .shutdown import kill_and_wait
+from .launcher import Launcher
+from .resources import Resources
 
-if TYPE_CHECKING:
-    from .._group import RayWorkerGroup
-
-__all__ = ["check_max_restarts", "check_scope", "find_lost", "remedy", "restart", "without_cluster"]
+__all__ = ["RestartPolicy", "Restarter", "check_restart_policy"]
 
 logger = logging.getLogger(__name__)
 
-# Ray says at once what a worker that it knows to be dead died of.
+# Ray answers at once with the cause for a worker that it knows to be dead.
 CAUSE_S = 10.0
 CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it: reserve the cluster again, and make a new "
@@ -38,222 +40,303 @@ NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it
 NO_CAUSE = f"Ray says that it is dead, and has not said within {CAUSE_S:g} s what it died of"
 
 
-def check_scope(scope: str) -> str:
-    """Refuse what is no scope.
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When workers are started again.
+
+    Attributes:
+        on_failure: whether calls that need a lost worker start it again.
+        max_restarts: how often: each rank, or with scope "group" the group.
+        scope: "worker", or "group" for all workers together.
+    """
+
+    on_failure: bool
+    max_restarts: int
+    scope: str
+
+    @property
+    def restarts_all(self) -> bool:
+        """Whether all workers are restarted together."""
+        return self.scope == "group"
+
+    def blocking(self, lost: Iterable[WorkerFailure], called: Collection[int]) -> tuple[WorkerFailure, ...]:
+        """Return the lost workers that a call has to wait for: those it calls, or any if all restart together."""
+        together = self.on_failure and self.restarts_all
+        return tuple(failure for failure in lost if together or failure.rank in called)
+
+
+def check_restart_policy(on_failure: bool, max_restarts: int, scope: str) -> RestartPolicy:
+    """Return the policy that a user asked for.
 
     Raises:
-        ValueError: it is neither "worker" nor "group".
+        ValueError: an unknown scope, or a number of restarts that is negative or not whole.
     """
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(f"max_restarts must be a whole number of at least 0, got {max_restarts!r}")
     if scope not in ("worker", "group"):
         raise ValueError(f"restart_scope is 'worker' or 'group', got {scope!r}")
-    return scope
+    return RestartPolicy(on_failure, max_restarts, scope)
 
 
-def check_max_restarts(count: int) -> int:
-    """Refuse what is no number of restarts.
+class Restarter:
+    """Starts lost workers of a group again.
 
-    Raises:
-        ValueError: it is negative, or no whole number.
+    Args:
+        roster: of the group.
+        resources: of the group.
+        launcher: what starts the workers.
+        verdicts: what decides which workers are dead.
+        policy: when and how often.
+        cluster: where the slots are from.
+        slots: the cluster's slots as they were when the group was made.
+
+    Attributes:
+        policy: as given.
+        turn: held by the thread that sends a call or restarts workers. Reentrant: a restart calls `after`, which sends
+            a call.
+        began: when the restart that is running began; None without.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(f"max_restarts must be a whole number of at least 0, got {count!r}")
-    return count
 
+    def __init__(
+        self,
+        roster: Roster,
+        resources: Resources,
+        launcher: Launcher,
+        verdicts: Verdicts,
+        policy: RestartPolicy,
+        *,
+        cluster: RayVirtualCluster | Sequence[Slot],
+        slots: Sequence[Slot],
+    ) -> None:
+        self.policy = policy
+        self.turn: threading.RLock = threading.RLock()
+        self.began: float | None = None
+        self._roster = roster
+        self._resources = resources
+        self._launcher = launcher
+        self._verdicts = verdicts
+        self._cluster = cluster
+        self._slots = slots
+        self._group_restarts = 0
+        self._lock = threading.Lock()
+        # On a thread of its own, for calls with a deadline.
+        self._background: Future[list[int]] | None = None
 
-def find_lost(group: RayWorkerGroup) -> dict[int, WorkerFailure]:
-    """The workers that are dead now, by rank, also those that no call has met."""
-    known = dead_actors()
-    dead = [group._workers_now[rank] for rank, worker in enumerate(group.workers) if actor_id_of(worker) in known]
-    note_causes(group, dead, within_s=CAUSE_S)
-    # Dead all the same: who asks for a restart is not to be told that there is nothing to do.
-    if unexplained := [who.failure("killed", NO_CAUSE) for who in dead if who.rank not in group._lost]:
-        group._note_lost(unexplained)
-    # Ray notices a death by connections that break, and a fork of the worker holds them.
-    living = [who for who in group._workers_now if who.rank not in group._lost]
-    ended = [who for who, is_gone in zip(living, gone(living), strict=True) if is_gone]
-    note_causes(group, ended, within_s=NOTICED_S)
-    if unnoticed := [who.failure("killed", NOT_NOTICED) for who in ended if who.rank not in group._lost]:
-        group._note_lost(unnoticed)
-    return dict(sorted(group._lost.items()))
+    def restart(self, after: Callable[[list[int]], object]) -> list[int]:
+        """Start the workers that are dead again; see `RayWorkerGroup.restart_failed_workers`.
 
+        Args:
+            after: called with the ranks that were started, before the restart is over.
 
-def restart(group: RayWorkerGroup) -> list[int]:
-    """Start what is lost again; the ranks that were started. See `RayWorkerGroup.restart_failed_workers`."""
-    with group._submitting:
-        group._living()
-        lost = find_lost(group)
+        Returns:
+            The ranks that were started.
+        """
+        with self.turn:
+            self.began = time.monotonic()
+            try:
+                return self._restart(after)
+            finally:
+                self.began = None
+
+    def restart_in_background(self, after: Callable[[list[int]], object]) -> Future[list[int]]:
+        """Return the restart that runs on a thread of its own; start it if there is none."""
+        with self._lock:
+            if self._background is None:
+                self._background = Future()
+                work = partial(self._run, self._background, after)
+                threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
+            return self._background
+
+    def describe_wait(self) -> str:
+        """Return why a call could not be sent in time, and what its caller can do."""
+        since, ranks = self.began, self._roster.snapshot().restarting
+        if since is None:
+            return "Other calls were being sent, or a restart was about to begin. Make the call again."
+        who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "workers"
+        return (
+            f"A restart of {who} has been under way for {time.monotonic() - since:.1f} s and goes on; it may take "
+            f"start_timeout_s={self._launcher.timeout_s:g} s. Make the call again, with a longer timeout."
+        )
+
+    def remedy(self, lost: Sequence[WorkerFailure]) -> str:
+        """Return what a user can do about lost workers; an empty text for the usual."""
+        if self._roster.ending:
+            return "The group has been shut down; make a new group."
+        ranks = [failure.rank for failure in lost]
+        if self._without_cluster([failure.rank for failure in lost if failure.kind == "killed"]):
+            return CLUSTER_GONE
+        if spent := self._spent(ranks):
+            return spent
+        if not self.policy.on_failure:
+            return ""
+        if self.policy.restarts_all:
+            return "The next call restarts the whole group first, whichever ranks it calls; repeat this one."
+        shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+        return (
+            f"The next call that reaches rank(s) {shown} starts them again; repeat this one. "
+            "`restart_failed_workers()` starts them at once."
+        )
+
+    def _run(self, future: Future[list[int]], after: Callable[[list[int]], object]) -> None:
+        never_connect()
+        try:
+            ranks = self.restart(after)
+        except BaseException as error:  # noqa: BLE001  the calls that wait for it raise it
+            outcome: Callable[[], None] = partial(future.set_exception, error)
+        else:
+            outcome = partial(future.set_result, ranks)
+        with self._lock:
+            self._background = None
+        outcome()
+
+    def _restart(self, after: Callable[[list[int]], object]) -> list[int]:
+        roster, resources = self._roster, self._resources
+        now = roster.check_alive()
+        lost = self._find_lost()
         if not lost:
             return []
-        ranks = list(range(group.world_size)) if group._restart_scope == "group" else list(lost)
+        everybody = list(range(len(now.members)))
+        ranks = everybody if self.policy.restarts_all else list(lost)
         # Ray would create actors on a removed placement group without an error, and never start them.
-        if reason := CLUSTER_GONE if without_cluster(group, range(group.world_size)) else _spent(group, lost):
+        if reason := CLUSTER_GONE if self._without_cluster(everybody) else self._spent(lost):
             raise WorkerFailureError(tuple(lost.values()), reason)
-        group._restarting.update(ranks)
-        group._show_states()
+        roster.restarting(ranks)
         ended = False
         try:
-            _check_ended(group, ranks, lost)
+            self._end_old(ranks, tuple(lost.values()))
             ended = True
-            _find_new_slots(group, lost)
-            _count(group, lost)  # not what found no room: it has restarted nothing
-            for rank in ranks:
-                group._incarnations[rank] += 1
+            self._find_new_slots(tuple(lost.values()))
+            # A restart that found no room is not counted: it has restarted nothing.
+            self._group_restarts += self.policy.restarts_all
+            roster.relaunching(ranks, counted=ranks)
             # A store that has served one set of processes does not serve another.
-            if group._restart_scope == "group" or group._master_moved():
-                group._held.release_port()
-            group._bring_up(ranks)
-            if group._on_restart is not None:
-                limit = group._start_timeout_s
-                nobody = [False] * len(ranks)
-                call = group._dispatch(  # at once: the calls that wait do so for this restart
-                    group._on_restart,
-                    ranks,
-                    [],
-                    {},
-                    answers=nobody,
-                    returned=[],
-                    timeout_s=limit,
-                    discard=True,
-                    may_wait=False,
-                )
-                call.result()
+            if self.policy.restarts_all or self._master_moved():
+                resources.release_port()
+            self._launcher.start(ranks)
+            after(ranks)
         except Exception as error:
-            if group._ending:
+            if roster.ending:
                 raise
-            if ended:  # what was started meanwhile
-                _end(group, ranks)
-            told = _not_restarted(group, ranks, error)
-            if told is error:
+            if ended:  # end the workers that this restart has started
+                resources.end(ranks)
+            failure = self._note_failed(ranks, error)
+            if failure is error:
                 raise
-            raise told from error
+            raise failure from error
         finally:
-            if group._ending:  # shut down meanwhile by another thread, which could not see what was under way
-                group._held.give_back()
-            group._restarting.difference_update(ranks)
-            group._show_states()
-    logger.warning("restarted rank(s) %s of %r", ", ".join(map(str, ranks)), group.name_prefix)
-    return ranks
+            if roster.ending:  # the shutdown on another thread could not see what this restart had started
+                resources.give_back()
+            roster.restarting(ranks, running=False)
+        logger.warning("restarted rank(s) %s of %r", ", ".join(map(str, ranks)), roster.name_prefix)
+        return ranks
 
+    def _find_lost(self) -> dict[int, WorkerFailure]:
+        """Return the workers that are dead now, by rank, also those that no call has met."""
+        roster, known = self._roster, dead_actors()
+        now = roster.snapshot()
+        dead = [member.facts for member in now.members if actor_id_of(member.handle) in known]
+        self._verdicts.note_dead(dead, NO_CAUSE, within_s=CAUSE_S)
+        # Ray notices a death by connections that break, and a fork of the worker holds them.
+        living = [member.facts for member in roster.snapshot().members if member.failure is None]
+        ended = [who for who, is_gone in zip(living, find_ended(living), strict=True) if is_gone]
+        self._verdicts.note_dead(ended, NOT_NOTICED, within_s=NOTICED_S)
+        return dict(roster.snapshot().lost)
 
-def remedy(group: RayWorkerGroup, lost: Sequence[WorkerFailure]) -> str:
-    """Return what its user can do about lost workers of a group; an empty text for the usual."""
-    if group._ending:
-        return "The group has been shut down; make a new group."
-    ranks = [failure.rank for failure in lost]
-    if without_cluster(group, [failure.rank for failure in lost if failure.kind == "killed"]):
-        return CLUSTER_GONE
-    if spent := _spent(group, ranks):
-        return spent
-    if not group._restart_on_failure:
-        return ""
-    if group._restart_scope == "group":
-        return "The next call restarts the whole group first, whichever ranks it calls; repeat this one."
-    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
-    return (
-        f"The next call that reaches rank(s) {shown} starts them again; repeat this one. `restart_failed_workers()` "
-        "starts them at once."
-    )
+    def _without_cluster(self, ranks: Iterable[int]) -> bool:
+        """Return whether Ray has removed the placement group of one of these ranks: its cluster has been shut down.
 
+        Those of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
+        """
+        alive, now = alive_nodes(), self._roster.snapshot()
+        slots = [now[rank].slot for rank in ranks]
+        there = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
+        return any(placement_group_table(one).get("state", "REMOVED") == "REMOVED" for one in there.values())
 
-def without_cluster(group: RayWorkerGroup, ranks: Iterable[int]) -> bool:
-    """Return whether Ray has removed the placement group of one of these ranks: its cluster has been shut down.
-
-    Those of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
-    """
-    alive = alive_nodes()
-    slots = [group._places[rank].slot for rank in ranks]
-    there = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
-    return any(placement_group_table(one).get("state", "REMOVED") == "REMOVED" for one in there.values())
-
-
-def _spent(group: RayWorkerGroup, ranks: Iterable[int]) -> str:
-    """Return why these ranks cannot be restarted any more; an empty text if they can."""
-    if group._restart_scope == "group":
-        spent = [] if group._group_restarts < group._max_restarts else ["the group"]
-    else:
-        spent = [f"rank {rank}" for rank in ranks if group._restarts[rank] >= group._max_restarts]
-    if not spent:
-        return ""
-    return (
-        f"{', '.join(spent)} has been restarted max_restarts={group._max_restarts} times, which is the limit. Look at "
-        "the logs of these workers, then make a new group, with a larger max_restarts if such losses are expected."
-    )
-
-
-def _count(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
-    group._group_restarts += group._restart_scope == "group"
-    for rank in lost if group._restart_scope == "worker" else range(group.world_size):
-        group._restarts[rank] += 1
-
-
-def _end(group: RayWorkerGroup, ranks: Sequence[int]) -> list[str]:
-    """End what is left of these workers and of what they have started; return what is still there."""
-    held = group._held
-    workers = {rank: held.workers[rank] for rank in ranks if rank in held.workers}
-    return kill_and_wait(workers, {rank: held.processes[rank] for rank in ranks if rank in held.processes})
-
-
-def _check_ended(group: RayWorkerGroup, ranks: Sequence[int], lost: Mapping[int, WorkerFailure]) -> None:
-    """End what is left of workers, and refuse to use their slots again as long as some of it is there."""
-    if there := _end(group, ranks):
-        raise WorkerFailureError(
-            tuple(lost.values()),
-            f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(there)}. They do "
-            "not react to SIGKILL, or their node does not react: look at them there. When they are gone, call "
-            "`restart_failed_workers()` again; or make a new group on other nodes.",
+    def _spent(self, ranks: Iterable[int]) -> str:
+        """Return why these ranks cannot be restarted any more; an empty text if they can."""
+        limit, now = self.policy.max_restarts, self._roster.snapshot()
+        if self.policy.restarts_all:
+            spent = [] if self._group_restarts < limit else ["the group"]
+        else:
+            spent = [f"rank {rank}" for rank in ranks if now[rank].restarts >= limit]
+        if not spent:
+            return ""
+        return (
+            f"{', '.join(spent)} has been restarted max_restarts={limit} times, which is the limit. Look at the logs "
+            "of these workers, then make a new group, with a larger max_restarts if such losses are expected."
         )
 
+    def _master_moved(self) -> bool:
+        lease = self._resources.lease
+        return lease is not None and lease.node_id != self._roster.snapshot()[0].slot.node_id
 
-def _find_new_slots(group: RayWorkerGroup, lost: Mapping[int, WorkerFailure]) -> None:
-    """Move the ranks whose nodes are gone to the slots that the cluster has in their place."""
-    alive = alive_nodes()
-    if all(place.slot.node_id in alive for place in group._places):
-        return
-    cluster = group.cluster
-    if not isinstance(cluster, RayVirtualCluster):
-        lost_nodes = sorted({place.slot.node_id[:8] for place in group._places if place.slot.node_id not in alive})
-        raise WorkerFailureError(
-            tuple(lost.values()),
-            f"Their slots were on node(s) {', '.join(lost_nodes)}, which are lost. This group was made from slots, so "
-            "there is no cluster that could reserve others: get new slots, and make a new group.",
+    def _end_old(self, ranks: Sequence[int], lost: tuple[WorkerFailure, ...]) -> None:
+        """End what is left of the old workers.
+
+        Raises:
+            WorkerFailureError: some of it cannot be ended, so that its slots cannot be used again.
+        """
+        if there := self._resources.end(ranks):
+            raise WorkerFailureError(
+                lost,
+                f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(there)}. "
+                "They do not react to SIGKILL, or their node does not react: look at them there. When they are gone, "
+                "call `restart_failed_workers()` again; or make a new group on other nodes.",
+            )
+
+    def _find_new_slots(self, lost: tuple[WorkerFailure, ...]) -> None:
+        """Move the ranks whose nodes are gone to the slots that the cluster has in their place.
+
+        Raises:
+            WorkerFailureError: there are none.
+        """
+        alive, places = alive_nodes(), self._roster.snapshot().places
+        if all(place.slot.node_id in alive for place in places):
+            return
+        cluster = self._cluster
+        if not isinstance(cluster, RayVirtualCluster):
+            lost_nodes = sorted({place.slot.node_id[:8] for place in places if place.slot.node_id not in alive})
+            raise WorkerFailureError(
+                lost,
+                f"Their slots were on node(s) {', '.join(lost_nodes)}, which are lost. This group was made from slots, "
+                "so there is no cluster that could reserve others: get new slots, and make a new group.",
+            )
+        try:
+            cluster.replace_lost_nodes(timeout_s=self._launcher.timeout_s)
+        except PlacementError as error:
+            raise WorkerFailureError(
+                lost, f"Their nodes are lost, and other nodes have no room for them: {error}"
+            ) from error
+        # Another group on the same cluster may have had them replaced before.
+        slots = cluster.slots()
+        instead = dict(zip(map(_key, self._slots), slots, strict=True))
+        moved = move_places(places, {place.rank: instead[_key(place.slot)] for place in places})
+        self._launcher.prepare(moved)
+        # Only now, so that the next attempt moves them again if the plan fails.
+        self._slots = slots
+        self._roster.moved(moved)
+        self._resources.claim_slots(moved)
+
+    def _note_failed(self, ranks: Sequence[int], error: Exception) -> Exception:
+        """Note that a restart has failed; the ranks stay lost, and can be tried again.
+
+        Returns:
+            The error to raise.
+        """
+        is_start = isinstance(error, WorkerStartError)
+        cause = error.reason if isinstance(error, WorkerStartError) else str(error)
+        failed = error.rank if isinstance(error, WorkerStartError) else -1
+        now = self._roster.snapshot()
+        failures = tuple(
+            now[rank].facts.failure("start-failed" if failed in (rank, -1) else "killed", f"in a restart: {cause}")
+            for rank in ranks
         )
-    try:
-        cluster.replace_lost_nodes(timeout_s=group._start_timeout_s)
-    except PlacementError as error:
-        raise WorkerFailureError(
-            tuple(lost.values()), f"Their nodes are lost, and other nodes have no room for them: {error}"
-        ) from error
-    # Another group on the same cluster may have had them replaced before.
-    instead = dict(zip(map(_key, group._slots), cluster.slots(), strict=True))
-    slots = {place.rank: instead[_key(place.slot)] for place in group._places}
-    before = group._slots, group._places
-    group._slots, group._places = cluster.slots(), moved(group._places, slots)
-    try:
-        group._plan()
-    except BaseException:
-        group._slots, group._places = before  # so that the next attempt moves them again
-        raise
-    if group._held.claim is not None:
-        group._held.claim.release()
-    holder = group.name_prefix
-    group._held.claim = claim_slots([place.slot for place in group._places], holder, group=group)
+        if isinstance(error, WorkerFailureError):
+            self._roster.restart_failed(failures, override=False)
+            return error
+        self._roster.restart_failed(failures, override=True)
+        return WorkerFailureError(failures, str(error) if is_start else f"They could not be started again: {error}")
 
 
-def _key(slot: object) -> tuple[str, int]:
-    return slot.placement_group.id.hex(), slot.bundle_index  # type: ignore[attr-defined]
-
-
-def _not_restarted(group: RayWorkerGroup, ranks: Sequence[int], error: Exception) -> Exception:
-    """Note that a restart has failed, and return the error to raise; the ranks stay lost, and can be tried again."""
-    cause = error.reason if isinstance(error, WorkerStartError) else str(error)
-    rank = error.rank if isinstance(error, WorkerStartError) else -1
-    failures = tuple(
-        group._workers_now[one].failure("start-failed" if rank in (one, -1) else "killed", f"in a restart: {cause}")
-        for one in ranks
-    )
-    if isinstance(error, WorkerFailureError):
-        group._lost.update({failure.rank: failure for failure in failures if failure.rank not in group._lost})
-        return error
-    group._lost.update({failure.rank: failure for failure in failures})
-    remedy = f"They could not be started again: {error}" if not isinstance(error, WorkerStartError) else str(error)
-    return WorkerFailureError(failures, remedy)
+def _key(slot: Any) -> tuple[str, int]:
+    return slot.placement_group.id.hex(), slot.bundle_index

@@ -2,10 +2,10 @@
 """From what Ray raises to what a caller can act on. Decided from exception types and node liveness, never from text."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorPlacementGroupRemoved,
@@ -24,10 +24,12 @@ from ray.exceptions import (
 
 from fairlead_placement.spi import alive_nodes
 
+from .._members import Roster, WorkerFacts
 from .._ray_private import how_it_ended
 from ..exceptions import FailureKind, RemoteError, WorkerFailure
+from .memory import MemoryLimit
 
-__all__ = ["WorkerFacts", "as_failure", "as_failures", "explained", "remote_traceback"]
+__all__ = ["Verdicts", "as_failure", "as_failures", "explain_errors", "remote_traceback"]
 
 _LOST = (
     ActorDiedError,
@@ -39,31 +41,6 @@ _LOST = (
     TaskPlacementGroupRemoved,
     WorkerCrashedError,
 )
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """Who a worker is, for messages about it."""
-
-    rank: int
-    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
-    node_id: str = ""
-    node_ip: str = ""
-    pid: int = 0
-    started: int = -1
-
-    @property
-    def process(self) -> tuple[int, int]:
-        """Its pid and when it started: a pid alone may be somebody else's by now."""
-        return self.pid, self.started
-
-    def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
-        """What is told of it when it has been lost."""
-        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
-
-    def __str__(self) -> str:
-        coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
-        return f"rank {self.rank}{coords} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
 
 
 def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | None:
@@ -99,7 +76,7 @@ def _judged(error: BaseException, worker: WorkerFacts, alive: Collection[str]) -
     return dataclasses.replace(worker.failure(kind, cause), exit_code=exit_code, signal=signal_number)
 
 
-def explained(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
+def explain_errors(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
     """One exception for what ranks that live raised, to be raised by the caller.
 
     Args:
@@ -154,3 +131,48 @@ def remote_traceback(error: Any) -> str:
     if isinstance(error, UnserializableException):
         return str(getattr(error, "_original_stack_trace", error))
     return str(getattr(error, "traceback_str", "")) or str(error)
+
+
+class Verdicts:
+    """Decides which workers of a group are lost, and tells its roster.
+
+    Args:
+        roster: of the group.
+        memory_limit: the limit that the nodes' agents enforce, if there is one.
+    """
+
+    def __init__(self, roster: Roster, memory_limit: MemoryLimit | None) -> None:
+        self._roster = roster
+        self._memory_limit = memory_limit
+
+    def note(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+        """Note that workers are dead, unless they have been replaced; return the failures to report."""
+        if self._memory_limit is not None:
+            failures = self._memory_limit.judge(failures, self._roster.snapshot().facts)
+        return self._roster.lost(failures)
+
+    def note_causes(self, dead: Sequence[WorkerFacts], *, within_s: float) -> None:
+        """Note what dead workers died of, as far as Ray knows it and says so in time."""
+        now = self._roster.snapshot()
+        if now.ended:
+            return
+        # One that has been replaced since it was seen dead is skipped: its successor would be asked.
+        unknown = [who for who in dead if now[who.rank].facts is who and now[who.rank].failure is None]
+        # Of a dead actor this is answered at once, with what it died of.
+        asked = {now[who.rank].handle.__ray_ready__.remote(): who for who in unknown}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within_s) if asked else ([], [])
+        errors: dict[int, BaseException] = {}
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                errors[asked[ref].rank] = error
+        if failures := as_failures(errors, {who.rank: who for who in unknown}):
+            self.note(failures)
+
+    def note_dead(self, dead: Sequence[WorkerFacts], otherwise: str, *, within_s: float) -> None:
+        """Note that workers are dead: with the cause if Ray says it in time, else as killed with another text."""
+        self.note_causes(dead, within_s=within_s)
+        lost = self._roster.snapshot().lost
+        if unexplained := [who.failure("killed", otherwise) for who in dead if who.rank not in lost]:
+            self.note(unexplained)

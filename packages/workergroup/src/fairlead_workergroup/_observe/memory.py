@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of workers' memory: reading them, having them enforced, and telling who was ended for one."""
+"""Memory limits of workers: parsing, enforcement by the node agents, and which losses they caused."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .._remote.guard import start_guard, verdicts
-from .._remote.process import mark_of
+from .._members import WorkerFacts
+from .._remote.process import mark_of, start_guard, verdicts
 from ..exceptions import WorkerFailure, WorkerGroupError
-from .failures import WorkerFacts
-from .query import looked_at
+from .query import ask_nodes, process_of
 
-__all__ = ["guard", "judge", "parse_memory"]
-
+__all__ = ["MemoryLimit", "parse_memory"]
 
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -38,46 +36,47 @@ def parse_memory(size: int | str) -> int:
     return size
 
 
-def guard(name: str, workers: Sequence[WorkerFacts], limit: int) -> None:
-    """Have the nodes' agents end those that pass the limit; one request a node.
+class MemoryLimit:
+    """A limit of the memory of each worker of a group, which the nodes' agents enforce.
 
     Args:
-        name: the group's token.
-        workers: whom.
-        limit: bytes, of a worker and of what it has started together.
-
-    Raises:
-        WorkerGroupError: a node's agent did not take it on.
+        token: identifies the group among all groups of all drivers.
+        limit: bytes, of a worker and the processes it has started together.
     """
-    started = looked_at(workers, start_guard, lambda worker: _marked(worker, name), name, limit)
-    if unguarded := [worker for worker, there in zip(workers, started, strict=True) if there is None]:
-        raise WorkerGroupError(f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer")
 
+    def __init__(self, token: str, limit: int) -> None:
+        self._token = token
+        self._limit = limit
 
-def judge(
-    name: str, failures: Sequence[WorkerFailure], workers: Sequence[WorkerFacts], limit: int
-) -> tuple[WorkerFailure, ...]:
-    """The failures, with those that a guard has caused called "out-of-memory", with both numbers."""
-    killed = [failure for failure in failures if failure.kind == "killed"]
-    asked = [workers[failure.rank] for failure in killed]
-    found = looked_at(asked, verdicts, _process, name) if asked else []
-    sizes = {failure.rank: size for failure, size in zip(killed, found, strict=True) if size is not None}
-    return tuple(
-        replace(
-            failure,
-            kind="out-of-memory",
-            cause=f"its process and those that it had started held {sizes[failure.rank]:,} bytes of memory, over its "
-            f"memory_limit of {limit:,} bytes",
+    def guard(self, workers: Sequence[WorkerFacts]) -> None:
+        """Have the nodes' agents end workers that pass the limit; one request a node.
+
+        Raises:
+            WorkerGroupError: a node's agent did not start to watch.
+        """
+        started = ask_nodes(workers, start_guard, self._marked, self._token, self._limit)
+        if unguarded := [worker for worker, there in zip(workers, started, strict=True) if there is None]:
+            raise WorkerGroupError(
+                f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer"
+            )
+
+    def judge(self, failures: Sequence[WorkerFailure], workers: Sequence[WorkerFacts]) -> tuple[WorkerFailure, ...]:
+        """Return the failures; those that a guard has caused become "out-of-memory", with both numbers."""
+        killed = [failure for failure in failures if failure.kind == "killed"]
+        asked = [workers[failure.rank] for failure in killed]
+        found = ask_nodes(asked, verdicts, process_of, self._token) if asked else []
+        sizes = {failure.rank: size for failure, size in zip(killed, found, strict=True) if size is not None}
+        return tuple(
+            replace(
+                failure,
+                kind="out-of-memory",
+                cause=f"its process and those that it had started held {sizes[failure.rank]:,} bytes of memory, over "
+                f"its memory_limit of {self._limit:,} bytes",
+            )
+            if failure.rank in sizes
+            else failure
+            for failure in failures
         )
-        if failure.rank in sizes
-        else failure
-        for failure in failures
-    )
 
-
-def _marked(worker: WorkerFacts, name: str) -> tuple[int, int, str]:
-    return (*worker.process, mark_of(name, worker.rank))
-
-
-def _process(worker: WorkerFacts) -> tuple[int, int]:
-    return worker.process
+    def _marked(self, worker: WorkerFacts) -> tuple[int, int, str]:
+        return (*worker.process, mark_of(self._token, worker.rank))

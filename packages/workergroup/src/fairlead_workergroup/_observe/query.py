@@ -12,13 +12,13 @@ import ray
 
 from fairlead_placement.spi import alive_nodes, never_connect, run_on_nodes
 
+from .._members import WorkerFacts
 from .._ray_private import task_of_future
-from .._remote.processes import ended
-from .._remote.records import cancel_tasks, read_records
+from .._remote.process import find_ended as find_ended_processes
+from .._remote.progress import cancel_tasks, read_records
 from ..exceptions import LateWorker
-from .failures import WorkerFacts
 
-__all__ = ["cancelled", "gone", "late_workers", "looked_at"]
+__all__ = ["ask_nodes", "cancel_calls", "find_ended", "late_workers", "logger", "process_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 10.0
 
 
-def looked_at(
+def ask_nodes(
     workers: Sequence[WorkerFacts],
     function: Callable[..., Any],
     what: Callable[[WorkerFacts], Any],
@@ -93,9 +93,14 @@ def _alive_nodes(deadline: float) -> frozenset[str] | None:
         return None
 
 
+def process_of(worker: WorkerFacts) -> tuple[int, int]:
+    """Return the pid and the start tick of a worker."""
+    return worker.process
+
+
 def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
     """Who these are, and what each is doing now."""
-    records: list[Mapping[str, Any] | None] = looked_at(workers, read_records, lambda worker: worker.process)
+    records: list[Mapping[str, Any] | None] = ask_nodes(workers, read_records, process_of)
     return tuple(
         LateWorker(
             worker.rank,
@@ -109,13 +114,13 @@ def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
     )
 
 
-def gone(workers: Sequence[WorkerFacts]) -> list[bool]:
+def find_ended(workers: Sequence[WorkerFacts]) -> list[bool]:
     """Whose process has ended, which Ray may not know yet; not whose node does not answer within a second."""
-    answers = looked_at(workers, ended, lambda worker: worker.process, within_s=1.0)
+    answers = ask_nodes(workers, find_ended_processes, process_of, within_s=1.0)
     return [bool(one) for one in answers]
 
 
-def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
+def cancel_calls(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
     """Give up a worker's part of a call each, by its future; the ranks that had started it and run on.
 
     Ray drops the value of what is cancelled, and cancels coroutines. A method that is queued behind another one it
@@ -126,5 +131,5 @@ def cancelled(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
         ray.cancel(future)
         tasks[worker.rank] = (worker.process, task_of_future(future))
     workers = [worker for worker, _ in calls]
-    running = looked_at(workers, cancel_tasks, lambda worker: tasks[worker.rank])
+    running = ask_nodes(workers, cancel_tasks, lambda worker: tasks[worker.rank])
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .status import StuckWorker, WorkerStatus
 
-__all__ = ["frames_of_method", "innermost", "with_odd_ranks"]
+__all__ = ["add_odd_ranks", "find_innermost", "find_method_frames"]
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 # The functions of the host that call a method or function of the user, or a fault of the test kit.
@@ -18,7 +18,7 @@ MOST_NAMED = 8
 Frame = tuple[str, str, str]
 
 
-def frames_of_method(stacks: str) -> tuple[Frame, ...]:
+def find_method_frames(stacks: str) -> tuple[Frame, ...]:
     """(file, line, function) of the frames from the innermost one to the user's method, of the thread that runs it.
 
     Args:
@@ -27,7 +27,7 @@ def frames_of_method(stacks: str) -> tuple[Frame, ...]:
     Returns:
         Those of the thread that was started first if none is seen to run a method; empty without frames.
 
-    >>> frames_of_method('''Thread 0x1 (most recent call first):
+    >>> find_method_frames('''Thread 0x1 (most recent call first):
     ...   File "/lib/threading.py", line 320 in wait
     ...
     ... Current thread 0x2 (most recent call first):
@@ -51,13 +51,13 @@ def frames_of_method(stacks: str) -> tuple[Frame, ...]:
     return tuple(threads[-1]) if threads else ()
 
 
-def innermost(stacks: str) -> str:
+def find_innermost(stacks: str) -> str:
     """Where the method is, `file:line in function`; empty if nothing is known."""
-    frames = frames_of_method(stacks)
+    frames = find_method_frames(stacks)
     return f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
 
 
-def with_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
+def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
     """The stuck workers, with a note for each when most of the group waits at one place: who does not.
 
     Two workers are at one place when they run one method and, as far as stacks are there, their Python stacks agree
@@ -67,7 +67,7 @@ def with_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerSt
         stuck: those without progress.
         statuses: of all workers that live, by rank.
     """
-    places = {one.rank: (one.method, frames_of_method(one.stacks)) for one in stuck}
+    places = {one.rank: (one.method, find_method_frames(one.stacks)) for one in stuck}
     ((place, count),) = Counter(places.values()).most_common(1) or [((None, ()), 0)]
     odd = [rank for rank in statuses if places.get(rank) != place]
     if place[0] is None or count < 2 or count <= len(odd) or not odd:

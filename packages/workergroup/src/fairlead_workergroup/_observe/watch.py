@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looking at a group again and again, on a thread of its own, until it is closed or the group ends."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fairlead_placement.spi import never_connect
 
+from .._members import Roster
 from ..exceptions import WorkerFailure, WorkerGroupError
-from .causes import note_causes
-from .occurrences import Occurrences
+from .failures import Verdicts
+from .observer import Observer, check_seconds
 from .status import StuckWorker, WorkerEvent, WorkerStatus
 
-if TYPE_CHECKING:
-    from .._group import RayWorkerGroup
-
-__all__ = ["Watch"]
+__all__ = ["Occurrences", "Watch"]
 
 logger = logging.getLogger("fairlead_workergroup")
 
@@ -42,12 +38,64 @@ EXIT_S = 2.0
 CAUSE_S = 2.0
 
 
+class Occurrences:
+    """Remembers what has been told.
+
+    Args:
+        slow_after_s: how long a call may go without progress before it is told of as slow.
+    """
+
+    def __init__(self, slow_after_s: float) -> None:
+        self._slow_after_s = slow_after_s
+        # Of each rank the incarnation that was told of as started, and as dead; the incarnation and call as slow, and
+        # as stuck.
+        self._started: dict[int, int] = {}
+        self._dead: dict[int, int] = {}
+        self._slow: dict[int, tuple[int, int]] = {}
+        self._stuck: dict[int, tuple[int, int]] = {}
+
+    def new(self, statuses: Sequence[WorkerStatus]) -> Iterator[tuple[str, WorkerStatus]]:
+        """What has not been told yet: the kind of each event, and the worker it happened to."""
+        for now in statuses:
+            if now.state == "dead":
+                self._started.setdefault(now.rank, now.incarnation)
+                if self._dead.get(now.rank) != now.incarnation:
+                    self._dead[now.rank] = now.incarnation
+                    yield "worker-dead", now
+            elif now.state not in ("starting", "restarting", "unknown"):
+                yield from self._of_living(now)
+
+    def not_stuck(self, rank: int) -> None:
+        """It has got on before it could be told of."""
+        self._stuck.pop(rank, None)
+
+    def _of_living(self, now: WorkerStatus) -> Iterator[tuple[str, WorkerStatus]]:
+        before = self._started.get(now.rank)
+        if before != now.incarnation:
+            self._started[now.rank] = now.incarnation
+            yield "worker-started" if before is None else "worker-restarted", now
+        call = (now.incarnation, now.calls)
+        slow = now.method is not None and now.since_progress_s >= self._slow_after_s
+        # A call that gets on and is slow again is the same slow call; one that is stuck again has got stuck again.
+        if slow and self._slow.get(now.rank) != call:
+            self._slow[now.rank] = call
+            yield "call-slow", now
+        if now.state != "stuck":
+            self._stuck.pop(now.rank, None)
+        elif self._stuck.get(now.rank) != call:
+            self._stuck[now.rank] = call
+            yield "worker-stuck", now
+
+
 class Watch:
     """A group that is being watched; made by `RayWorkerGroup.watch`. Close it, or use it as a context manager."""
 
     def __init__(
         self,
-        group: RayWorkerGroup,
+        group: object,
+        roster: Roster,
+        observer: Observer,
+        verdicts: Verdicts,
         *,
         interval_s: float,
         stuck_after_s: float,
@@ -57,12 +105,14 @@ class Watch:
         end = threading.Event()
         # A group that nobody holds any more is given back, watched or not.
         self._group = weakref.ref(group, lambda _: end.set())
-        self._name = group.name_prefix
-        self._held = group._held
-        self._interval_s = interval_s
-        self._stuck_after_s = stuck_after_s
+        self._roster = roster
+        self._observer = observer
+        self._verdicts = verdicts
+        self._name = roster.name_prefix
+        self._interval_s = check_seconds("interval_s", interval_s)
+        self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
-        self._occurrences = Occurrences(slow_after_s)
+        self._occurrences = Occurrences(check_seconds("slow_after_s", slow_after_s))
         self._untold: deque[tuple[str, WorkerStatus]] = deque()
         self._counter: Any = None
         self._end = end
@@ -87,7 +137,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=timeout_s)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(
@@ -109,7 +159,7 @@ class Watch:
             if group is None or self._is_over():
                 return
             try:
-                self._look(group)
+                self._look()
             except WorkerGroupError:
                 return  # it has been shut down
             except Exception:
@@ -124,23 +174,23 @@ class Watch:
         if self._end.is_set():
             return True
         try:
-            return not self._held.connected
+            return not self._roster.connected
         except Exception:  # noqa: BLE001  Ray is just ending
             return True
 
-    def _look(self, group: RayWorkerGroup) -> None:
-        statuses = group.get_worker_status(stuck_after_s=self._stuck_after_s)
+    def _look(self) -> None:
+        statuses = self._observer.read_status(self._stuck_after_s)
         # Kept until it is told: what fails here is made up for by the next look.
         self._untold.extend(self._occurrences.new(statuses))
         dead = [now for kind, now in self._untold if kind == "worker-dead"]
-        who = list(group._workers_now)
-        note_causes(group, [who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
+        who = self._roster.snapshot().facts
+        self._verdicts.note_causes([who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
         stuck: dict[int, StuckWorker] = {}
         if any(kind == "worker-stuck" for kind, _ in self._untold):
-            stuck = {one.rank: one for one in group.detect_stuck_workers(self._stuck_after_s)}
+            stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}
         while self._untold:
             kind, now = self._untold.popleft()
-            cause = group._lost.get(now.rank) if kind == "worker-dead" else None
+            cause = self._roster.snapshot().lost.get(now.rank) if kind == "worker-dead" else None
             found = stuck.get(now.rank) if kind == "worker-stuck" else None
             if kind == "worker-stuck" and found is None:
                 self._occurrences.not_stuck(now.rank)

@@ -13,14 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .host import start_tick
-from .records import send_signal
-from .stacks import process_state
+from .process import Process, process_state, send_signal, start_tick
 
 __all__ = ["continue_", "end_hang", "fill_memory", "hang", "hangs", "kill", "slow", "stop"]
 
 NAME = "fairlead-hang-"
-Process = tuple[int, int]
 
 
 def hang(host: Any, how: str, token: str) -> None:

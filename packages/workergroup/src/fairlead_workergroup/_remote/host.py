@@ -19,13 +19,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from .loading import load
-from .portable import make_portable
-from .process import mark_tree
+from .describe import load
+from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .stacks import write_stacks_on_signal
 
-__all__ = ["ConcurrentHost", "WorkerHost", "host_class", "start_tick"]
+__all__ = ["ConcurrentHost", "WorkerHost", "host_class", "make_portable"]
 
 # Results that a worker has to run before there is a value. An ObjectRef is awaitable too, and is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
@@ -34,17 +33,6 @@ FAULTS = ("hang", "slow", "fill_memory")
 # What the record calls a function that runs in place of a method.
 FUNCTION = "<function>"
 KINDS = ("plain", "generator", "async", "async_generator")
-
-
-def start_tick(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did: with its pid, who it is. -1 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return -1
-    # A zombie (state Z) holds nothing any more; fields[0] is the third of the file, the start time its 22nd.
-    return -1 if fields[0] == b"Z" else int(fields[19])
 
 
 def _add_to_path(entries: Sequence[str]) -> None:
@@ -455,3 +443,50 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
 
         return stream
     return _delegate(path, kind, number)
+
+
+def make_portable(error: BaseException) -> None:
+    """Have an exception pickle so that its copy has its class, its text and its attributes.
+
+    Where its own way of pickling does not do that, its copy is made without calling `__init__`, and without what does
+    not pickle; a note on the exception names what is left out. An exception that cannot be copied in this way either
+    is left as it is.
+    """
+    for member in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        make_portable(member)
+    if _is_kept(error):
+        return
+    left_out = [f"argument {at}" for at, value in enumerate(error.args) if not _pickles(value)]
+    left_out += [f"attribute {name!r}" for name, value in vars(error).items() if not _pickles(value)]
+    if left_out:
+        error.add_note(f"left out on the way from the worker, as it does not pickle: {', '.join(left_out)}")
+    args = tuple(value if _pickles(value) else f"<{type(value).__qualname__}>" for value in error.args)
+    attributes = {name: value for name, value in vars(error).items() if _pickles(value)}
+    cls = type(error)
+    # That of a class of Python's own, such as OSError: a `__new__` of the user's may want other arguments.
+    native = next(base for base in cls.__mro__ if base.__module__ == "builtins" and "__new__" in vars(base))
+    # Also an attribute, as OSError leaves its arguments to an `__init__` of the user's.
+    reduced = (native.__new__, (cls, *args), {**attributes, "args": args})
+    vars(error)["__reduce_ex__"] = lambda protocol: reduced
+    if type(_copied(error)) is not cls:
+        del vars(error)["__reduce_ex__"]
+
+
+def _is_kept(error: BaseException) -> bool:
+    copy = _copied(error)
+    try:
+        return type(copy) is type(error) and str(copy) == str(error)
+    except Exception:  # noqa: BLE001  its __str__ is the user's, and may want what the copy lacks
+        return False
+
+
+def _pickles(value: Any) -> bool:
+    return _copied((value,)) is not None
+
+
+def _copied(value: Any) -> Any:
+    """Return what a value is when it has travelled; None if it cannot."""
+    try:
+        return ray.cloudpickle.loads(ray.cloudpickle.dumps(value))
+    except Exception:  # noqa: BLE001  whatever the user's classes raise
+        return None

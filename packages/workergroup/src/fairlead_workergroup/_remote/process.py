@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's process and everything that it has started: found and ended on its node.
+"""Processes of a machine: a worker with everything that it has started, how they end, and their memory.
 
 A child whose parent has died is no longer its child, so a worker marks what it starts: programs inherit a variable of
-its environment, and forks inherit a page of its memory. Shipped by value, to the workers and to the node agents: the
-standard library only.
-"""
+its environment, and forks inherit a page of its memory."""
 
 import contextlib
+import functools
 import mmap
 import os
 import signal
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "Process",
     "Trees",
     "end_trees",
     "find_children",
+    "find_ended",
     "kill_trees",
     "mark_of",
     "mark_tree",
+    "open_memory_file",
+    "open_process",
+    "process_state",
     "read_marks",
     "read_processes",
     "send_signal",
+    "start_guard",
+    "start_tick",
+    "verdicts",
 ]
 
 # A pid and the tick that it started at: a pid alone may be another process's by now.
@@ -152,17 +162,31 @@ def kill_trees(trees: Trees, within_s: float) -> list[Process]:
         _wait(there, _sooner(deadline, LOOK_EVERY_S))
 
 
-def send_signal(processes: Sequence[Process], number: int) -> None:
-    """Send a signal to those processes that are still there."""
-    for pid, started in processes:
-        # It has ended, or belongs to another user: who waits for it sees that it is still there.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            file = os.pidfd_open(pid)
-            try:
-                if _started(pid) == started:
-                    signal.pidfd_send_signal(file, number)
-            finally:
-                os.close(file)
+def open_process(process: Process) -> int | None:
+    """Return a process as an open file, which never means another process; None if it is gone."""
+    pid, started = process
+    try:
+        file = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if start_tick(pid) == started:
+        return file
+    os.close(file)
+    return None
+
+
+def send_signal(processes: Sequence[Process], number: int) -> list[bool]:
+    """Send a signal to those processes that are still there; return whether each was there."""
+    sent = []
+    for process in processes:
+        file = open_process(process)
+        if file is not None:
+            # It has ended, or belongs to another user: who waits for it sees that it is still there.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(file, number)
+            os.close(file)
+        sent.append(file is not None)
+    return sent
 
 
 def _sooner(deadline: float, within_s: float) -> float:
@@ -172,7 +196,7 @@ def _sooner(deadline: float, within_s: float) -> float:
 def _wait(processes: Sequence[Process], until: float) -> None:
     """Wait until processes have ended, or until a time."""
     pause = 0.005
-    while any(_started(pid) == started for pid, started in processes) and time.monotonic() < until:
+    while any(start_tick(pid) == started for pid, started in processes) and time.monotonic() < until:
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
@@ -209,9 +233,40 @@ def _read_stat(pid: int) -> tuple[int, int] | None:
     return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[19]))
 
 
-def _started(pid: int) -> int:
+def start_tick(pid: int) -> int:
+    """Return when a process started, in clock ticks since the machine did; -1 if it is gone or a zombie."""
     stat = _read_stat(pid)
     return -1 if stat is None else stat[1]
+
+
+def process_state(pid: int) -> str:
+    """The letter that /proc shows: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def open_memory_file(pid: int, name: str) -> int | None:
+    """The anonymous file of this name that a process of this machine has open, opened here too; None if it has none."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(folder)
+    except OSError:
+        return None  # it has ended
+    for number in numbers:
+        try:
+            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
+                return os.open(f"{folder}/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # that file has been closed meanwhile
+    return None
+
+
+def find_ended(processes: Sequence[Process]) -> list[bool]:
+    """Return whether each of these runs no more on this machine."""
+    return [start_tick(pid) != started for pid, started in processes]
 
 
 def read_marks(process: Process) -> list[Mark]:
@@ -229,3 +284,88 @@ def read_marks(process: Process) -> list[Mark]:
             if mark:
                 marks.append((mark, maker == str(pid).encode()))
     return marks
+
+
+EVERY_S = 0.2
+# How often new children are looked for, which takes a look at every process of the machine.
+GUARD_LOOK_EVERY_S = 1.0
+# How long one worker's processes may take to end; others are not watched meanwhile.
+END_S = 5.0
+
+
+def start_guard(workers: Sequence[tuple[int, int, str]], name: str, limit: int) -> list[bool]:
+    """Watch workers, by pid, start tick and mark, until they have ended; which of them there are.
+
+    Args:
+        workers: whom.
+        name: for whom, which `verdicts` is asked by.
+        limit: bytes of memory of a worker and what it has started, without what is shared with others, such as values
+            in the object store.
+    """
+    threading.Thread(target=_guard, args=(name, list(workers), limit), daemon=True, name="fairlead-guard").start()
+    return [start_tick(pid) == started for pid, started, _ in workers]
+
+
+def verdicts(processes: Sequence[Process], name: str) -> list[int | None]:
+    """How many bytes each worker had when it was ended for it; None for one that was not."""
+    ended = _ended(name)
+    return [ended.get((pid, started)) for pid, started in processes]
+
+
+def _ended(name: str) -> dict[Process, int]:
+    kept: Any = sys.modules.setdefault("_fairlead_guards", types.ModuleType("_fairlead_guards"))
+    ended: dict[Process, int] = kept.__dict__.setdefault(name, {})
+    return ended
+
+
+def _guard(name: str, workers: list[tuple[int, int, str]], limit: int) -> None:
+    trees = {(pid, started): Trees([(pid, started)], [mark]) for pid, started, mark in workers}
+    members: dict[Process, list[Process]] = {}
+    marks: dict[Process, Sequence[Mark]] = {}
+    measured = dict.fromkeys(trees, 0.0)
+    looked = -GUARD_LOOK_EVERY_S
+    while trees := {worker: tree for worker, tree in trees.items() if start_tick(worker[0]) == worker[1]}:
+        if (now := time.monotonic()) - looked >= GUARD_LOOK_EVERY_S:
+            looked = now
+            processes = read_processes()
+            seen = {(pid, started) for pid, (_, started) in processes.items()}
+            marks = {one: found for one, found in marks.items() if one in seen}
+            for worker, tree in trees.items():
+                alive, children = tree.look(processes, functools.partial(_kept_marks, marks))
+                members[worker] = [*alive, *children]
+        for worker, tree in trees.items():
+            # Forks share pages with their parent, which count once. That is dear to measure, so it comes second, and
+            # not at every round.
+            if sum(map(_private, members[worker])) <= limit or now - measured[worker] < GUARD_LOOK_EVERY_S:
+                continue
+            measured[worker] = now
+            used = sum(map(_proportional, members[worker]))
+            if used > limit and start_tick(worker[0]) == worker[1]:
+                # Before the kill: whoever sees the death must find the reason.
+                _ended(name)[worker] = used
+                kill_trees(tree, END_S)
+        time.sleep(EVERY_S)
+
+
+def _kept_marks(marks: dict[Process, Sequence[Mark]], process: Process) -> Sequence[Mark]:
+    if process not in marks:
+        marks[process] = read_marks(process)
+    return marks[process]
+
+
+def _private(process: Process) -> int:
+    """Return the bytes of a process that are no file and nothing that is mapped as shared memory, in swap too."""
+    return _sum_of_lines(process, "status", ("RssAnon:", "VmSwap:"))
+
+
+def _proportional(process: Process) -> int:
+    """Return the same, where a page that several processes share counts for each in part."""
+    return _sum_of_lines(process, "smaps_rollup", ("Pss_Anon:", "SwapPss:")) or _private(process)
+
+
+def _sum_of_lines(process: Process, file_name: str, names: tuple[str, ...]) -> int:
+    pid, started = process
+    size = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{file_name}") as file:  # it may just have ended
+        size = sum(int(line.split()[1]) * 1024 for line in file if line.startswith(names))
+    return size if start_tick(pid) == started else 0

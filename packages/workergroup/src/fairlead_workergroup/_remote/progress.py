@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is doing, in a page of memory that another process of its node can read at any moment.
+"""The record of what a worker is doing, in a page of memory that other processes of its node can read at any moment.
 
 The worker writes a few numbers at the start and the end of each method; nobody has to answer for them to be read, so
-they can be read while it hangs. There are two places for them, written in turn: of a worker that was stopped while it
-wrote, what it wrote before is read. The page is an anonymous file (`memfd_create`) found among the worker's open files,
-so that nothing is left behind however the worker ends. Shipped by value: the standard library and Ray only.
-"""
+they can be read while it hangs. There are two places for them, written in turn: if a worker was stopped while it wrote,
+the other place is read. The page is an anonymous file (`memfd_create`) found among the worker's open files, so that
+nothing is left behind however the worker ends.
 
+A worker is identified by its pid and the tick it started at: a pid alone may belong to another process by now."""
+
+import contextlib
 import fcntl
 import json
 import mmap
@@ -15,12 +17,24 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
 
-__all__ = ["OverlappingRecord", "Record", "open_memory_file", "open_record", "read_record", "write_cancelled"]
+from .process import Process, open_memory_file, open_process, process_state, start_tick
+from .stacks import dump_stacks
+
+__all__ = [
+    "OverlappingRecord",
+    "Record",
+    "cancel_tasks",
+    "look",
+    "open_record",
+    "read_record",
+    "read_records",
+    "write_cancelled",
+]
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct in a module shipped by value does not pickle.
@@ -171,22 +185,6 @@ def open_record(pid: int) -> int | None:
     return open_memory_file(pid, NAME)
 
 
-def open_memory_file(pid: int, name: str) -> int | None:
-    """The anonymous file of this name that a process of this machine has open, opened here too; None if it has none."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        numbers = os.listdir(folder)
-    except OSError:
-        return None  # it has ended
-    for number in numbers:
-        try:
-            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
-                return os.open(f"{folder}/{number}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # that file has been closed meanwhile
-    return None
-
-
 def read_record(file: int) -> dict[str, Any]:
     """What a record says, as plain data: method, running_s, since_progress_s, step, message, calls, task, dump_signal.
 
@@ -260,3 +258,81 @@ def _lock(file: int) -> None:
 def _number(file: int, at: int) -> int:
     number: int = struct.unpack("<Q", os.pread(file, 8, at))[0]
     return number
+
+
+@contextlib.contextmanager
+def _opened(process: Process) -> Iterator[int | None]:
+    pid, started = process
+    file = open_record(pid) if start_tick(pid) == started else None
+    try:
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
+    """Return what each worker is doing; None for one that has ended, or whose record could not be read."""
+    found: list[dict[str, Any] | None] = []
+    for process in processes:
+        with _opened(process) as file:
+            found.append(None if file is None else _read(file))
+    return found
+
+
+def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
+    """What each worker is doing, and whether it is stuck; of those that are, the stacks if they are asked for.
+
+    A worker is stuck when it is busy, or its process is stopped, and it has made no progress for so long.
+
+    Returns:
+        For each worker its record, or an empty one, with `gone`: whether its process is; `stuck`; `stacks`, and
+        `note`: why there are none.
+    """
+    found: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as open_files:
+        asked: dict[int, tuple[int, int]] = {}
+        at: dict[int, int] = {}
+        for number, (process, record) in enumerate(zip(processes, read_records(processes), strict=True)):
+            told = {"gone": start_tick(process[0]) != process[1], "stuck": False, "stacks": "", "note": ""}
+            found.append({**(record or {}), **told})
+            if record is None:
+                continue
+            stopped = process_state(process[0]) == "T"
+            if stopped:
+                found[-1]["note"] = "the process has been stopped (SIGSTOP)"
+            if not (record["method"] or stopped) or record["since_progress_s"] < stuck_after_s:
+                continue
+            found[-1]["stuck"] = True
+            if dump and (file := open_process(process)) is not None:
+                open_files.callback(os.close, file)
+                asked[file], at[file] = (process[0], record["dump_signal"]), number
+        for file, (stacks, note) in dump_stacks(asked).items():
+            found[at[file]].update(stacks=stacks, note=note)
+    return found
+
+
+def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
+    """Keep workers from starting a task each.
+
+    Returns:
+        For each whether it had started the task already, and may still be running it.
+    """
+    running: list[bool] = []
+    for process, task in tasks:
+        with _opened(process) as file:
+            if file is None:
+                running.append(False)
+                continue
+            write_cancelled(file, [task])
+            record = _read(file)
+            running.append(record is None or record["task"] == task)
+    return running
+
+
+def _read(file: int) -> dict[str, Any] | None:
+    """Return what a record says; None if it stays busy: what the node's other workers do is reported all the same."""
+    try:
+        return read_record(file)
+    except TimeoutError:
+        return None

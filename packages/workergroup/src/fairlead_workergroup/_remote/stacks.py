@@ -13,9 +13,9 @@ import signal
 import time
 from collections.abc import Mapping
 
-from .progress import open_memory_file
+from .process import open_memory_file, process_state
 
-__all__ = ["dump_stacks", "process_state", "write_stacks_on_signal"]
+__all__ = ["dump_stacks", "write_stacks_on_signal"]
 
 NAME = "fairlead-stacks"
 # How long processes may take to write their stacks, all those of one request together.
@@ -73,15 +73,6 @@ def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, st
         finally:
             os.close(file)
     return found
-
-
-def process_state(pid: int) -> str:
-    """The letter that /proc shows: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _written(pid: int, number: int, file: int, handling: int, deadline: float) -> tuple[str, str]:

@@ -11,16 +11,19 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._bar import Bar
-from .._observe.failures import WorkerFacts, as_failure, remote_traceback
+from fairlead_sharding import NamedSharding
+
+from .._arguments import Arguments, NotPicklableError
+from .._display import Bar
+from .._members import Place, WorkerFacts
+from .._observe.failures import as_failure, remote_traceback
+from .._remote.process import mark_of
 from ..exceptions import WorkerStartError
-from .environment import WorkerEnvironment, worker_environment
-from .layout import Place
+from .environment import WorkerEnvironment, WorkerPython, worker_environment
 from .options import actor_options, recursive_merge_options
-from .python import WorkerPython
 from .worker_class import WorkerClass
 
-__all__ = ["WorkerPlan", "create", "plan_workers", "wait_started"]
+__all__ = ["Recipe", "WorkerPlan", "create_actors", "plan_workers", "store_recipe", "wait_started"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class WorkerPlan:
 
     @property
     def facts(self) -> WorkerFacts:
-        slot = self.place.slot
-        return WorkerFacts(self.place.rank, self.coords, slot.node_id, slot.node_ip)
+        """The identity of the worker, as far as it is known before it starts."""
+        return self.place.facts(self.coords)
 
 
 def plan_workers(
@@ -93,7 +96,7 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
     }
 
 
-def create(
+def create_actors(
     plans: Sequence[WorkerPlan], described: WorkerClass, group_id: str, incarnations: Sequence[int]
 ) -> list[Any]:
     """Launch the actors; returns at once, with a handle for each plan."""
@@ -167,3 +170,87 @@ def _others(started: int, waiting: Sequence[int], *, failed: int) -> str:
     ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
     had_not = f", {len(waiting)} had not (ranks {ranks})" if waiting else ""
     return f"of the other {started + len(waiting)} workers {started} had started{had_not}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The constructor's arguments and the facts of all workers, stored once for as long as the group lives.
+
+    Attributes:
+        args: positional arguments of the constructor.
+        kwargs: keyword arguments.
+        target: what the class is loaded from.
+        facts: what every worker is told, whatever its rank.
+        token: identifies the group among all groups of all drivers.
+        stored: the references that keep all of it in the store, and what they cost.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any
+    facts: Mapping[str, Any]
+    token: str
+    stored: Arguments
+
+    def start(
+        self, actor: Any, plan: WorkerPlan, *, incarnation: int, master_port: int, configured: Arguments
+    ) -> ObjectRef:
+        """Have an actor make its worker; a ref of what it says of itself.
+
+        Args:
+            actor: its handle.
+            plan: what it is to be.
+            incarnation: how often its rank has been started before.
+            master_port: the group's.
+            configured: what stores the values that `configure_worker` adds, to be kept until the worker has started;
+                the same for all that start together: it tells values by identity.
+        """
+        facts = {
+            **self.facts,
+            "rank": plan.place.rank,
+            "name": plan.place.name,
+            "coords": dict(plan.coords),
+            "incarnation": incarnation,
+            "tree": f"{mark_of(self.token, plan.place.rank)}{incarnation}",
+            "env": {**plan.environment.variables, "MASTER_PORT": str(master_port)},
+            "path": list(plan.environment.path),
+        }
+        more = {name: configured.prepared(value) for name, value in plan.init_kwargs.items()}
+        # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
+        ref: ObjectRef = actor._fairlead_start.remote(facts, [self.target], list(self.args), {**self.kwargs, **more})
+        return ref
+
+
+def store_recipe(
+    described: WorkerClass,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    sharding: NamedSharding,
+    facts: Mapping[str, Any],
+    token: str,
+) -> Recipe:
+    """Store what all workers are made from.
+
+    Raises:
+        TypeError: an argument of the constructor cannot be pickled.
+    """
+    stored = Arguments()
+
+    def argument(name: object, value: Any) -> Any:
+        try:
+            return stored.prepared(value)
+        except NotPicklableError as error:
+            raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+    layout: Any = sharding.to_dict()
+    if "ranks" in layout:  # it grows with the group: stored, not sent to each worker
+        layout = stored.prepared(layout)
+    return Recipe(
+        args=[argument(at, value) for at, value in enumerate(args)],
+        kwargs={name: argument(name, value) for name, value in kwargs.items()},
+        target=stored.prepared(described.target),
+        facts={**facts, "world_size": sharding.size, "layout": layout},
+        token=token,
+        stored=stored,
+    )

@@ -1,64 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot each rank lives in, and what it is called. Pure."""
+"""The layout of a group: which slot each rank lives in, and its name. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fairlead_placement import Slot
 
-__all__ = ["Place", "lay_out", "moved"]
+from .._members import Place
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank lives.
-
-    Attributes:
-        rank: number of the worker in the group.
-        slot: its slot.
-        name: its name, as users see it.
-        tied_group: number of its tied group (workers that share one model copy).
-        tied_rank: its number in the tied group.
-        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
-        node_rank: number of its physical node among those of the group, in the order of the ranks.
-        local_rank: its number among the group's workers on that node.
-        local_world_size: how many of the group's workers are on that node.
-    """
-
-    rank: int
-    slot: Slot
-    name: str
-    tied_group: int
-    tied_rank: int
-    tied_bundles: tuple[int, list[int]]
-    node_rank: int
-    local_rank: int
-    local_world_size: int
-
-    def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
-        """What the class's `configure_worker` is asked for this worker."""
-        return {
-            "num_gpus": self.slot.worker_resources.get("GPU", 0),
-            # Only the first worker of a tied group answers for its bundles.
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
-        }
-
-    def metadata(self) -> dict[str, Any]:
-        """What users see of it in `worker_metadata`."""
-        return {
-            "node_idx": self.slot.node_idx,
-            "local_rank": self.tied_rank,
-            "global_rank": self.rank,
-            "name": self.name,
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "dp_shard_idx": self.tied_group,
-            "bundle_index": self.slot.bundle_index,
-            "node_id": self.slot.node_id,
-            "state": "alive",
-        }
+__all__ = ["lay_out", "move_places"]
 
 
 def lay_out(
@@ -110,7 +62,7 @@ def lay_out(
     return tuple(places)
 
 
-def moved(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
+def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
     """The same ranks and names, some of them in other slots, given by rank; physical nodes are counted anew."""
     new = [slots.get(place.rank, place.slot) for place in places]
     bundle = {(place.tied_group, place.tied_rank): slot.bundle_index for place, slot in zip(places, new, strict=True)}

@@ -30,6 +30,8 @@ _OURS = (
 def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two sets of Ray options: dicts deep, anything else replaced by `extra_options`. Neither input is changed.
 
+    Compatible with the original system.
+
     A `_nsight` entry at the top of `runtime_env` becomes `nsight`, Ray's own name.
 
     >>> recursive_merge_options({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"B": "2"}}})

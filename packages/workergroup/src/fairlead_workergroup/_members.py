@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of a group: who they are, where they live, and the one owner of their state."""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fairlead_placement import Slot
+from fairlead_placement.spi import connection
+from fairlead_sharding import NamedSharding
+
+from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
+
+__all__ = ["Member", "Place", "Roster", "Snapshot", "WorkerFacts", "find_worker"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank lives.
+
+    Attributes:
+        rank: number of the worker in the group.
+        slot: its slot.
+        name: its name, as users see it.
+        tied_group: number of its tied group (workers that share one model copy).
+        tied_rank: its number in the tied group.
+        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
+        node_rank: number of its physical node among those of the group, in the order of the ranks.
+        local_rank: its number among the group's workers on that node.
+        local_world_size: how many of the group's workers are on that node.
+    """
+
+    rank: int
+    slot: Slot
+    name: str
+    tied_group: int
+    tied_rank: int
+    tied_bundles: tuple[int, list[int]]
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+
+    def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
+        """Return the arguments of the class's `configure_worker` for this worker."""
+        return {
+            "num_gpus": self.slot.worker_resources.get("GPU", 0),
+            # Only the first worker of a tied group answers for its bundles.
+            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
+            "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
+        }
+
+    def facts(self, coords: Mapping[str, int]) -> "WorkerFacts":
+        """Return the identity of a worker here that has not started yet."""
+        return WorkerFacts(self.rank, coords, self.slot.node_id, self.slot.node_ip)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the worker's entry in `worker_metadata`."""
+        return {
+            "node_idx": self.slot.node_idx,
+            "local_rank": self.tied_rank,
+            "global_rank": self.rank,
+            "name": self.name,
+            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
+            "dp_shard_idx": self.tied_group,
+            "bundle_index": self.slot.bundle_index,
+            "node_id": self.slot.node_id,
+            "state": "alive",
+        }
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """Identify one incarnation of a worker, for messages about it and for requests to its node."""
+
+    rank: int
+    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
+    node_id: str = ""
+    node_ip: str = ""
+    pid: int = 0
+    started: int = -1
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """The pid and the start tick: a pid alone may belong to another process by now."""
+        return self.pid, self.started
+
+    def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
+        """Return the report of its loss."""
+        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
+
+    def __str__(self) -> str:
+        coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
+        return f"rank {self.rank}{coords} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker of a group at one moment.
+
+    Attributes:
+        place: its rank, name and slot.
+        coords: its coordinates, by axis.
+        facts: the identity of the incarnation that was started last.
+        handle: the actor of that incarnation; None before the first one has started.
+        incarnation: how often the rank has been started again, failed attempts included.
+        restarts: how many of these count against `max_restarts`.
+        restarting: whether a restart of it is running.
+        failure: why it was lost; None while it lives.
+    """
+
+    place: Place
+    coords: Mapping[str, int]
+    facts: WorkerFacts
+    handle: Any = None
+    incarnation: int = 0
+    restarts: int = 0
+    restarting: bool = False
+    failure: WorkerFailure | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its number in the group."""
+        return self.place.rank
+
+    @property
+    def slot(self) -> Slot:
+        """The slot that it lives in, or moves to with the next restart."""
+        return self.place.slot
+
+    @property
+    def state(self) -> str:
+        """The state as the group knows it: "new", "alive", "restarting" or "dead"."""
+        if self.restarting:
+            return "restarting"
+        if self.failure is not None:
+            return "dead"
+        return "new" if self.handle is None else "alive"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All members at one moment. It never changes; whoever works on it sees one consistent state.
+
+    Attributes:
+        epoch: how many transitions there were before it.
+        members: by rank.
+        ended: whether the group had been shut down.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    ended: bool = False
+
+    def __getitem__(self, rank: int) -> Member:
+        return self.members[rank]
+
+    @cached_property
+    def facts(self) -> tuple[WorkerFacts, ...]:
+        """The identity of each member, by rank."""
+        return tuple(member.facts for member in self.members)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The place of each member, by rank."""
+        return tuple(member.place for member in self.members)
+
+    @cached_property
+    def lost(self) -> Mapping[int, WorkerFailure]:
+        """Why the lost members were lost, by ascending rank."""
+        return {member.rank: member.failure for member in self.members if member.failure is not None}
+
+    @cached_property
+    def restarting(self) -> tuple[int, ...]:
+        """The ranks that are being restarted, ascending."""
+        return tuple(member.rank for member in self.members if member.restarting)
+
+
+class Roster:
+    """The members of one group, and the only place where their state changes.
+
+    Each method that changes it is one transition under one lock, and ends with a new snapshot and the next epoch.
+
+    Args:
+        name: of the group.
+        places: where each rank lives.
+        sharding: the axes over the ranks.
+
+    Attributes:
+        name_prefix: the name of the group.
+        shape: the sizes of its axes.
+        handles: the actor handles by rank, changed in place by restarts; empty after the end.
+        worker_metadata: what users see of each worker; empty after the end.
+        ending: whether a shutdown has begun.
+    """
+
+    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding) -> None:
+        self.name_prefix = name
+        self.shape: dict[str, int] = dict(sharding.shape)
+        self.handles: list[Any] = []
+        self.worker_metadata: list[dict[str, Any]] = []
+        self.ending: bool = False
+        self._made_on = connection()
+        self._lock = threading.Lock()
+        # Also those of replaced incarnations, whose answers may still be fetched.
+        self._by_actor: dict[str, WorkerFacts] = {}
+        coords = [sharding.get_worker_coords(place.rank) for place in places]
+        self._now = Snapshot(
+            0,
+            tuple(Member(place, at, place.facts(at)) for place, at in zip(places, coords, strict=True)),
+        )
+        _rosters.add(self)
+
+    def __repr__(self) -> str:
+        state = f"{len(self._now.members)} workers" if self.handles else "shut down"
+        return f"RayWorkerGroup({self.name_prefix!r}, {self.shape}, {state})"
+
+    def snapshot(self) -> Snapshot:
+        """Return the members as they are now."""
+        return self._now
+
+    @property
+    def world_size(self) -> int:
+        """The number of members."""
+        return len(self._now.members)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the Ray that the group was made on is still the one of this process."""
+        return self._made_on == connection()
+
+    def check_connected(self) -> None:
+        """Refuse to work without the Ray that the group was made on.
+
+        Raises:
+            WorkerGroupError: that Ray has been shut down.
+        """
+        if not self.connected:
+            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
+
+    def check_alive(self) -> Snapshot:
+        """Return the members of a group that is still there.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        now = self._now
+        if not self.handles:
+            raise self.ended_error()
+        self.check_connected()
+        return now
+
+    def ended_error(self) -> WorkerGroupError:
+        """Return the error for the use of a group that has been shut down."""
+        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+
+    def find(self, actor_id: str) -> WorkerFacts | None:
+        """Return whose actor this is, also after it was replaced; None for an actor of another group."""
+        return self._by_actor.get(actor_id)
+
+    def is_lost(self, actor_id: str) -> bool:
+        """Return whether this actor was one of the group and is dead or replaced."""
+        who = self._by_actor.get(actor_id)
+        if who is None:
+            return False
+        member = self._now[who.rank]
+        return member.failure is not None or member.facts is not who
+
+    def started(self, workers: Iterable[tuple[str, Any, Place, WorkerFacts]]) -> None:
+        """Note new incarnations, each with the id of its actor and its handle; what was lost before lives again.
+
+        Raises:
+            WorkerGroupError: the group is being shut down.
+        """
+        with self._lock:
+            if self.ending:
+                raise self.ended_error()
+            changed = {}
+            for actor_id, handle, place, facts in workers:
+                self._by_actor[actor_id] = facts
+                changed[place.rank] = replace(
+                    self._now[place.rank], place=place, facts=facts, handle=handle, failure=None
+                )
+            first = not self.handles
+            self._change(changed)
+            if first:
+                self.handles = [member.handle for member in self._now.members]
+                self.worker_metadata = [member.place.metadata() for member in self._now.members]
+            else:
+                for rank, member in changed.items():
+                    self.handles[rank] = member.handle
+                    self.worker_metadata[rank] = member.place.metadata()
+            self._show_changed()
+
+    def lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+        """Note losses, except of incarnations that have been replaced.
+
+        Returns:
+            The failures to report: for a worker whose loss was known before, the first report.
+        """
+        with self._lock:
+            changed: dict[int, Member] = {}
+            for failure in failures:
+                member = changed.get(failure.rank, self._now[failure.rank])
+                is_current = (failure.node_id, failure.pid) == (member.facts.node_id, member.facts.pid)
+                if is_current and member.failure is None:
+                    changed[failure.rank] = replace(member, failure=failure)
+            self._change(changed)
+            return tuple(self._now[failure.rank].failure or failure for failure in failures)
+
+    def restart_failed(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
+        """Note why ranks could not be started again; with `override` it replaces the reports of their losses."""
+        with self._lock:
+            self._change(
+                {
+                    failure.rank: replace(self._now[failure.rank], failure=failure)
+                    for failure in failures
+                    if override or self._now[failure.rank].failure is None
+                }
+            )
+
+    def restarting(self, ranks: Iterable[int], running: bool = True) -> None:
+        """Note that a restart of these ranks has begun, or with `running=False` that it is over."""
+        with self._lock:
+            self._change({rank: replace(self._now[rank], restarting=running) for rank in ranks})
+
+    def relaunching(self, ranks: Iterable[int], *, counted: Collection[int]) -> None:
+        """Note the next incarnation of these ranks, and count it as a restart of some of them."""
+        with self._lock:
+            changed = {}
+            for rank in ranks:
+                member = self._now[rank]
+                restarts = member.restarts + (rank in counted)
+                changed[rank] = replace(member, incarnation=member.incarnation + 1, restarts=restarts)
+            self._change(changed)
+
+    def moved(self, places: Sequence[Place]) -> None:
+        """Note new places of all ranks, which hold from their next start on."""
+        with self._lock:
+            self._change({place.rank: replace(self._now[place.rank], place=place) for place in places})
+
+    def observed(self, states: Mapping[int, str], seen: Snapshot) -> None:
+        """Show states that were found out from outside, except of workers that were replaced since `seen`."""
+        with self._lock:
+            for shown in self.worker_metadata:
+                rank = shown["global_rank"]
+                if self._now[rank].facts is seen[rank].facts:
+                    shown["state"] = states[rank]
+
+    def begin_end(self) -> None:
+        """Note that a shutdown has begun: no incarnation starts any more."""
+        self.ending = True
+
+    def ended(self) -> None:
+        """Note that the group has no workers any more."""
+        with self._lock:
+            self.begin_end()
+            self.handles = []
+            self.worker_metadata = []
+            self._now = replace(self._now, epoch=self._now.epoch + 1, ended=True)
+
+    def _change(self, changed: Mapping[int, Member]) -> None:
+        """Make the next snapshot, and show its states; the caller holds the lock."""
+        members = tuple(changed.get(member.rank, member) for member in self._now.members)
+        self._now = replace(self._now, epoch=self._now.epoch + 1, members=members)
+        self._show_changed()
+
+    def _show_changed(self) -> None:
+        for shown in self.worker_metadata:
+            state = self._now[shown["global_rank"]].state
+            if state != "alive" or shown["state"] in ("restarting", "dead"):
+                shown["state"] = state
+
+
+_rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
+
+
+def find_worker(actor_id: str) -> tuple[Roster, WorkerFacts] | None:
+    """Return the roster and the worker that an actor is, in any group of this process; None if there is none."""
+    for roster in list(_rosters):
+        if (facts := roster.find(actor_id)) is not None:
+            return roster, facts
+    return None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results and costs as values: the outcome of each worker, the cost of a call, and the counts of a group."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import ObjectRef
+
+from .._display import record_html
+from .._ray_private import object_sizes
+
+__all__ = ["CallStatistics", "Counters", "GroupStatistics", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a call on one worker, or one item that the worker yielded.
+
+    Attributes:
+        rank: its number in the group.
+        coords: its coordinates in the group, by axis.
+        value: its answer; None if it failed.
+        error: what it failed with; None if it did not.
+    """
+
+    rank: int
+    coords: Mapping[str, int] = field(hash=False)
+    value: Any = None
+    error: BaseException | None = None
+
+    _repr_html_ = record_html
+
+
+@dataclass(frozen=True)
+class CallStatistics:
+    """The cost of one call.
+
+    Attributes:
+        requests: method calls sent to workers.
+        puts: values stored in the object store for it.
+        bytes_put: their size in bytes, as stored.
+        fetched: results fetched to the driver so far.
+        bytes_fetched: their size in bytes, as sent.
+        submit_s: seconds from the call to the last request.
+    """
+
+    requests: int
+    puts: int
+    bytes_put: int
+    fetched: int
+    bytes_fetched: int
+    submit_s: float
+
+    _repr_html_ = record_html
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Counts since the group was made, its constructor arguments included.
+
+    Attributes:
+        calls: calls made on the group.
+        requests: method calls sent to workers.
+        puts: values stored in the object store for them.
+        bytes_put: their size in bytes, as stored.
+        fetched: results fetched to the driver.
+        bytes_fetched: their size in bytes, as sent.
+
+    >>> print(GroupStatistics(calls=1, requests=8, puts=2, bytes_put=4000, fetched=4, bytes_fetched=100))
+    put 2 values (4 kB), sent 8 requests in 1 calls, fetched 4 results (100 B)
+    """
+
+    calls: int = 0
+    requests: int = 0
+    puts: int = 0
+    bytes_put: int = 0
+    fetched: int = 0
+    bytes_fetched: int = 0
+
+    _repr_html_ = record_html
+
+    def __str__(self) -> str:
+        return (
+            f"put {self.puts} values ({_size(self.bytes_put)}), sent {self.requests} requests in {self.calls} calls, "
+            f"fetched {self.fetched} results ({_size(self.bytes_fetched)})"
+        )
+
+
+class Counters:
+    """The running counts of a group.
+
+    Attributes:
+        now: the counts so far.
+    """
+
+    def __init__(self) -> None:
+        self.now: GroupStatistics = GroupStatistics()
+        self._lock = threading.Lock()
+
+    def add(self, **more: int) -> None:
+        """Add to counts, given by name."""
+        with self._lock:
+            counts = {name: getattr(self.now, name) + amount for name, amount in more.items()}
+            self.now = dataclasses.replace(self.now, **counts)
+
+    def add_fetched(self, refs: Sequence[ObjectRef[Any]]) -> int:
+        """Count fetched results, and return their size in bytes."""
+        size = sum(object_sizes(refs))
+        self.add(fetched=len(refs), bytes_fetched=size)
+        return size
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
