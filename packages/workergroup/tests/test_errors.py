@@ -145,7 +145,7 @@ print(done)
 def test_late_errors_are_not_printed(tmp_path):
     """After a call has raised one rank's error, nothing is printed of the others', whenever they fail."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LATE), str(tmp_path)],
+        [sys.executable, "-W", "ignore::FutureWarning", "-c", textwrap.dedent(LATE), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,

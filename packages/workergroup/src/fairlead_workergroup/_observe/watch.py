@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from fairlead_placement.spi import never_connect
+from fairlead_placement.spi import block_shutdown, never_connect
 
 from .._members import Roster
 from ..exceptions import WorkerFailure, WorkerGroupError
@@ -113,7 +113,7 @@ class Watch:
         self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
         self._occurrences = Occurrences(check_seconds("slow_after_s", slow_after_s))
-        self._untold: deque[tuple[str, WorkerStatus]] = deque()
+        self._unreported: deque[tuple[str, WorkerStatus]] = deque()
         self._counter: Any = None
         self._end = end
         self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
@@ -155,22 +155,19 @@ class Watch:
 
     def _look_again_and_again(self) -> None:
         while not self._end.is_set():
-            group = self._group()
-            if group is None or self._is_over():
-                return
             try:
-                self._look()
+                if not self._look():
+                    return
             except WorkerGroupError:
-                return  # it has been shut down
+                return  # The group has been shut down.
             except Exception:
-                # Whatever it is, the next look may succeed; a watch that has died unseen is worse than a noisy one.
+                # The next look may succeed. A watch that ends silently is worse than one that repeats a warning.
                 if not self._is_over():
                     logger.warning("cannot look at the workers of %s", self._name, exc_info=True)
-            del group
             self._end.wait(self._interval_s)
 
     def _is_over(self) -> bool:
-        """Whether it has been closed, or the Ray that the group lived in has ended."""
+        """Return whether the watch has been closed, or the Ray that the group lived in has ended."""
         if self._end.is_set():
             return True
         try:
@@ -178,30 +175,43 @@ class Watch:
         except Exception:  # noqa: BLE001  Ray is just ending
             return True
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Look at the workers once and report what has happened; return False if there is no group any more."""
+        # Also while this thread's reference to the group is dropped, which may be the last one.
+        with block_shutdown():
+            group = self._group()
+            if group is None or self._is_over():
+                return False
+            events = self._find_events()
+            del group
+        # The user's function may take its time, and may shut Ray down.
+        for event in events:
+            self._report(event)
+        return True
+
+    def _find_events(self) -> list[WorkerEvent]:
         statuses = self._observer.read_status(self._stuck_after_s)
-        # Kept until it is told: what fails here is made up for by the next look.
-        self._untold.extend(self._occurrences.new(statuses))
-        dead = [now for kind, now in self._untold if kind == "worker-dead"]
+        # If anything fails below, the next look reports these.
+        self._unreported.extend(self._occurrences.new(statuses))
+        dead = [now for kind, now in self._unreported if kind == "worker-dead"]
         who = self._roster.snapshot().facts
         self._verdicts.note_causes([who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
         stuck: dict[int, StuckWorker] = {}
-        if any(kind == "worker-stuck" for kind, _ in self._untold):
+        if any(kind == "worker-stuck" for kind, _ in self._unreported):
             stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}
-        while self._untold:
-            kind, now = self._untold.popleft()
+        events = []
+        while self._unreported:
+            kind, now = self._unreported.popleft()
             cause = self._roster.snapshot().lost.get(now.rank) if kind == "worker-dead" else None
             found = stuck.get(now.rank) if kind == "worker-stuck" else None
             if kind == "worker-stuck" and found is None:
                 self._occurrences.not_stuck(now.rank)
             else:
-                self._tell(_event(kind, now, cause, found))
+                events.append(_event(kind, now, cause, found))
+                self._count(kind)
+        return events
 
-    def _tell(self, event: WorkerEvent) -> None:
-        if self._end.is_set():
-            return
-        stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
-        logger.log(LEVELS[event.kind], "%s: %s%s", self._name, event.message, stacks, extra={"worker_event": event})
+    def _count(self, kind: str) -> None:
         if self._counter is None:
             from ray.util.metrics import Counter
 
@@ -211,7 +221,13 @@ class Watch:
                 description="What has happened to workers of a group, as its watch saw it.",
                 tag_keys=("group", "event"),
             )
-        self._counter.inc(1, tags={"group": self._name, "event": event.kind})
+        self._counter.inc(1, tags={"group": self._name, "event": kind})
+
+    def _report(self, event: WorkerEvent) -> None:
+        if self._end.is_set():
+            return
+        stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
+        logger.log(LEVELS[event.kind], "%s: %s%s", self._name, event.message, stacks, extra={"worker_event": event})
         if self._on_event is not None:
             try:
                 self._on_event(event)
