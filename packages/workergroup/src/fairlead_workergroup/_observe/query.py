@@ -2,15 +2,14 @@
 """Looking at workers from outside, through the agents of their nodes: one request a node."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, never_connect, run_on_nodes
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import alive_nodes, ask_head, run_on_nodes
 
 from .._members import WorkerFacts
 from .._ray_private import task_of_future
@@ -51,9 +50,10 @@ def ask_nodes(
     for at, worker in enumerate(workers):
         by_node.setdefault(worker.node_id, []).append(at)
     found: list[Any] = [None] * len(workers)
-    living = _alive_nodes(deadline)
-    if living is None:
-        logger.warning("cannot look at the workers: Ray's head (GCS) does not answer")
+    try:
+        living = ask_head("list the nodes", alive_nodes, timeout_s=max(0.0, deadline - time.monotonic()))
+    except HeadTimeoutError as error:
+        logger.warning("Cannot look at the workers: %s", error)
         return found
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
@@ -68,29 +68,6 @@ def ask_nodes(
         for at, answer in zip(by_node[node_id], answers, strict=True):
             found[at] = answer
     return found
-
-
-def _alive_nodes(deadline: float) -> frozenset[str] | None:
-    """Return the ids of the nodes that are alive, or None if Ray's head has not told by the deadline.
-
-    Ray itself waits without a limit for a head that hangs. So a thread asks, and it may outlive this call.
-    """
-    answer: Future[frozenset[str]] = Future()
-
-    def ask() -> None:
-        never_connect()
-        try:
-            answer.set_result(alive_nodes())
-        except BaseException as error:  # noqa: BLE001  raised below, unless nobody waits any more
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="fairlead-nodes", daemon=True).start()
-    try:
-        return answer.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        if answer.done():
-            raise  # Ray's own
-        return None
 
 
 def process_of(worker: WorkerFacts) -> tuple[int, int]:
