@@ -172,9 +172,9 @@ def interop(session: nox.Session) -> None:
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
-    session.run("pytest", "packages/workergroup/tests/test_torch.py", *session.posargs, env=RAY_ENV)
+    session.run("pytest", "packages/workergroup/tests/ray/test_torch.py", *session.posargs, env=RAY_ENV)
     tests = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
-    tests += [f"workergroup/tests/test_{name}.py" for name in ("describe", "watch")]
+    tests += [f"workergroup/tests/{name}.py" for name in ("unit/test_describe", "ray/test_watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)

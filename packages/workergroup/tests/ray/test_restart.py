@@ -34,7 +34,7 @@ from fairlead_workergroup._observe.failures import Verdicts
 from fairlead_workergroup._ray_private import how_it_ended
 from fairlead_workergroup.testing import kill
 
-from .calling import MB, store_used
+from ..calling import MB, store_used
 
 AXES = NamedSharding.from_shape(dp=2, tp=2)
 

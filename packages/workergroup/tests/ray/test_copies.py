@@ -10,7 +10,7 @@ import ray
 
 from fairlead_workergroup import PerWorker, Shard
 
-from .calling import MB, store_used
+from ..calling import MB, store_used
 
 
 class TestCopies:

@@ -26,7 +26,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup._observe import query as _inspect
 
-from .calling import MB, Worker
+from ..calling import MB, Worker
 
 
 class TestWaiting:

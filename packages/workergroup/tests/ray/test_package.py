@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as users meet it: its import, and the examples in docstrings and the README."""
+
+import doctest
+import importlib
+import importlib.metadata
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairlead_workergroup
+
+NAMES = [module.name for module in pkgutil.walk_packages(fairlead_workergroup.__path__, "fairlead_workergroup.")]
+MODULES = sorted(name.removeprefix("fairlead_workergroup.") for name in NAMES)
+
+
+def test_import_starts_nothing():
+    """Importing does not start Ray, and loads no torch."""
+    code = "import sys, fairlead_workergroup, ray; sys.exit(ray.is_initialized() or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["", *MODULES])
+def test_examples(name):
+    """The examples in docstrings work."""
+    if name == "torch":
+        pytest.importorskip("torch", reason="the torch helpers need torch")
+    module = importlib.import_module(f"fairlead_workergroup.{name}".rstrip("."))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_readme(tmp_path):
+    """The README's first example works as a script."""
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    script = tmp_path / "example.py"
+    example = readme.split("```python\n")[1].split("```")[0]
+    script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # whatever else runs here
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "put 2 values" in done.stdout
