@@ -123,8 +123,8 @@ def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple
     with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, Demand(request.asks, request.name) as demand:
         pause = POLL_S[0]
         while True:
-            nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             waited = time.monotonic() - began
+            nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
             if attempt.is_impossible(nodes):
                 limit = request.wait_for_nodes_s
                 if attempt.is_shown_to_autoscaler and ask_head("look for an autoscaler", autoscaler_is_there):
