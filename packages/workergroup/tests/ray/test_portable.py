@@ -8,29 +8,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, RemoteError
 
-
-class TwoArgumentsError(Exception):
-    """Cannot be made from its `args`, as pickle does it."""
-
-    def __init__(self, code, *, where):
-        super().__init__(f"code {code} at {where}")
-        self.code = code
-
-
-class PrefixError(ValueError):
-    """Is made from its `args` without an error, with another text."""
-
-    def __init__(self, code):
-        super().__init__(f"failed with {code}")
-        self.code = code
-
-
-class HoldingError(OSError):
-    """Holds what does not pickle, in its arguments and its attributes."""
-
-    def __init__(self, text, lock):
-        super().__init__(text, lock)
-        self.text, self.lock = text, lock
+from ..user_errors import HoldingError, PrefixError, TwoArgumentsError
 
 
 class Failing:

@@ -8,53 +8,10 @@ import ray
 
 from fairlead_workergroup._remote.host import make_portable
 
-
-class TwoArgumentsError(Exception):
-    """Cannot be made from its `args`, as pickle does it."""
-
-    def __init__(self, code, *, where):
-        super().__init__(f"code {code} at {where}")
-        self.code = code
+from ..user_errors import HoldingError, NewError, PrefixError, StubbornError, TwoArgumentsError
 
 
-class PrefixError(ValueError):
-    """Is made from its `args` without an error, with another text."""
-
-    def __init__(self, code):
-        super().__init__(f"failed with {code}")
-        self.code = code
-
-
-class HoldingError(OSError):
-    """Holds what does not pickle, in its arguments and its attributes."""
-
-    def __init__(self, text, lock):
-        super().__init__(text, lock)
-        self.text, self.lock = text, lock
-
-
-class NewError(Exception):
-    """Its own `__new__` wants other arguments too."""
-
-    def __new__(cls, code, *, where):
-        return super().__new__(cls, code)
-
-    def __init__(self, code, *, where):
-        super().__init__(f"{code} at {where}")
-
-
-class StubbornError(Exception):
-    """Does not let itself be made without `__init__` either."""
-
-    def __setstate__(self, state):
-        raise RuntimeError("no")
-
-    def __init__(self, code, *, where):
-        super().__init__(code)
-        self.where = where
-
-
-def copied(error):
+def make_copy(error):
     make_portable(error)
     return ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
 
@@ -77,13 +34,13 @@ class TestCopies:
         """The copy has the class, the text, the arguments, the attributes and the notes."""
         error.add_note("a note")
         kept = dict(vars(error))
-        copy = copied(error)
+        copy = make_copy(error)
         assert (type(copy), str(copy), repr(copy)) == (type(error), str(error), repr(error))
         assert vars(copy) == kept
 
     def test_what_does_not_pickle(self):
         """Arguments keep their places, attributes are left out, and a note names both."""
-        copy = copied(HoldingError("text", threading.Lock()))
+        copy = make_copy(HoldingError("text", threading.Lock()))
         assert type(copy) is HoldingError
         assert (copy.text, copy.args) == ("text", ("text", "<lock>"))
         assert not hasattr(copy, "lock")
