@@ -437,7 +437,9 @@ def run_lane(lane: dict[str, list[str]], *, stop: threading.Event) -> list[Sessi
                 errors="replace",
             )
             results.append(SessionResult(name, done.returncode, time.monotonic() - began, done.stdout))
-            print(results[-1], flush=True)
+            # The whole output of a session that failed comes at the end; these lines say at once what it will be.
+            reasons = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, flags=re.MULTILINE) if done.returncode else []
+            print(results[-1], *reasons, sep="\n", flush=True)
     return results
 
 
