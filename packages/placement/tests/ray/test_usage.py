@@ -161,12 +161,13 @@ def test_two_clusters(local_ray, agent):
 def test_an_agent_that_dies(local_ray, agent, eventually):
     """When the agent has died the next request has a new one go on, from its start."""
     with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:
+        assert eventually(lambda: cluster.get_resource_usage()[0].samples >= 4)
         (before,) = cluster.get_resource_usage()
         pid = agent.run(os.getpid)
         os.kill(pid, signal.SIGKILL)
         assert eventually(lambda: agent.run(os.getpid) != pid)
         (after,) = cluster.get_resource_usage()
-        assert (before.samples, after.samples) == (2, 1)
+        assert 1 <= after.samples < before.samples
         assert len(watchers(agent)[0]) == 1
     assert watchers(agent)[0] == []
 

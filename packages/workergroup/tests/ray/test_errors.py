@@ -151,7 +151,8 @@ def test_late_errors_are_not_printed(tmp_path):
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     assert done.stdout == "[1, 1, 1, 1, 1, True]\n"
 
 

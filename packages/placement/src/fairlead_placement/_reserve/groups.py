@@ -115,7 +115,15 @@ def create_group(
         name=name,
         bundle_label_selector=selectors if any(selectors) else None,
     )
-    return ask_head("create a placement group", create, undo=remove_placement_group)
+    return ask_head("create a placement group", create, undo=_remove_late)
+
+
+def _remove_late(group: PlacementGroup) -> None:
+    """Remove a group that was created after everybody had stopped waiting for it."""
+    # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
+    # with Ray 2.60 when the group was removed at once, never after this wait.
+    group.wait(PLACING_S)
+    remove_placement_group(group)
 
 
 class Demand:
