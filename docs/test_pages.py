@@ -77,9 +77,9 @@ def test_few_blocks_are_not_run():
 
 
 MEASURED = {
-    "failure-model.md": ["56.7 ms", "36 ms, at worst 43 ms", "0.87 s", "0.3 s before Ray says so"],
-    "design.md": ["3.5 ms", "1.07x", "670 ms", "108 ms", "2.6x faster", "3.1 us", "1.73 us", "43.2 ms", "2.72 ms"],
-    "guides/sharding.md": ["3.1 us"],
+    "failure-model.md": ["32.4 ms", "25 ms, at worst 26 ms", "0.58 s", "0.3 s before Ray says so"],
+    "design.md": ["3.6 ms", "1.08x", "538 ms", "76.7 ms", "2.7x faster", "2.7 us", "1.27 us", "43.2 ms", "2.72 ms"],
+    "guides/sharding.md": ["2.7 us"],
 }
 
 
