@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all test suites. This file does not import Ray, because some packages are tested without it."""
 
+import ast
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +83,31 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with assert_no_leaks():
         yield
+
+
+@pytest.fixture
+def run_readme() -> Callable[[Path], int]:
+    """Run the python blocks of a short README in order, and compare the values in their comments.
+
+    A line `expression  # value` says that the expression has the value. The fixture returns how many there were.
+    """
+
+    def run(readme: Path) -> int:
+        text = readme.read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 150
+        blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        assert blocks
+        scope: dict[str, object] = {}
+        compared = 0
+        for block in blocks:
+            for statement in ast.parse(block).body:
+                source = ast.get_source_segment(block, statement) or ""
+                comment = block.splitlines()[(statement.end_lineno or 0) - 1][statement.end_col_offset :].strip()
+                if isinstance(statement, ast.Expr) and comment.startswith("# "):
+                    assert repr(eval(source, scope)) == comment.removeprefix("# "), source
+                    compared += 1
+                else:
+                    exec(source, scope)
+        return compared
+
+    return run

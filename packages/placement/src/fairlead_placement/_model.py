@@ -76,7 +76,7 @@ class Request:
     """Everything that a virtual cluster is to reserve.
 
     Attributes:
-        asks: what is requested, an entry per logical node in use.
+        asks: the requests, one per logical node in use.
         name: the cluster's.
         capacity: how many worker groups may share a slot.
         segment_size: logical nodes in groups of this many, each group in one topology domain; None for any nodes.

@@ -54,7 +54,7 @@ class HeadRequest(Generic[_T]):
 
         Raises:
             HeadUnreachableError: the head did not answer in time.
-            Exception: what the function raised.
+            Exception: any exception of the function.
         """
         try:
             while not self._wait():
@@ -136,7 +136,7 @@ class Head:
 
         Raises:
             HeadUnreachableError: the head did not answer for `timeout_s`.
-            Exception: what the function raised.
+            Exception: any exception of the function.
         """
         if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)

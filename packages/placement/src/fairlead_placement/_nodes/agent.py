@@ -235,7 +235,7 @@ class NodeAgent:
 
         Raises:
             PlacementTimeoutError: the function has not returned by then.
-            Exception: what the function raised.
+            Exception: any exception of the function.
         """
         returned: _T = self._ask("run", function, *args, timeout_s=timeout_s)
         return returned

@@ -53,7 +53,7 @@ def ask_head(
     """Call a function that sends requests to Ray's head, and return what it returns.
 
     Args:
-        request: what is requested, for the error: a verb and its object.
+        request: names the request in the error, as a verb with its object.
         function: the function.
         args: its arguments.
         timeout_s: seconds to wait; None for what is left of `head_deadline`. Outside of it there is no limit, and the
@@ -62,7 +62,7 @@ def ask_head(
 
     Raises:
         HeadTimeoutError: the head did not answer in time. The function continues in the background.
-        Exception: what the function raised.
+        Exception: any exception of the function.
     """
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
@@ -96,7 +96,7 @@ def call_within(
 
     Raises:
         TimeoutError: the function did not return in time. It continues, and the thread ends with it.
-        Exception: what the function raised.
+        Exception: any exception of the function.
     """
     answer: Future[_T] = Future()
 

@@ -107,7 +107,7 @@ def plan(
     """Choose a node for every bundle.
 
     Args:
-        asks: what is requested, at most one entry per logical node.
+        asks: the requests, at most one per logical node.
         nodes: the nodes, in physical order.
         idle: plan as if nothing ran on the nodes.
         own_nodes: never put two logical nodes on one physical node.

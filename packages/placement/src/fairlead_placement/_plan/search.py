@@ -65,7 +65,7 @@ def search(
     """Place every unit of every ask.
 
     Args:
-        wants: what is requested, the most demanding first.
+        wants: the requests, the most demanding first.
         rooms: the nodes of each kind, as numbers.
         own: no two asks may use one node.
         budget: the limit of work.

@@ -37,7 +37,7 @@ class Holding:
     """What a virtual cluster holds. The cluster's finalizer refers to it, so it must not refer to the cluster.
 
     Args:
-        request: what is to be reserved.
+        request: the bundles to reserve.
         monitor_memory: have the nodes' memory sampled while it is reserved.
     """
 

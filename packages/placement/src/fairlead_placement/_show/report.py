@@ -47,7 +47,7 @@ class Report:
     """A request and what was found, as a value that prints as tables.
 
     Attributes:
-        asks: what was requested, one entry per logical node in use.
+        asks: the requests, one per logical node in use.
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
         verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when

@@ -15,7 +15,7 @@ class Waiting:
     """Shows why and for how long the program waits. Writes nothing if standard error is not a terminal.
 
     Args:
-        doing: what the program is doing.
+        doing: the current activity, as a participle ("Waiting for 2 slices").
 
     >>> with Waiting("reserving") as waiting:
     ...     waiting.show("for nodes", limit_s=60.0)
