@@ -355,7 +355,8 @@ def pictures(session: nox.Session) -> None:
 
 
 # The sessions that a change has to pass, in two lanes that run at the same time: a session mostly waits for processes.
-# The sessions that use the fixed port of several TPU slices are in one lane.
+# The sessions that use the fixed port of several TPU slices are in one lane. An example starts its own Ray: the one
+# that it would find belongs to the other lane.
 LANES: tuple[dict[str, list[str]], ...] = (
     {
         "lint": [],
@@ -375,7 +376,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "wheels(tpu-executor)": [],
         "integration": [],
         "multihost": [],
-        "demo": [],
+        "demo": ["--address", "local"],
         "grpo": ["--steps", "5", "--address", "local"],
         "survive": ["--steps", "120", "--address", "local"],
         "soak": ["60"],

@@ -108,8 +108,8 @@ def _attach(named: str | None) -> Any | None:
         context = ray.init(address=address)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
-            f"The Ray cluster at {address} wants a token and this process has none that it takes. Set {_TOKEN}. "
-            f"Ray said: {error}"
+            f"The Ray cluster at {address} ({_origin(address, named)}) wants a token and this process has none that it "
+            f'takes. Set {_TOKEN}, or pass address="local" to start a cluster of your own. Ray said: {error}'
         ) from error
     except TimeoutError as error:
         raise HeadTimeoutError(

@@ -171,5 +171,6 @@ def test_no_token(server, run_script, tmp_path):
         RAY_AUTH_MODE="token",
         HOME=str(tmp_path),
     )
-    assert f"The Ray cluster at {address} wants a token and this process has none" in out
+    assert f"The Ray cluster at {address} (given as address) wants a token and this process has none" in out
+    assert 'or pass address="local" to start a cluster of your own' in out
     assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in out
