@@ -54,7 +54,7 @@ def prefetch(
     done: dict[str, Fetched] = {}
     plans: dict[str, Plan] = {}
     wanted = list(dict.fromkeys(classes)) or list(known_actor_environments())
-    labels = alive_nodes() if cluster else {}
+    nodes = alive_nodes() if cluster else None
     with Bars(shown=progress) as bars:
         for fqn in wanted:
             try:
@@ -66,7 +66,7 @@ def prefetch(
             except (ValueError, TypeError, VenvError) as error:
                 done[fqn] = Fetched(fqn, "failed", str(error))
         distinct = {plan.recipe.folder: plan for plan in plans.values()}
-        provided = provision(distinct, labels, deadline, bars) if cluster else _provision_here(distinct, deadline, bars)
+        provided = provision(distinct, nodes, deadline, bars) if nodes else _provision_here(distinct, deadline, bars)
     reported: set[str] = set()
     for fqn, plan in plans.items():
         status, detail = _summarise(plan.recipe.folder, provided)

@@ -2,6 +2,7 @@
 """Environments on the nodes of a cluster, and workers that run in them. Several hosts are tested elsewhere."""
 
 import dataclasses
+import inspect
 import os
 import shutil
 import subprocess
@@ -92,6 +93,31 @@ def test_full_cluster(spec_of, tools):
     (node,) = [row["NodeID"] for row in ray.nodes()]
     assert create_local_venv_on_each_node(spec_of("beta"), nodes=[node]) == python
     assert Path(python).parent.parent.stat().st_ctime_ns == built
+
+
+def test_requests_to_the_head(worker_spec, monkeypatch):
+    """To find an environment that is there takes one request to Ray's head, however many nodes there are."""
+    spec = worker_spec(f"ray=={ray.__version__}")
+    create_local_venv_on_each_node(spec)
+    made = []
+    state = type(ray._private.state.state)
+
+    def count(name, method):
+        def counted(*args, **kwargs):
+            made.append(name)
+            return method(*args, **kwargs)
+
+        return counted
+
+    for name, method in inspect.getmembers(state, inspect.isfunction):
+        if not name.startswith("_"):
+            monkeypatch.setattr(state, name, count(name, method))
+    ensure_worker_env(spec)
+    assert made == ["node_table"]
+    create_local_venv_on_each_node(spec)
+    assert made == ["node_table"] * 2
+    ensure_worker_env(f"{Path(sys.executable).parent}/../bin/python")  # another spelling of this interpreter
+    assert made == ["node_table"] * 3
 
 
 def test_several(spec_of, make_project, project_spec, tools, tmp_path):
@@ -305,7 +331,7 @@ def test_interrupted(spec_of, tools, tmp_path):
     plan = plan_venv(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
     there = alive_nodes()
     files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files])]
-    calls = {node: (node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there}
+    calls = {node: (node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there.labels}
 
     def interrupt(_):
         if up.exists():

@@ -20,4 +20,4 @@ def test_no_report_of_draining_nodes(monkeypatch):
     """Without the call, every node counts as alive."""
     monkeypatch.delattr(type(ray._private.state.state), "get_draining_nodes")
     assert draining_nodes() == frozenset()
-    assert len(alive_nodes()) == len(ray.nodes())
+    assert len(alive_nodes().labels) == len(ray.nodes())

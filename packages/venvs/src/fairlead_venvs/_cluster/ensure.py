@@ -13,7 +13,7 @@ from .._progress import Bars
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvBuildError, VenvError, VenvNodesError
 from .renewal import keep_marked
-from .rpc import Call, abbreviate, alive_nodes, run_on_nodes
+from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 
 __all__ = ["Provision", "create_local_venv_on_each_node", "ensure_on_nodes", "ensure_venvs", "provision"]
 
@@ -73,38 +73,34 @@ def ensure_venvs(
     Raises:
         As `create_local_venv_on_each_node`.
     """
-    outcomes = ensure_on_nodes(py_executables, venv_name, nodes=nodes, timeout_s=timeout_s, progress=progress)
+    specs = [as_spec(one) for one in py_executables]
+    deadline = start_deadline(timeout_s)
+    outcomes = ensure_on_nodes(specs, venv_name, alive_nodes(nodes), deadline, progress=progress)
     return [next(iter(one.values())).python for one in outcomes]
 
 
 def ensure_on_nodes(
-    py_executables: Iterable[str | VenvSpec],
-    name: str | None = None,
-    *,
-    nodes: Sequence[str] | None = None,
-    timeout_s: float = 1800,
-    progress: bool = True,
+    specs: Iterable[VenvSpec], name: str | None, nodes: Nodes, deadline: Deadline, *, progress: bool
 ) -> list[dict[str, Outcome]]:
     """Do the same as `ensure_venvs`, and return for each environment the answers of the nodes."""
-    specs = [as_spec(one) for one in py_executables]
-    deadline = start_deadline(timeout_s)
-    labels = alive_nodes(nodes)
     with Bars(shown=progress) as bars:
         show = bars.line("preparing")
         plans = [plan_venv(spec, name, deadline=deadline, show=show) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
-        provided = provision(distinct, labels, deadline, bars)
+        provided = provision(distinct, nodes, deadline, bars)
     for (_, node), error in provided.errors.items():
         if node == DRIVER:
             raise error
     if errors := provided.errors:
         raise VenvNodesError(
-            f"{len(errors)} of {len(distinct) * len(labels)} environments are not ready, on "
-            f"{abbreviate(dict.fromkeys(labels[node] for _, node in errors))}",
+            f"{len(errors)} of {len(errors) + len(provided.ready)} environments are not ready, on "
+            f"{abbreviate(dict.fromkeys(nodes.labels[node] for _, node in errors))}",
             list(errors.values()),
         )
     keep_marked(key for key, one in provided.ready.items() if one.shared)
-    return [{node: provided.ready[plan.recipe.folder, node] for node in labels} for plan in plans]
+    return [
+        {node: one for (folder, node), one in provided.ready.items() if folder == plan.recipe.folder} for plan in plans
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,42 +116,45 @@ class Provision:
     errors: Mapping[tuple[str, str], VenvError]
 
 
-def provision(plans: Mapping[str, Plan], labels: Mapping[str, str], deadline: Deadline, bars: Bars) -> Provision:
+def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars: Bars) -> Provision:
     """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
 
     Args:
         plans: by folder.
-        labels: names of the nodes for errors, by node.
+        nodes: the nodes. The result leaves out those that are draining.
         deadline: for everything together.
         bars: show the progress.
+
+    Raises:
+        ValueError: a node that the caller has named is draining, or all nodes are.
     """
     looks: dict[tuple[str, str], Call] = {
         (folder, node): (node, node_task.look_here, (folder, plan.recipe.fingerprint, plan.recipe.platform))
         for folder, plan in plans.items()
-        for node in labels
+        for node in nodes.labels
     }
-    answers = run_on_nodes(looks, labels, doing="looking for the environment", deadline=deadline)
+    answers = run_on_nodes(looks, nodes, doing="looking for the environment", deadline=deadline)
     errors: dict[tuple[str, str], VenvError] = {}
     missing: dict[str, list[str]] = {}
     for folder, plan in plans.items():
-        if nodes := [node for node in labels if answers[folder, node] is None]:
+        if lacking := [node for (one, node), answer in answers.items() if one == folder and answer is None]:
             try:
                 _check_size(plan)
                 plan.request.check_lock(deadline, bars.line(os.path.basename(folder)))
-                missing[folder] = nodes
+                missing[folder] = lacking
             except VenvError as error:
                 errors[folder, DRIVER] = error
     builds: dict[tuple[str, str], Call] = {}
-    for folder, nodes in missing.items():
-        builds |= _make_builds(plans[folder], nodes, deadline)
+    for folder, lacking in missing.items():
+        builds |= _make_builds(plans[folder], lacking, deadline)
 
     def report(pending: Sequence[tuple[str, str]]) -> None:
         for folder in missing:
-            waiting = [labels[node] for where, node in pending if where == folder]
+            waiting = [nodes.labels[node] for where, node in pending if where == folder]
             doing = f"waiting for {abbreviate(waiting)}" if waiting else ""
-            bars.update(os.path.basename(folder), len(labels) - len(waiting), len(labels), doing)
+            bars.update(os.path.basename(folder), len(nodes.labels) - len(waiting), len(nodes.labels), doing)
 
-    answers |= run_on_nodes(builds, labels, doing="building the environment", deadline=deadline, report=report)
+    answers |= run_on_nodes(builds, nodes, doing="building the environment", deadline=deadline, report=report)
     errors |= {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
     return Provision({key: answer for key, answer in answers.items() if isinstance(answer, Outcome)}, errors)
 

@@ -69,12 +69,15 @@ def _mark(known: list[tuple[str, str]]) -> set[tuple[str, str]]:
     seen = {(folder, node) for folder, node in known if node == HERE and node_task.renew_here(folder)[0] == "ready"}
     elsewhere = [(folder, node) for folder, node in known if node != HERE]
     try:
-        labels = alive_nodes() if elsewhere else {}
+        if not elsewhere:
+            return seen
+        nodes = alive_nodes()
         calls: dict[tuple[str, str], Call] = {
-            (folder, node): (node, node_task.renew_here, (folder,)) for folder, node in elsewhere if node in labels
+            (folder, node): (node, node_task.renew_here, (folder,))
+            for folder, node in elsewhere
+            if node in nodes.labels
         }
-        deadline = Deadline(ANSWER_S)
-        answers = run_on_nodes(calls, labels, doing="renewing a mark of use", deadline=deadline) if calls else {}
+        answers = run_on_nodes(calls, nodes, doing="renewing a mark of use", deadline=Deadline(ANSWER_S))
     except Exception as error:  # noqa: BLE001 - Ray may be shut down meanwhile; the next look is the retry
         logger.debug("Marks of use were not renewed: %s", error)
         return seen

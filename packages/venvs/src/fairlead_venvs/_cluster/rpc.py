@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import _build, exceptions
@@ -33,40 +34,58 @@ def abbreviate(labels: Iterable[str]) -> str:
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
 
 
-def alive_nodes(nodes: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the labels of the nodes that can run a task, or of the given nodes, by their ids.
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one request.
 
-    A draining node starts no more tasks. It is left out, and a warning names it.
+    Attributes:
+        labels: their names for errors, by Ray's id.
+        given: whether the caller has named them. A node that was not named is left out when it is draining.
+    """
+
+    labels: Mapping[str, str]
+    given: bool
+
+    def without_draining(self) -> "Nodes":
+        """Return the nodes that can start a task. A warning names the draining ones, which start no more tasks.
+
+        Raises:
+            ValueError: a node that the caller has named is draining, or all nodes are.
+        """
+        leaving = draining_nodes() & self.labels.keys()
+        named = abbreviate(self.labels[node] for node in sorted(leaving))
+        if leaving and self.given:
+            raise ValueError(f"{named}: a draining node starts no tasks. Leave it out of `nodes`.")
+        if leaving == self.labels.keys():
+            raise ValueError("All nodes of the cluster are draining. Wait for a node that stays, and try again.")
+        if leaving:
+            logger.warning("Skipped %s: draining nodes start no tasks.", named)
+        return Nodes({node: name for node, name in self.labels.items() if node not in leaving}, self.given)
+
+
+def alive_nodes(nodes: Sequence[str] | None = None) -> Nodes:
+    """Return the nodes that are alive, or the given ones, with one request to Ray's head.
 
     Raises:
-        ValueError: Ray is not running, a given node is not alive or is draining, or all nodes are draining.
+        ValueError: Ray is not running, or a given node is not alive.
     """
     import ray
 
     if not ray.is_initialized():
         raise ValueError("this needs a running Ray: call ray.init() first, or create_local_venv for this machine alone")
     alive = {row["NodeID"]: f"{row['NodeManagerAddress']} ({row['NodeID'][:8]})" for row in ray.nodes() if row["Alive"]}
-    leaving = draining_nodes() & alive.keys()
     if nodes is None:
-        if leaving:
-            skipped = abbreviate(alive[node] for node in sorted(leaving))
-            logger.warning("Skipped %s: draining nodes start no tasks.", skipped)
-        staying = {node: name for node, name in alive.items() if node not in leaving}
-        if not staying:
-            raise ValueError("All nodes of the cluster are draining. Wait for a node that stays, and try again.")
-        return staying
+        return Nodes(alive, given=False)
     if isinstance(nodes, str) or not nodes:
         raise ValueError(f"nodes must be a list of node ids, with one at least, got {nodes!r}")
     if unknown := [node for node in nodes if node not in alive]:
         raise ValueError(f"no nodes that are alive have the ids {unknown}; these have {sorted(alive)}")
-    if going := [alive[node] for node in nodes if node in leaving]:
-        raise ValueError(f"{abbreviate(going)}: a draining node starts no tasks. Leave it out of `nodes`.")
-    return {node: alive[node] for node in nodes}
+    return Nodes({node: alive[node] for node in nodes}, given=True)
 
 
 def run_on_nodes(
     calls: Mapping[Key, Call],
-    labels: Mapping[str, str],
+    nodes: Nodes,
     *,
     doing: str,
     deadline: Deadline,
@@ -74,12 +93,17 @@ def run_on_nodes(
 ) -> dict[Key, Outcome | VenvError | None]:
     """Run functions on nodes, all at once, and return their answers.
 
+    Which nodes are draining is asked for only when a function could not start.
+
     Args:
         calls: the calls by keys of the caller's choice.
-        labels: names of the nodes for errors, by node.
+        nodes: the nodes of these calls, and perhaps others. The calls of draining nodes are left out of the result.
         doing: what the functions do, for errors.
         deadline: for all of them. The answer of a node that is late is a VenvTimeoutError.
         report: is called repeatedly with the keys of the calls that have no answer yet.
+
+    Raises:
+        ValueError: a node that the caller has named is draining, or all nodes are.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -101,11 +125,25 @@ def run_on_nodes(
     finally:
         _cancel(pending)
     late = set(pending)
-    return {
-        key: VenvTimeoutError(doing, deadline.timeout_s, label) if ref in late else _fetch(ref, label)
-        for ref, key in keys.items()
-        for label in [labels[calls[key][0]]]
-    }
+    answers: dict[Key, Outcome | VenvError | None] = {}
+    refused: list[Key] = []
+    for ref, key in keys.items():
+        label = nodes.labels[calls[key][0]]
+        if ref in late:
+            answers[key] = VenvTimeoutError(doing, deadline.timeout_s, label)
+            continue
+        try:
+            answers[key] = _read_answer(ray.get(ref), label)
+        except ray.exceptions.RayError as error:
+            refused += [key] if isinstance(error, ray.exceptions.TaskUnschedulableError) else []
+            message = (str(error).strip() or "no message").splitlines()[0]
+            answers[key] = VenvBuildError(
+                f"the task on the node failed ({type(error).__name__}: {message})", node=label
+            )
+    if refused:
+        staying = nodes.without_draining().labels
+        answers = {key: answer for key, answer in answers.items() if calls[key][0] in staying}
+    return answers
 
 
 def _cancel(refs: Sequence[Any]) -> None:
@@ -154,14 +192,7 @@ def _make_task(function: Callable[..., Any]) -> Any:
     return ray.remote(num_cpus=0, max_retries=0)(shipped)
 
 
-def _fetch(ref: Any, label: str) -> Outcome | VenvError | None:
-    import ray
-
-    try:
-        answer = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        message = (str(error).strip() or "no message").splitlines()[0]
-        return VenvBuildError(f"the task on the node failed ({type(error).__name__}: {message})", node=label)
+def _read_answer(answer: tuple[Any, ...], label: str) -> Outcome | VenvError | None:
     if answer[0] == "failed":
         *arguments, _ = answer[2]
         kind: type[VenvError] = getattr(exceptions, answer[1])

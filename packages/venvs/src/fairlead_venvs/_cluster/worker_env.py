@@ -18,7 +18,7 @@ from .._registry import get_actor_python_env
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
 from .ensure import ensure_on_nodes
-from .rpc import Call, alive_nodes, run_on_nodes
+from .rpc import Call, Nodes, alive_nodes, run_on_nodes
 
 __all__ = ["WorkerEnv", "ensure_worker_env", "make_actor_runtime_env"]
 
@@ -68,15 +68,15 @@ def ensure_worker_env(
         return WorkerEnv(sys.executable, {})
     if isinstance(what, str) and not is_uv_command(what):
         deadline = start_deadline(timeout_s)
-        labels = alive_nodes(nodes)
-        outcomes = _probe(what, labels, deadline)
+        alive = alive_nodes(nodes)
+        outcomes = _probe(what, alive, deadline)
     else:
         spec = as_spec(what)
         _check_python(spec)
-        labels = alive_nodes(nodes)
+        alive = alive_nodes(nodes)
         _check_ray(spec)
-        (outcomes,) = ensure_on_nodes([spec], nodes=list(labels), timeout_s=timeout_s, progress=progress)
-    _check_outcomes(outcomes, labels)
+        (outcomes,) = ensure_on_nodes([spec], None, alive, start_deadline(timeout_s), progress=progress)
+    _check_outcomes(outcomes, alive.labels)
     path = next(iter(outcomes.values())).python
     return WorkerEnv(path, _make_runtime_env(path, built=not isinstance(what, str) or is_uv_command(what)))
 
@@ -133,13 +133,13 @@ def _check_ray(spec: VenvSpec) -> None:
         raise VenvMismatchError("ray", " or ".join(sorted(versions)), ray.__version__, lock)
 
 
-def _probe(python: str, labels: Mapping[str, str], deadline: Deadline) -> dict[str, Outcome]:
+def _probe(python: str, nodes: Nodes, deadline: Deadline) -> dict[str, Outcome]:
     """Run an existing interpreter on each node: a worker in one that does not run would only fail after minutes."""
     calls: dict[str, Call] = {
-        node: (node, node_task.probe_here, (python, max(1.0, deadline.left()))) for node in labels
+        node: (node, node_task.probe_here, (python, max(1.0, deadline.left()))) for node in nodes.labels
     }
-    answers = run_on_nodes(calls, labels, doing=f"asking {python}", deadline=deadline)
-    _raise_for({node: answer for node, answer in answers.items() if isinstance(answer, VenvError)}, labels)
+    answers = run_on_nodes(calls, nodes, doing=f"asking {python}", deadline=deadline)
+    _raise_for({node: answer for node, answer in answers.items() if isinstance(answer, VenvError)}, nodes.labels)
     return {node: answer for node, answer in answers.items() if isinstance(answer, Outcome)}
 
 
