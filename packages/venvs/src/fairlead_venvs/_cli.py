@@ -22,8 +22,6 @@ from ._progress import Bars
 from ._spec import VenvSpec
 from .exceptions import VenvError, VenvNodesError
 
-__all__ = ["main"]
-
 STATUSES = ("built", "reused", "skipped", "failed")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # The width of output that is not a terminal, wide enough that no line is broken.

@@ -23,8 +23,6 @@ from ._planning.resolution import RESOLVED
 from ._planning.wheel import WHEELS
 from ._spec import VenvSpec
 
-__all__ = ["Venv", "list_venvs", "prune"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds since the last use after which an environment may be removed: before, its process may be about to start.

@@ -11,8 +11,6 @@ from ._planning.plan import Plan, plan_venv
 from ._progress import Bars
 from ._spec import VenvSpec, as_spec
 
-__all__ = ["create_local_venv", "ensure_here"]
-
 
 def create_local_venv(
     py_executable: str | VenvSpec,

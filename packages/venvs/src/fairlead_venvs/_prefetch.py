@@ -19,8 +19,6 @@ from ._registry import get_actor_python_env, known_actor_environments
 from ._spec import as_spec
 from .exceptions import VenvError
 
-__all__ = ["Fetched", "prefetch"]
-
 AT_ONCE = 4
 
 

@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-__all__ = ["Bars"]
-
 QUIET_S = 1.0
 WIDTH = 60
 

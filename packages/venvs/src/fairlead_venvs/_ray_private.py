@@ -3,8 +3,6 @@
 
 from typing import Any
 
-__all__ = ["draining_nodes"]
-
 
 def draining_nodes() -> frozenset[str]:
     """Return the ids of the nodes that are about to leave the cluster; empty if Ray lacks this call.

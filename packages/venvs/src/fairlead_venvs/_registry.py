@@ -13,14 +13,6 @@ from ._planning.command import is_uv_command, parse_command
 from ._planning.requirements import is_wheel
 from ._spec import VenvSpec
 
-__all__ = [
-    "PY_EXECUTABLES",
-    "actor_environments",
-    "get_actor_python_env",
-    "known_actor_environments",
-    "register_actor_env",
-]
-
 TABLE = "[tool.fairlead.actor-environments]"
 
 

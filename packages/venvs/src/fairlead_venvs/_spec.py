@@ -8,8 +8,6 @@ from ._planning.command import is_uv_command
 from ._planning.plan import plan_venv
 from ._planning.spec import BaseSpec
 
-__all__ = ["VenvSpec", "as_spec"]
-
 
 class VenvSpec(BaseSpec):
     """The content of an environment. Specs that mean the same have the same fingerprint and share one environment.

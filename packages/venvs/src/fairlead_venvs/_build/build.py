@@ -20,8 +20,6 @@ from .redact import ambient_secrets, redact
 from .store import python_of, read_manifest, write_manifest
 from .uv import Deadline, Runner
 
-__all__ = ["ensure_venv", "find_venv"]
-
 
 def find_venv(folder: str, fingerprint: str) -> Outcome | None:
     """Return an environment if it is complete, else None. Takes no lock and starts no process."""

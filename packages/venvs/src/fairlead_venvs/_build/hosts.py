@@ -11,19 +11,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = [
-    "USED",
-    "host_id",
-    "host_tag",
-    "is_shared",
-    "mark_used",
-    "on_shared_file_system",
-    "read_marks",
-    "share",
-    "share_folder",
-    "touch",
-]
-
 # A folder with one file for each host, whose time is that of its last use.
 USED = ".fairlead-used"
 # How long a mark of use is fresh, in seconds. A fresh mark is not written again.

@@ -13,8 +13,6 @@ from .recipe import File, Recipe, this_python
 from .store import python_of
 from .uv import Runner
 
-__all__ = ["choose_interpreter", "install", "lay_out", "probe", "verify"]
-
 PROBE = """\
 import importlib.metadata as metadata, json, platform, sys
 try:

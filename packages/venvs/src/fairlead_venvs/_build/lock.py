@@ -17,8 +17,6 @@ from .publish import ABANDONED_S, BUILDING, leftover_name, leftovers, remove_lef
 from .store import lock_path
 from .uv import Deadline
 
-__all__ = ["KernelLock", "hold_lock", "make_once"]
-
 TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 UNKNOWN = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # The time between two looks of a waiting process: in seconds at first, then as a share of the time it has waited, as

@@ -14,8 +14,6 @@ from .redact import redact
 from .store import python_of
 from .uv import Deadline, Runner
 
-__all__ = ["build_here", "look_here", "probe_here", "renew_here"]
-
 # ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)
 Answer = tuple[Any, ...]
 

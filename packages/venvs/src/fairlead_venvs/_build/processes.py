@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["can_see_processes", "find_users", "is_alive"]
-
 PROC = "/proc"
 # The kernel reports the time of its start in whole seconds.
 CLOCK_S = 2.0

@@ -15,8 +15,6 @@ from pathlib import Path
 from .hosts import host_tag, on_shared_file_system
 from .processes import is_alive
 
-__all__ = ["ABANDONED_S", "BUILDING", "TRASH", "discard", "leftover_name", "leftovers", "publish", "remove_leftovers"]
-
 BUILDING = ".building-"
 TRASH = ".trash-"
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["File", "Outcome", "Recipe", "this_platform", "this_python"]
-
 # A relative path, and its content: bytes, or the path of a file on this machine.
 File = tuple[str, "bytes | Path"]
 

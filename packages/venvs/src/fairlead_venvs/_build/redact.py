@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
-__all__ = ["ambient_secrets", "digest_secret", "find_command_secrets", "find_secrets", "is_secret_name", "redact"]
-
 REDACTED = "***"
 # A user without a password may be a token, so `git` in `git+ssh://git@host` is redacted, too. A password may have an @.
 USERINFO = r"([a-z][a-z0-9+.-]*://)([^/\s?#]+)@"

@@ -9,19 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "check_name",
-    "lock_path",
-    "python_of",
-    "read_facts",
-    "read_manifest",
-    "venv_root",
-    "write_facts",
-    "write_manifest",
-]
-
 # Part of every fingerprint: environments of another format are other environments.
 FORMAT = 2
 FACTS = frozenset({"about", "built_at", "entries", "fingerprint", "python", "ray", "request"})

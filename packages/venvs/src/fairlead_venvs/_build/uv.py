@@ -20,8 +20,6 @@ from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 from .redact import redact
 from .variables import DECIDING, NOT_INHERITED
 
-__all__ = ["Deadline", "Runner", "find_uv", "start_deadline"]
-
 MINIMUM = (0, 8, 0)
 LINES = 50
 

@@ -3,8 +3,6 @@
 
 import re
 
-__all__ = ["DECIDING", "DEFAULT_INDEXES", "FILES", "INDEXES", "NOT_INHERITED", "is_index_credential", "is_neutral"]
-
 # Variables that describe the environment of the caller, or Fairlead passes the same setting to uv in another way.
 NOT_INHERITED = (
     "CONDA_PREFIX",

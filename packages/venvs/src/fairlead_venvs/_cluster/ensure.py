@@ -15,8 +15,6 @@ from ..exceptions import VenvBuildError, VenvError, VenvNodesError
 from .renewal import keep_marked
 from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 
-__all__ = ["Provision", "create_local_venv_on_each_node", "ensure_on_nodes", "ensure_venvs", "provision"]
-
 # The files of one environment go through Ray's object store to each node that builds it.
 LIMIT_BYTES = 2 * 2**30
 # In the place of a node, for an error of the driver.

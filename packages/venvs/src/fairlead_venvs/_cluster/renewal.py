@@ -10,8 +10,6 @@ from .._build.recipe import Outcome
 from .._build.uv import Deadline
 from .rpc import Call, alive_nodes, run_on_nodes
 
-__all__ = ["HERE", "keep_marked"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds between two renewals. `prune` spares an environment that another host has marked three times as long ago.

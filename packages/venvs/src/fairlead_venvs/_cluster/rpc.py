@@ -14,8 +14,6 @@ from .._build.uv import Deadline
 from .._ray_private import draining_nodes
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
-__all__ = ["Call", "abbreviate", "alive_nodes", "pickle_by_value", "run_on_nodes"]
-
 logger = logging.getLogger(__name__)
 
 # This module and the modules of this folder are sent with a task, as nodes need not have fairlead-venvs.

@@ -20,8 +20,6 @@ from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
 from .ensure import ensure_on_nodes
 from .rpc import Call, Nodes, alive_nodes, run_on_nodes
 
-__all__ = ["WorkerEnv", "ensure_worker_env", "make_actor_runtime_env"]
-
 
 @dataclass(frozen=True)
 class WorkerEnv:

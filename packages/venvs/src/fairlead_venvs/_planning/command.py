@@ -7,8 +7,6 @@ from typing import Any
 
 from .._build.redact import redact
 
-__all__ = ["is_uv_command", "parse_command"]
-
 # The field that the value of a flag sets, or is added to. A value is written as `--flag value` or `--flag=value`.
 SETS = {"--default-index": "index", "--directory": "project", "--project": "project", "--python": "python"}
 ADDS = {

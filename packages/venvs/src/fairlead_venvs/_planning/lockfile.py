@@ -12,8 +12,6 @@ from packaging.utils import canonicalize_name
 
 from .requirements import applies
 
-__all__ = ["LocalFolder", "find_local_parts", "find_locked_versions"]
-
 # Cheap to search: most locks name nothing local but their own project, and some have a megabyte.
 LOCAL = rb'^source = \{ (?:editable|virtual|directory|path|registry) = "(?![a-z+]+://)([^"]*)"'
 FOLDERS = ("editable", "directory", "virtual")

@@ -22,8 +22,6 @@ from .settings import Settings, digest_secrets, read_settings
 from .spec import BaseSpec
 from .wheel import ensure_wheel, hash_file
 
-__all__ = ["Plan", "Request", "make_plan", "plan_venv", "read_request"]
-
 DISTRIBUTIONS = (".whl", ".tar.gz", ".zip")
 
 Show = Callable[[str], None]

@@ -14,8 +14,6 @@ from .._build.recipe import this_python
 from .lockfile import LocalFolder, find_local_parts, find_locked_versions
 from .spec import BaseSpec
 
-__all__ = ["Project", "read_project"]
-
 # The tables of a pyproject that decide the content. The others configure tools that do not install.
 DECIDING = ("build-system", "dependency-groups", "project")
 

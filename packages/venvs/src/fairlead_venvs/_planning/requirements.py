@@ -12,8 +12,6 @@ from packaging.version import Version
 
 from .._build.redact import redact
 
-__all__ = ["applies", "find_excluded_version", "is_wheel", "normalise"]
-
 
 def is_wheel(requirement: str) -> bool:
     """Return whether this is the path of a wheel on this machine, and not a requirement or a URL."""

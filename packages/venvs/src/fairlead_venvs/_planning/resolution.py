@@ -22,8 +22,6 @@ from .._build.uv import Runner
 from ..exceptions import VenvBuildError
 from .requirements import is_wheel
 
-__all__ = ["RESOLVED", "Resolution", "installed_lines", "parse_resolution", "resolve"]
-
 # The folder of all resolutions, one file each.
 RESOLVED = ".resolved"
 PINS = "pins.txt"

@@ -14,8 +14,6 @@ from .._build.uv import Deadline, Runner
 from .._build.variables import DECIDING, DEFAULT_INDEXES, FILES, INDEXES, is_index_credential, is_neutral
 from .spec import BaseSpec
 
-__all__ = ["Settings", "digest_secrets", "read_settings"]
-
 # The time limit in seconds of a caller that gives none.
 DEADLINE_S = 1800.0
 # How many digests of secrets a process keeps.

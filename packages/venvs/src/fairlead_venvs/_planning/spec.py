@@ -16,8 +16,6 @@ from .._build.variables import NOT_INHERITED
 from .command import parse_command
 from .requirements import normalise
 
-__all__ = ["BaseSpec"]
-
 PYTHON = r"\d+\.\d+(\.\d+)?"
 OF_PROJECT = ("extras", "groups", "default_groups", "no_groups", "frozen")
 

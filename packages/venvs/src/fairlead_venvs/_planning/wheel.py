@@ -17,8 +17,6 @@ from .._build.publish import publish
 from .._build.uv import Runner
 from ..exceptions import VenvBuildError
 
-__all__ = ["WHEELS", "ensure_wheel", "hash_file", "hash_source"]
-
 WHEELS = ".wheels"
 # Caches of tools, which change all the time and are never part of a wheel, at any depth.
 SKIPPED = frozenset({".git", ".hg", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"})
