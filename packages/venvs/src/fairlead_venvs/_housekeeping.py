@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._build.hosts import host_id, is_shared, mark_used, on_shared_file_system, read_marks
-from ._build.lock import KernelLock
-from ._build.processes import can_see_processes, find_users
-from ._build.publish import TRASH, leftover_name, leftovers, remove_leftovers
+from ._build.publish import TRASH, KernelLock, leftover_name, leftovers, remove_leftovers
 from ._build.store import lock_path, python_of, read_manifest, venv_root
+from ._build.users import (
+    can_see_processes,
+    find_users,
+    host_id,
+    is_shared,
+    mark_used,
+    on_shared_file_system,
+    read_marks,
+)
 from ._planning.plan import read_request
 from ._planning.resolution import RESOLVED
 from ._planning.wheel import WHEELS

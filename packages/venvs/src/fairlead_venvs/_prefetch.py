@@ -12,8 +12,8 @@ from ._cluster.ensure import Provision, provision
 from ._cluster.renewal import HERE
 from ._cluster.rpc import alive_nodes
 from ._local import ensure_here
-from ._planning.command import is_uv_command
 from ._planning.plan import Plan, plan_venv
+from ._planning.spec import is_uv_command
 from ._progress import Bars
 from ._registry import get_actor_python_env, known_actor_environments
 from ._spec import as_spec

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._planning.command import is_uv_command, parse_command
 from ._planning.requirements import is_wheel
+from ._planning.spec import is_uv_command, parse_command
 from ._spec import VenvSpec
 
 TABLE = "[tool.fairlead.actor-environments]"

@@ -4,9 +4,8 @@
 from typing import Any
 
 from ._build.redact import redact
-from ._planning.command import is_uv_command
 from ._planning.plan import plan_venv
-from ._planning.spec import BaseSpec
+from ._planning.spec import BaseSpec, is_uv_command
 
 
 class VenvSpec(BaseSpec):

@@ -28,8 +28,8 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
-from fairlead_venvs._build.hosts import USED, host_id
 from fairlead_venvs._build.node_task import build_here, look_here, probe_here
+from fairlead_venvs._build.users import USED, host_id
 from fairlead_venvs._build.uv import Deadline
 from fairlead_venvs._cluster import renewal
 from fairlead_venvs._cluster.rpc import alive_nodes, run_on_nodes

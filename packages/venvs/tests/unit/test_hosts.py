@@ -6,10 +6,10 @@ import os
 import pytest
 
 from fairlead_venvs import prune
-from fairlead_venvs._build import hosts
-from fairlead_venvs._build.hosts import USED, host_id, host_tag, mark_used, share_folder
-from fairlead_venvs._build.lock import KernelLock
+from fairlead_venvs._build import users
+from fairlead_venvs._build.publish import KernelLock
 from fairlead_venvs._build.store import lock_path
+from fairlead_venvs._build.users import USED, host_id, host_tag, mark_used, share_folder
 
 
 def test_lock_of_a_forked_process(root):
@@ -36,12 +36,12 @@ def test_lock_of_a_forked_process(root):
 
 def test_hosts_of_one_name(monkeypatch):
     """Two containers of one name are two hosts; the machine itself is the same one after a reboot."""
-    system = {hosts.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
-    monkeypatch.setattr(hosts, "_read_system", lambda path: system[path])
+    system = {users.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}
+    monkeypatch.setattr(users, "_read_system", lambda path: system[path])
     container = host_id()
-    system[hosts.PID_NAMESPACE] = "pid:[4026532202]"
+    system[users.PID_NAMESPACE] = "pid:[4026532202]"
     assert host_id() != container
-    system[hosts.PID_NAMESPACE] = hosts.FIRST_PID_NAMESPACE
+    system[users.PID_NAMESPACE] = users.FIRST_PID_NAMESPACE
     machine, until_reboot = host_id(), host_tag()
     system["/proc/sys/kernel/random/boot_id"] = "2"
     assert host_id() == machine
@@ -101,7 +101,7 @@ def test_two_users_share_a_folder(root, as_user, monkeypatch):
         assert lock.acquire()
         lock.release()
         os.utime(folder / USED / host_id())
-        monkeypatch.setattr(hosts, "host_id", lambda: "another_host")
+        monkeypatch.setattr(users, "host_id", lambda: "another_host")
         mark_used(folder)
         assert (folder / USED / "another_host").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
-from fairlead_venvs._planning.lockfile import find_locked_versions
+from fairlead_venvs._planning.project import find_locked_versions
 from fairlead_venvs._planning.requirements import find_excluded_version, normalise
 
 

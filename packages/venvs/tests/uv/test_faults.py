@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSpec, VenvTimeoutError, create_local_venv
-from fairlead_venvs._build.hosts import host_tag
-from fairlead_venvs._build.lock import KernelLock, hold_lock
-from fairlead_venvs._build.publish import BUILDING
+from fairlead_venvs._build.publish import BUILDING, KernelLock, hold_lock
 from fairlead_venvs._build.store import lock_path, read_manifest
+from fairlead_venvs._build.users import host_tag
 from fairlead_venvs._build.uv import Deadline, Runner
 from fairlead_venvs._planning import wheel
 from fairlead_venvs._planning.plan import plan_venv
@@ -196,7 +195,7 @@ def test_no_locks(spec_of, monkeypatch, tools, tmp_path):
     def no_locks(file, how):
         raise OSError(errno.ENOLCK, "no locks here")
 
-    monkeypatch.setattr("fairlead_venvs._build.lock.fcntl.flock", no_locks)
+    monkeypatch.setattr("fairlead_venvs._build.publish.fcntl.flock", no_locks)
     count = tmp_path / "built"
     script = f"import time; open({str(count)!r}, 'a').write('once '); time.sleep(0.5)"
     spec = spec_of("alpha", setup=["python", "-c", script])

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
-from fairlead_venvs._build.hosts import USED, host_id, host_tag, mark_used
-from fairlead_venvs._build.lock import KernelLock
-from fairlead_venvs._build.publish import BUILDING
+from fairlead_venvs._build.publish import BUILDING, KernelLock
 from fairlead_venvs._build.store import MANIFEST, lock_path
+from fairlead_venvs._build.users import USED, host_id, host_tag, mark_used
 from fairlead_venvs._cluster import renewal
 
 

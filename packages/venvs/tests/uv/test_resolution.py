@@ -16,8 +16,7 @@ from uv import find_uv_bin
 
 from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_local_venv, prune
 from fairlead_venvs._build.node_task import build_here
-from fairlead_venvs._build.uv import Deadline
-from fairlead_venvs._build.variables import DECIDING, NOT_INHERITED, is_neutral
+from fairlead_venvs._build.uv import DECIDING, NOT_INHERITED, Deadline, is_neutral
 from fairlead_venvs._planning.plan import make_plan, plan_venv, read_request
 from fairlead_venvs._planning.resolution import RESOLVED, Resolution
 

@@ -4,20 +4,21 @@
 This module and what it imports are sent to the nodes by value. A node needs only uv.
 """
 
+import json
 import os
+import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..exceptions import VenvMismatchError
-from .hosts import USED, is_shared, mark_used
-from .install import install, lay_out, verify
-from .lock import make_once
-from .publish import discard, publish
-from .recipe import File, Outcome, Recipe, this_platform
+from ..exceptions import VenvBuildError, VenvMismatchError
+from .publish import discard, make_once, publish
+from .recipe import File, Outcome, Recipe, this_platform, this_python
 from .redact import ambient_secrets, redact
 from .store import python_of, read_manifest, write_manifest
+from .users import USED, is_shared, mark_used
 from .uv import Deadline, Runner
 
 
@@ -104,3 +105,115 @@ def _choose_variables(recipe: Recipe, stage: Path) -> dict[str, str]:
     if recipe.config:
         variables["UV_CONFIG_FILE"] = str(stage / recipe.config)
     return variables
+
+
+PROBE = """\
+import importlib.metadata as metadata, json, platform, sys
+try:
+    ray = metadata.version("ray")
+except metadata.PackageNotFoundError:
+    ray = None
+print(json.dumps([platform.python_version(), sys.implementation.name, sys.prefix, ray]))
+"""
+
+
+def lay_out(files: Iterable[File], stage: Path) -> None:
+    """Put files below a folder; files of this machine as links."""
+    for name, content in files:
+        path = stage / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.symlink_to(content)
+
+
+def choose_interpreter(python: str, implementation: str) -> str:
+    """Return an interpreter for uv: this one if it fits, as uv need not search for it; else the version."""
+    if implementation == sys.implementation.name and python in (this_python(), this_python(3)):
+        return sys.executable
+    return f"{implementation}@{python}"
+
+
+def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
+    """Create the environment, install everything into it, and run the setup command."""
+    base = choose_interpreter(recipe.python, recipe.implementation)
+    runner.uv(
+        *("venv", "--relocatable", "--no-project", "--python", base),
+        *(["--system-site-packages"] if recipe.system_site_packages else []),
+        str(env),
+        cwd=stage,
+        failed=f"uv could not create an environment with Python {recipe.python}",
+    )
+    python = python_of(env)
+    if recipe.requirements is None:
+        runner.uv(
+            *("sync", "--frozen", "--python", python, *recipe.sync),
+            cwd=stage / recipe.project,
+            env={"UV_PROJECT_ENVIRONMENT": str(env)},
+            failed="uv could not install what the project's lock names",
+        )
+    elif recipe.requirements:
+        # An empty uv.toml ends the search for settings in the folders above.
+        (stage / "uv.toml").touch()
+        runner.uv(
+            # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
+            *("pip", "install", "--python", python, "--no-deps", "-r", "-"),
+            cwd=stage,
+            # Relative: uv would take a space in a path for the end of a name.
+            env={"UV_BUILD_CONSTRAINT": " ".join(recipe.build_constraints)} if recipe.build_constraints else None,
+            stdin="\n".join(recipe.requirements) + "\n",
+            failed="uv could not install the requirements",
+        )
+    if recipe.wheels:
+        runner.uv(
+            *("pip", "install", "--python", python, "--no-deps", *recipe.wheels),
+            *([] if recipe.no_index else ["--no-index"]),
+            cwd=stage,
+            failed="uv could not install the wheels of the project's own code",
+        )
+    if recipe.setup:
+        _set_up(recipe.setup, env, runner)
+
+
+def _set_up(command: tuple[str, ...], env: Path, runner: Runner) -> None:
+    path = os.pathsep.join([os.path.dirname(python_of(env)), runner.env.get("PATH", os.defpath)])
+    program = shutil.which(command[0], path=path) or command[0]
+    runner.run(
+        [program, *command[1:]],
+        cwd=env,
+        env={"PATH": path, "VIRTUAL_ENV": str(env)},
+        failed="The setup command failed",
+    )
+
+
+def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:
+    """Run an interpreter, and return its version, implementation and prefix, and the version of its Ray or None.
+
+    Raises:
+        VenvBuildError: it does not run, or does not report its version.
+    """
+    # Isolated: neither variables nor the current folder decide where modules come from.
+    output = runner.run([python, "-I", "-c", PROBE], cwd=Path("/"), failed=f"{python} does not run")
+    try:
+        # The last line, as code that the interpreter runs when it starts may print, too.
+        version, implementation, prefix, ray = json.loads(output.splitlines()[-1])
+    except (IndexError, TypeError, ValueError):
+        raise VenvBuildError(f"{python} does not report its version", output=output.splitlines()) from None
+    return version, implementation, prefix, ray
+
+
+def verify(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]:
+    """Return the versions of Python and Ray in a new environment; None for Ray if it has none.
+
+    Raises:
+        VenvBuildError: its Python does not run, or is another one than the recipe's.
+    """
+    version, implementation, prefix, ray = probe(python_of(env), runner)
+    same = implementation == recipe.implementation and f"{version}.".startswith(f"{recipe.python}.")
+    if not same or os.path.realpath(prefix) != os.path.realpath(env):
+        raise VenvBuildError(
+            f"{recipe.implementation} {recipe.python} was requested, and the new environment reports {implementation} "
+            f"{version} in {prefix}."
+        )
+    return version, ray

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..exceptions import VenvBuildError, VenvError, VenvMismatchError
-from .build import ensure_venv, find_venv
-from .hosts import mark_used
-from .install import probe
-from .processes import find_users
+from .build import ensure_venv, find_venv, probe
 from .recipe import File, Outcome, Recipe, this_platform
 from .redact import redact
 from .store import python_of
+from .users import find_users, mark_used
 from .uv import Deadline, Runner
 
 # ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)

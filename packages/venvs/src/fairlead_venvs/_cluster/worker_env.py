@@ -11,9 +11,9 @@ from typing import Any
 from .._build import node_task
 from .._build.recipe import Outcome, this_python
 from .._build.uv import Deadline, start_deadline
-from .._planning.command import is_uv_command
 from .._planning.project import read_project
 from .._planning.requirements import find_excluded_version
+from .._planning.spec import is_uv_command
 from .._registry import get_actor_python_env
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvError, VenvMismatchError, VenvNodesError

@@ -12,12 +12,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from .._build.hosts import share, touch
-from .._build.install import choose_interpreter, lay_out
-from .._build.lock import make_once
+from .._build.build import choose_interpreter, lay_out
+from .._build.publish import make_once
 from .._build.recipe import File, Recipe
 from .._build.redact import redact
 from .._build.store import read_facts, write_facts
+from .._build.users import share, touch
 from .._build.uv import Runner
 from ..exceptions import VenvBuildError
 from .requirements import is_wheel

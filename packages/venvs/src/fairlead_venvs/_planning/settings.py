@@ -10,8 +10,7 @@ from pathlib import Path
 
 from .._build.recipe import File
 from .._build.redact import ambient_secrets, digest_secret, find_command_secrets, find_secrets, is_secret_name, redact
-from .._build.uv import Deadline, Runner
-from .._build.variables import DECIDING, DEFAULT_INDEXES, FILES, INDEXES, is_index_credential, is_neutral
+from .._build.uv import DECIDING, DEFAULT_INDEXES, FILES, INDEXES, Deadline, Runner, is_index_credential, is_neutral
 from .spec import BaseSpec
 
 # The time limit in seconds of a caller that gives none.

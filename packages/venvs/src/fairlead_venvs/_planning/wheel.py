@@ -10,10 +10,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._build.hosts import touch
-from .._build.install import choose_interpreter
-from .._build.lock import make_once
-from .._build.publish import publish
+from .._build.build import choose_interpreter
+from .._build.publish import make_once, publish
+from .._build.users import touch
 from .._build.uv import Runner
 from ..exceptions import VenvBuildError
 
