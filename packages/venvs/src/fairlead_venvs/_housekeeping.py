@@ -24,7 +24,7 @@ from ._build.users import (
     on_shared_file_system,
     read_marks,
 )
-from ._planning.plan import read_request
+from ._planning.plan import read_draft
 from ._planning.resolution import RESOLVED
 from ._planning.wheel import WHEELS
 from ._spec import VenvSpec
@@ -251,7 +251,7 @@ def _key(one: Any) -> str:
     if isinstance(one, Venv):
         return one.path.name
     if isinstance(one, VenvSpec):
-        return read_request(one).draft.request
+        return read_draft(one).recipe.request
     if not isinstance(one, str) or not one:
         raise TypeError(f"keep must hold specs and names, got {one!r}")
     return one.rstrip("/")

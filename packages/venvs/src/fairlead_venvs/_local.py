@@ -5,7 +5,7 @@ import os
 
 from ._build.build import ensure_venv, find_venv
 from ._build.recipe import Outcome
-from ._build.uv import Deadline, start_deadline
+from ._build.uv import Deadline, Session, start_deadline
 from ._cluster.renewal import HERE, keep_marked
 from ._planning.plan import Plan, plan_venv
 from ._progress import Bars
@@ -46,8 +46,8 @@ def create_local_venv(
     spec = as_spec(py_executable)
     deadline = start_deadline(timeout_s)
     with Bars() as bars:
-        show = bars.line(venv_name or "environment")
-        plan = plan_venv(spec, venv_name, deadline=deadline, show=show, refresh=force_rebuild)
+        session = Session(deadline, bars.line(venv_name or "environment"))
+        plan = plan_venv(spec, venv_name, session, refresh=force_rebuild)
         outcome = ensure_here(plan, deadline, bars, force=force_rebuild)
     if outcome.shared:
         keep_marked([(os.path.dirname(os.path.dirname(outcome.python)), HERE)])
@@ -59,6 +59,6 @@ def ensure_here(plan: Plan, deadline: Deadline, bars: Bars, *, force: bool = Fal
     recipe = plan.recipe
     if not force and (ready := find_venv(recipe.folder, recipe.fingerprint)) is not None:
         return ready
-    show = bars.line(os.path.basename(recipe.folder))
-    plan.request.check_lock(deadline, show)
-    return ensure_venv(recipe, lambda: plan.request.files, force=force, deadline=deadline, show=show)
+    session = Session(deadline, bars.line(os.path.basename(recipe.folder)))
+    plan.check_lock(session)
+    return ensure_venv(recipe, lambda: plan.files, session, force=force)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ._build.recipe import Outcome
-from ._build.uv import Deadline
+from ._build.uv import Deadline, Session
 from ._cluster.ensure import Provision, provision
 from ._cluster.renewal import HERE
 from ._cluster.rpc import alive_nodes
@@ -60,7 +60,7 @@ def prefetch(
                 if isinstance(what, str) and not is_uv_command(what):
                     done[fqn] = Fetched(fqn, "skipped", what)
                 else:
-                    plans[fqn] = plan_venv(as_spec(what), deadline=deadline, show=bars.line("wheels"))
+                    plans[fqn] = plan_venv(as_spec(what), None, Session(deadline, bars.line("wheels")))
             except (ValueError, TypeError, VenvError) as error:
                 done[fqn] = Fetched(fqn, "failed", str(error))
         distinct = {plan.recipe.folder: plan for plan in plans.values()}

@@ -330,7 +330,7 @@ def test_interrupted(spec_of, tools, tmp_path):
     up = tmp_path / "up"
     plan = plan_venv(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
     there = alive_nodes()
-    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files])]
+    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files])]
     calls = {node: (node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there.labels}
 
     def interrupt(_):

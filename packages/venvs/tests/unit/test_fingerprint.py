@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_venvs import VenvSpec
-from fairlead_venvs._planning.plan import make_plan, read_request
+from fairlead_venvs._planning.plan import read_draft
 from fairlead_venvs._planning.resolution import Resolution
 
 # Another version than that of the tests.
@@ -17,7 +17,7 @@ OTHER_PYTHON = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
 
 def fingerprint(spec, *pins):
     """The fingerprint of a spec whose requirements were resolved to some versions."""
-    return make_plan(read_request(spec), Resolution(pins)).recipe.fingerprint
+    return read_draft(spec).complete(Resolution(pins)).recipe.fingerprint
 
 
 def test_fields_of_requirements(wheels, tools, tmp_path):

@@ -19,7 +19,7 @@ from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSp
 from fairlead_venvs._build.publish import BUILDING, KernelLock, hold_lock
 from fairlead_venvs._build.store import lock_path, read_manifest
 from fairlead_venvs._build.users import host_tag
-from fairlead_venvs._build.uv import Deadline, Runner
+from fairlead_venvs._build.uv import Deadline, Runner, Session
 from fairlead_venvs._planning import wheel
 from fairlead_venvs._planning.plan import plan_venv
 
@@ -172,9 +172,13 @@ def test_many_projects_at_once(make_project, project_spec, tmp_path):
 def test_input_that_is_not_read(tmp_path):
     """A command that does not read its input is ended at the deadline; one that reads a part of it is fine."""
     with pytest.raises(VenvTimeoutError):
-        Runner(Deadline(0.5)).run(["sleep", "60"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000)
-    assert Runner(Deadline(60)).run(["head", "-n", "1"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "x"
-    assert Runner(Deadline(60)).run(["wc", "-l"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "1000000"
+        Runner(Session(Deadline(0.5))).run(["sleep", "60"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000)
+    assert (
+        Runner(Session(Deadline(60))).run(["head", "-n", "1"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "x"
+    )
+    assert (
+        Runner(Session(Deadline(60))).run(["wc", "-l"], cwd=tmp_path, failed="", stdin="x\n" * 1_000_000) == "1000000"
+    )
 
 
 def test_waiting_is_patient(root):
@@ -266,7 +270,7 @@ def test_wheel_without_locks(make_project, project_spec, monkeypatch):
 
     monkeypatch.setattr(wheel, "_find_wheel", kept)
     plan = plan_venv(spec)
-    (sent,) = [path for name, path in plan.request.files if name.startswith("own/")]
+    (sent,) = [path for name, path in plan.files if name.startswith("own/")]
     assert sent.read_bytes() == b"first"
 
 

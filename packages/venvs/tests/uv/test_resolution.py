@@ -16,8 +16,8 @@ from uv import find_uv_bin
 
 from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_local_venv, prune
 from fairlead_venvs._build.node_task import build_here
-from fairlead_venvs._build.uv import DECIDING, NOT_INHERITED, Deadline, is_neutral
-from fairlead_venvs._planning.plan import make_plan, plan_venv, read_request
+from fairlead_venvs._build.uv import DECIDING, NOT_INHERITED, Deadline, Session, is_neutral
+from fairlead_venvs._planning.plan import plan_venv, read_draft
 from fairlead_venvs._planning.resolution import RESOLVED, Resolution
 
 # Variables of uv about interpreters, output and checks, which do not change the result.
@@ -48,7 +48,7 @@ def elsewhere(tmp_path):
 
     def build(plan, folder="node"):
         recipe = dataclasses.replace(plan.recipe, folder=str(tmp_path / folder / Path(plan.recipe.folder).name))
-        files = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files]
+        files = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ray.get", lambda shipped: shipped)  # seam: the object store
             answer = build_here(dataclasses.asdict(recipe), [files], 60.0)
@@ -98,7 +98,7 @@ def test_several_drivers(spec, root, calls):
         prints = list(pool.map(lambda _: plan_venv(spec).recipe.fingerprint, range(4)))
     assert len(set(prints)) == 1
     assert len(calls()) == 1
-    assert [path.name for path in (root / RESOLVED).glob("[!.]*")] == [read_request(spec).draft.request]
+    assert [path.name for path in (root / RESOLVED).glob("[!.]*")] == [read_draft(spec).recipe.request]
 
 
 def test_drivers_without_locks(spec, links, tools, root, monkeypatch):
@@ -204,14 +204,14 @@ def test_configuration_file(links, tools, elsewhere, tmp_path, monkeypatch):
     keys = {plan.recipe.request}
     for more in ("# https://me:mellon@h/\n", "# https://me:opensesame@h/\n"):
         config.write_text(text + more)
-        keys.add(read_request(VenvSpec(requirements=["alpha"])).draft.request)
+        keys.add(read_draft(VenvSpec(requirements=["alpha"])).recipe.request)
     assert len(keys) == 2
     config.unlink()
     monkeypatch.delenv("UV_CONFIG_FILE")
     assert tools.says(elsewhere(plan, "it's a node"), VERSION) == "1.0"
     monkeypatch.setenv("UV_CONFIG_FILE", str(config))
     with pytest.raises(ValueError, match=r"UV_CONFIG_FILE names .*some uv.toml, which cannot be read"):
-        read_request(VenvSpec(requirements=["alpha"]))
+        read_draft(VenvSpec(requirements=["alpha"]))
 
 
 def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_prune(spec, root):
     built, unbuilt = spec, dataclasses.replace(spec, requirements=["alpha"])
     python = create_local_venv(built)
     plan_venv(unbuilt)
-    stored = {one: root / RESOLVED / read_request(one).draft.request for one in (built, unbuilt)}
+    stored = {one: root / RESOLVED / read_draft(one).recipe.request for one in (built, unbuilt)}
     prune(older_than=86_400)
     assert all(path.exists() for path in stored.values())
     for path in stored.values():
@@ -293,9 +293,9 @@ def test_variables_of_uv():
     assert [one for one in DECIDING if is_neutral(one) or one in NOT_INHERITED] == []
 
 
-def test_make_plan_is_pure(spec):
+def test_complete_is_pure(spec):
     """A plan is a function of what was read and of its resolution."""
-    request = read_request(spec)
-    assert make_plan(request, Resolution(("alpha==1.0",))) == make_plan(request, Resolution(("alpha==1.0",)))
-    assert make_plan(request, Resolution(("alpha==1.0",))).recipe.requirements == ("alpha==1.0",)
-    assert request.resolve(Deadline(60)) == Resolution(("alpha==1.0", "beta==1.0"))
+    draft = read_draft(spec)
+    assert draft.complete(Resolution(("alpha==1.0",))) == draft.complete(Resolution(("alpha==1.0",)))
+    assert draft.complete(Resolution(("alpha==1.0",))).recipe.requirements == ("alpha==1.0",)
+    assert draft.resolve(Session(Deadline(60))) == Resolution(("alpha==1.0", "beta==1.0"))

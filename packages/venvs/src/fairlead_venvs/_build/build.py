@@ -19,7 +19,7 @@ from .recipe import File, Outcome, Recipe, this_platform, this_python
 from .redact import ambient_secrets, redact
 from .store import python_of, read_manifest, write_manifest
 from .users import USED, is_shared, mark_used
-from .uv import Deadline, Runner
+from .uv import Runner, Session
 
 
 def find_venv(folder: str, fingerprint: str) -> Outcome | None:
@@ -32,21 +32,15 @@ def find_venv(folder: str, fingerprint: str) -> Outcome | None:
 
 
 def ensure_venv(
-    recipe: Recipe,
-    files: Callable[[], Iterable[File]],
-    *,
-    force: bool = False,
-    deadline: Deadline,
-    show: Callable[[str], None] | None = None,
+    recipe: Recipe, files: Callable[[], Iterable[File]], session: Session, *, force: bool = False
 ) -> Outcome:
     """Return the environment of a recipe, and build it first if it is missing.
 
     Args:
         recipe: how to build it.
         files: returns the files of the recipe. It is only called if the environment has to be built.
+        session: for everything together.
         force: build it even if it is there.
-        deadline: for everything together.
-        show: is called with each line that is printed.
 
     Raises:
         VenvMismatchError: the recipe is for another platform.
@@ -68,7 +62,7 @@ def ensure_venv(
         lay_out(files(), stage)
         secrets = recipe.secrets | ambient_secrets()
         variables = _choose_variables(recipe, stage)
-        runner = Runner(deadline, env=variables, secrets=secrets, no_index=recipe.no_index, show=show)
+        runner = Runner(session, env=variables, secrets=secrets, no_index=recipe.no_index)
         install(recipe, env, stage, runner)
         version, ray = verify(env, recipe, runner)
         manifest = {
@@ -92,7 +86,7 @@ def ensure_venv(
         mark_used(folder)
         return Outcome(python_of(folder), mine, version, ray, is_shared(folder))
 
-    return make_once(folder.parent, folder, find, build, deadline)
+    return make_once(folder.parent, folder, find, build, session.deadline)
 
 
 def _choose_variables(recipe: Recipe, stage: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from .recipe import File, Outcome, Recipe, this_platform
 from .redact import redact
 from .store import python_of
 from .users import find_users, mark_used
-from .uv import Deadline, Runner
+from .uv import Deadline, Runner, Session
 
 # ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)
 Answer = tuple[Any, ...]
@@ -41,7 +41,7 @@ def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float
 
     wanted = Recipe(**recipe)
     try:
-        return _answer(ensure_venv(wanted, fetch, deadline=Deadline(timeout_s)))
+        return _answer(ensure_venv(wanted, fetch, Session(Deadline(timeout_s))))
     except VenvError as error:
         return _report(error)
     except Exception as error:  # noqa: BLE001 - the driver reports whatever goes wrong on a node
@@ -51,7 +51,7 @@ def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float
 def probe_here(python: str, timeout_s: float) -> Answer:
     """Ask an interpreter of this node for its versions of Python and Ray."""
     try:
-        version, _, _, ray = probe(python, Runner(Deadline(timeout_s)))
+        version, _, _, ray = probe(python, Runner(Session(Deadline(timeout_s))))
     except VenvError as error:
         return _report(error)
     return _answer(Outcome(python, False, version, ray))

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,19 @@ def start_deadline(timeout_s: Any) -> Deadline:
     return Deadline(float(timeout_s))
 
 
+@dataclass(frozen=True)
+class Session:
+    """What several commands have in common.
+
+    Attributes:
+        deadline: for all of them together.
+        show: is called with each line that is printed.
+    """
+
+    deadline: Deadline
+    show: Callable[[str], None] | None = None
+
+
 def find_uv(deadline: Deadline) -> str:
     """Find the uv to build with: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path.
 
@@ -170,27 +184,25 @@ class Runner:
     """Runs commands one after another until a common deadline, and shows what they print.
 
     Args:
-        deadline: for all of them together.
+        session: their deadline, and who sees their output.
         env: variables in addition to those of this process. Of uv's settings only these count, as the driver's settings
             apply on every node.
         secrets: strings to redact.
         no_index: whether uv uses no package index.
-        show: is called with each line that is printed.
     """
 
     def __init__(
         self,
-        deadline: Deadline,
+        session: Session,
         *,
         env: Mapping[str, str] | None = None,
         secrets: Iterable[str] = (),
         no_index: bool = False,
-        show: Callable[[str], None] | None = None,
     ) -> None:
-        self.deadline = deadline
+        self.deadline = session.deadline
         self._secrets = tuple(secrets)
         self._no_index = ["--no-index"] if no_index else []
-        self._show = show
+        self._show = session.show
         self._uv = ""
         left_out = {*NOT_INHERITED, *DECIDING}
         inherited = {name: value for name, value in os.environ.items() if name not in left_out}

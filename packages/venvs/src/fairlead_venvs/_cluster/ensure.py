@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .._build import node_task
 from .._build.recipe import Outcome
-from .._build.uv import Deadline, start_deadline
+from .._build.uv import Deadline, Session, start_deadline
 from .._planning.plan import Plan, plan_venv
 from .._progress import Bars
 from .._spec import VenvSpec, as_spec
@@ -82,8 +82,8 @@ def ensure_on_nodes(
 ) -> list[dict[str, Outcome]]:
     """Do the same as `ensure_venvs`, and return for each environment the answers of the nodes."""
     with Bars(shown=progress) as bars:
-        show = bars.line("preparing")
-        plans = [plan_venv(spec, name, deadline=deadline, show=show) for spec in specs]
+        session = Session(deadline, bars.line("preparing"))
+        plans = [plan_venv(spec, name, session) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
         provided = provision(distinct, nodes, deadline, bars)
     for (_, node), error in provided.errors.items():
@@ -138,7 +138,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
         if lacking := [node for (one, node), answer in answers.items() if one == folder and answer is None]:
             try:
                 _check_size(plan)
-                plan.request.check_lock(deadline, bars.line(os.path.basename(folder)))
+                plan.check_lock(Session(deadline, bars.line(os.path.basename(folder))))
                 missing[folder] = lacking
             except VenvError as error:
                 errors[folder, DRIVER] = error
@@ -160,7 +160,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
 def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[tuple[str, str], Call]:
     import ray
 
-    contents = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.request.files]
+    contents = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
     # Stored once for all nodes.
     files = [ray.put(contents)] if contents else []
     recipe = dataclasses.asdict(plan.recipe)
@@ -170,7 +170,7 @@ def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[t
 
 
 def _check_size(plan: Plan) -> None:
-    total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.request.files)
+    total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.files)
     if total > LIMIT_BYTES:
         raise VenvBuildError(
             f"the files of this spec have {total / 2**30:.1f} GiB, which is too large to send to each node. Put them "

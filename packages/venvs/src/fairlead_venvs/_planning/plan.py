@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from .._build.recipe import File, Recipe, this_platform, this_python
 from .._build.redact import redact
 from .._build.store import FORMAT, check_name, venv_root
-from .._build.uv import Deadline, Runner
+from .._build.uv import Runner, Session
 from .project import Project, read_project
 from .requirements import is_wheel
 from .resolution import Resolution, installed_lines, resolve
@@ -24,46 +23,26 @@ from .wheel import ensure_wheel, hash_file
 
 DISTRIBUTIONS = (".whl", ".tar.gz", ".zip")
 
-Show = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Request:
-    """A spec, and everything that was read for it on the driver.
+class Plan:
+    """What the driver has read and decided for a spec.
 
     Attributes:
         spec: the spec.
         settings: uv's settings of the spec and of the driver.
         project: the spec's project, if it has one.
-        draft: the recipe as far as it is known before the requirements are resolved.
         files: the files that the recipe needs.
+        recipe: how to build the environment; a draft before the requirements are resolved.
     """
 
     spec: BaseSpec
     settings: Settings
     project: Project | None
-    draft: Recipe
     files: tuple[File, ...]
+    recipe: Recipe
 
-    def resolve(
-        self, deadline: Deadline | None = None, show: Show | None = None, *, refresh: bool = False
-    ) -> Resolution:
-        """Return the resolution of the requirements: the stored one, or a new one by uv.
-
-        Args:
-            deadline: for uv.
-            show: is called with each line that uv prints.
-            refresh: resolve again.
-
-        Raises:
-            VenvBuildError: nothing satisfies the requirements.
-        """
-        if not self.draft.requirements:
-            return Resolution()
-        runner = self.settings.make_runner(deadline, show)
-        return resolve(self.draft, self.spec.requirements or (), self.files, runner, refresh=refresh)
-
-    def check_lock(self, deadline: Deadline, show: Show | None = None) -> None:
+    def check_lock(self, session: Session) -> None:
         """Check that the lock of the project matches its pyproject, unless the spec is frozen.
 
         Raises:
@@ -71,7 +50,7 @@ class Request:
         """
         if self.project is None or self.spec.frozen:
             return
-        self.settings.make_runner(deadline, show).uv(
+        self.settings.make_runner(session).uv(
             # Without --python, uv would take the interpreter of an environment beside the project.
             *("lock", "--check", "--python", sys.executable),
             cwd=self.project.root,
@@ -79,27 +58,43 @@ class Request:
             "use it as it is with frozen=True",
         )
 
+    def resolve(self, session: Session | None = None, *, refresh: bool = False) -> Resolution:
+        """Return the resolution of the requirements: the stored one, or a new one by uv.
 
-@dataclass(frozen=True)
-class Plan:
-    """A recipe for the nodes, and the request that it answers.
+        Args:
+            session: for uv.
+            refresh: resolve again.
 
-    Attributes:
-        recipe: how to build the environment.
-        request: what the driver has read.
-    """
+        Raises:
+            VenvBuildError: nothing satisfies the requirements.
+        """
+        if not self.recipe.requirements:
+            return Resolution()
+        runner = self.settings.make_runner(session)
+        return resolve(self.recipe, self.spec.requirements or (), self.files, runner, refresh=refresh)
 
-    recipe: Recipe
-    request: Request
+    def complete(self, resolution: Resolution, name: str | None = None) -> "Plan":
+        """Return this draft with its recipe completed. Reads nothing and starts no process.
+
+        Args:
+            resolution: of its requirements; an empty one for a project, which has a lock.
+            name: first part of the folder's name; by default the project's name.
+        """
+        draft = self.recipe
+        facts = [draft.request, resolution.pins, sorted(resolution.direct.items())]
+        fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        lines = draft.requirements
+        recipe = dataclasses.replace(
+            draft,
+            fingerprint=fingerprint,
+            folder=os.path.join(draft.folder, f"{name or _make_name(self.project)}-{fingerprint[:12]}"),
+            requirements=None if lines is None else installed_lines(self.spec.requirements or (), lines, resolution),
+        )
+        return dataclasses.replace(self, recipe=recipe)
 
 
 def plan_venv(
-    spec: BaseSpec,
-    name: str | None = None,
-    *,
-    deadline: Deadline | None = None,
-    show: Show | None = None,
-    refresh: bool = False,
+    spec: BaseSpec, name: str | None = None, session: Session | None = None, *, refresh: bool = False
 ) -> Plan:
     """Decide the content of an environment.
 
@@ -109,43 +104,23 @@ def plan_venv(
     Args:
         spec: the content that is requested.
         name: first part of the folder's name; by default the project's name.
-        deadline: for the wheel and the resolution.
-        show: is called with each line that uv prints.
+        session: for the wheel and the resolution.
         refresh: resolve the requirements again.
+
+    Raises:
+        VenvBuildError: the wheel cannot be built, or nothing satisfies the requirements.
     """
     name = None if name is None else check_name(name)
-    request = read_request(spec, deadline=deadline, show=show)
-    return make_plan(request, request.resolve(deadline, show, refresh=refresh), name)
+    draft = read_draft(spec, session)
+    return draft.complete(draft.resolve(session, refresh=refresh), name)
 
 
-def make_plan(request: Request, resolution: Resolution, name: str | None = None) -> Plan:
-    """Complete the recipe of a request. Reads nothing and starts no process.
-
-    Args:
-        request: the request.
-        resolution: of its requirements; an empty one for a project, which has a lock.
-        name: first part of the folder's name; by default the project's name.
-    """
-    draft, spec = request.draft, request.spec
-    facts = [draft.request, resolution.pins, sorted(resolution.direct.items())]
-    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    lines = draft.requirements
-    recipe = dataclasses.replace(
-        draft,
-        fingerprint=fingerprint,
-        folder=os.path.join(draft.folder, f"{name or _make_name(request.project)}-{fingerprint[:12]}"),
-        requirements=None if lines is None else installed_lines(spec.requirements or (), lines, resolution),
-    )
-    return Plan(recipe, request)
-
-
-def read_request(spec: BaseSpec, *, deadline: Deadline | None = None, show: Show | None = None) -> Request:
+def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
     """Read everything that decides the content of an environment. A project's wheel is built if its source has changed.
 
     Args:
         spec: the content that is requested.
-        deadline: for the wheel.
-        show: is called with each line that uv prints.
+        session: for the wheel.
     """
     project = read_project(spec)
     settings = read_settings(spec, project=project.deciding if project else "")
@@ -174,7 +149,7 @@ def read_request(spec: BaseSpec, *, deadline: Deadline | None = None, show: Show
         lines, facts["requirements"] = _add_requirements(spec.requirements or (), files, secrets)
     else:
         folder, hashes = _add_lock(project, files)
-        built = _build_wheels(project, spec, python, settings.make_runner(deadline, show))
+        built = _build_wheels(project, spec, python, settings.make_runner(session))
         wheels = tuple(f"own/{wheel.name}" for wheel, _ in built.values())
         files += zip(wheels, (wheel for wheel, _ in built.values()), strict=True)
         facts["project"] = {
@@ -188,7 +163,7 @@ def read_request(spec: BaseSpec, *, deadline: Deadline | None = None, show: Show
             # The lock of a frozen spec is not checked, so a spec that is not frozen must not get its environment.
             **({"frozen": True} if spec.frozen else {}),
         }
-    draft = Recipe(
+    recipe = Recipe(
         fingerprint="",
         request=hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(),
         folder=str(venv_root()),
@@ -209,7 +184,7 @@ def read_request(spec: BaseSpec, *, deadline: Deadline | None = None, show: Show
         about=_describe(spec, project),
         secrets=secrets,
     )
-    return Request(spec, settings, project, draft, tuple(files))
+    return Plan(spec, settings, project, tuple(files), recipe)
 
 
 def _add_links(link: str, number: int, files: list[File], links: list[str], secrets: frozenset[str]) -> Any:

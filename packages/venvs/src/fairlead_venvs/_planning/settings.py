@@ -4,13 +4,23 @@
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .._build.recipe import File
 from .._build.redact import ambient_secrets, digest_secret, find_command_secrets, find_secrets, is_secret_name, redact
-from .._build.uv import DECIDING, DEFAULT_INDEXES, FILES, INDEXES, Deadline, Runner, is_index_credential, is_neutral
+from .._build.uv import (
+    DECIDING,
+    DEFAULT_INDEXES,
+    FILES,
+    INDEXES,
+    Deadline,
+    Runner,
+    Session,
+    is_index_credential,
+    is_neutral,
+)
 from .spec import BaseSpec
 
 # The time limit in seconds of a caller that gives none.
@@ -45,12 +55,10 @@ class Settings:
     secrets: frozenset[str]
     no_index: bool
 
-    def make_runner(self, deadline: Deadline | None, show: Callable[[str], None] | None) -> Runner:
-        """Return a runner of uv on the driver; without a deadline, one with the default time limit."""
-        secrets = self.secrets | ambient_secrets()
-        return Runner(
-            deadline or Deadline(DEADLINE_S), env=self.here, secrets=secrets, no_index=self.no_index, show=show
-        )
+    def make_runner(self, session: Session | None) -> Runner:
+        """Return a runner of uv on the driver; without a session, one with the default time limit."""
+        session = session or Session(Deadline(DEADLINE_S))
+        return Runner(session, env=self.here, secrets=self.secrets | ambient_secrets(), no_index=self.no_index)
 
 
 def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, project: str = "") -> Settings:
