@@ -32,15 +32,14 @@ from ._executor import (
 from ._jax import initialize_jax
 from ._manager import SlicePoolManager, TpuRemoteManager
 from ._pool import PoolStatistics, SlicePool
-from ._run.environment import (
+from ._run.targets import (
     ENV_CALL_INDEX,
     ENV_CALL_SLICE,
     ENV_JOB_COORDINATOR_ADDRESS,
     ENV_PROCESS_COUNT,
     ENV_PROCESS_INDEX,
 )
-from ._run.status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
-from ._run.verdicts import handle_ray_error
+from ._run.verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, handle_ray_error
 from .exceptions import (
     HeadUnreachableError,
     InsufficientSlicesError,

@@ -12,7 +12,7 @@ import ray
 from ._accelerators.config import AcceleratorConfigType
 from ._pool import SlicePool
 from ._ray_private import unwrap_remote
-from ._run.status import JobStatus
+from ._run.verdicts import JobStatus
 from ._run.work import Function, take_options
 
 _Once = Callable[[Function], Callable[..., JobStatus]]

@@ -22,9 +22,8 @@ from ._ray_private import unwrap_remote
 from ._reserve.reservation import Reservation, Snapshot
 from ._run.attempt import HostCall, cancel, watch
 from ._run.retry import Backoff, CrashPolicy, RetryBudget, retry
-from ._run.status import JobInfo, JobStatus, JobSucceeded
 from ._run.targets import Target, make_slots, make_targets, start_actor, submit
-from ._run.verdicts import judge
+from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, judge
 from ._run.work import Class, Function, Work, inspect_work
 from .exceptions import PoolBusyError
 

@@ -26,7 +26,7 @@ from fairlead_tpu_executor import (
     TpuExecutorError,
     _host,
 )
-from fairlead_tpu_executor._reserve import ports
+from fairlead_tpu_executor._reserve import leases
 
 ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=30)
 OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
@@ -367,7 +367,7 @@ def test_closing_ends_a_wait(slices):
 
 def test_closing_with_an_agent_that_hangs(slices, monkeypatch):
     """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
-    monkeypatch.setattr(ports, "_RELEASE_S", 1.0)
+    monkeypatch.setattr(leases, "_RELEASE_S", 1.0)
     agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
     pid = agent.run(os.getpid)

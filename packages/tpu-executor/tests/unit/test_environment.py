@@ -13,10 +13,9 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     initialize_jax,
 )
-from fairlead_tpu_executor._reserve.leases import Lease
-from fairlead_tpu_executor._reserve.ports import Ports, megascale_port
+from fairlead_tpu_executor._reserve.leases import Lease, Ports, megascale_port
 from fairlead_tpu_executor._reserve.reservation import Snapshot
-from fairlead_tpu_executor._run.environment import host_environment
+from fairlead_tpu_executor._run.targets import host_environment
 
 SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")

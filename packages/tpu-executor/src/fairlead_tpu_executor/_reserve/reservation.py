@@ -16,8 +16,7 @@ from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
-from .leases import Lease, find_lost, give_back, take
-from .ports import Ports, megascale_port
+from .leases import Lease, Ports, find_lost, give_back, megascale_port, take
 from .scaling import CapacityRequest, choose_size, make_patience, survey
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from .._accelerators.slices import SliceInfo
 from ..exceptions import PreemptedTooOftenError
-from .status import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded
-from .verdicts import make_preempted, process_died
+from .verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, make_preempted, process_died
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0

@@ -12,12 +12,13 @@ import ray
 from .._accelerators.config import AcceleratorConfigType
 from .._accelerators.slices import SliceInfo
 from .._ray_private import unwrap_remote
-from .environment import split_startup_variables
 
 # The pool sets these, so a user's @ray.remote may not.
 _REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # These are taken over from a user's @ray.remote without a change.
 _KEPT = ("memory", "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
+# The loader and the interpreter read these before any of our code runs, so they need a new process.
+_STARTUP_PREFIXES = ("LD_", "PYTHON")
 
 
 class Remote(Protocol):
@@ -145,3 +146,9 @@ def take_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, An
         parameters = set()
     kwargs |= {name: given.pop(name) for name in list(given) if name in parameters}
     return given
+
+
+def split_startup_variables(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that a running process can set, and those that take effect only in a new process."""
+    startup = {name: value for name, value in env_vars.items() if name.startswith(_STARTUP_PREFIXES)}
+    return {name: value for name, value in env_vars.items() if name not in startup}, startup
