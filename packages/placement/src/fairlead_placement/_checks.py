@@ -5,15 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "check_choice",
-    "check_constraints",
-    "check_counts",
-    "check_positive",
-    "check_seconds",
-    "check_segments",
-]
-
 
 def check_counts(counts: Any) -> tuple[int, ...]:
     """Return the numbers of bundles per logical node."""

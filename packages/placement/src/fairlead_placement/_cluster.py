@@ -31,8 +31,6 @@ from ._show.report import Report, as_html
 from ._slot import Slot
 from .exceptions import PlacementError
 
-__all__ = ["ClusterConfig", "RayVirtualCluster"]
-
 BACKENDS = ("nccl", "gloo")
 
 

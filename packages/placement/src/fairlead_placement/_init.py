@@ -15,8 +15,6 @@ from ._nodes.head import call_within
 from ._ray_private import cluster_file, connect_to_head, find_cluster
 from .exceptions import HeadTimeoutError, PlacementError
 
-__all__ = ["connection", "init_ray"]
-
 # A local cluster that this function started has a resource of this name, which distinguishes it from others.
 _TAG = "fairlead-local-"
 logger = logging.getLogger(__name__)

@@ -7,18 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
 
-__all__ = [
-    "PRECISION",
-    "STRATEGIES",
-    "Ask",
-    "Node",
-    "Request",
-    "Strategy",
-    "check_selector",
-    "matches",
-    "parse_condition",
-]
-
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 # Ray keeps amounts of resources in ten-thousandths.

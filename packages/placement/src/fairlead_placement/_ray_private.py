@@ -9,26 +9,6 @@ from typing import Any
 
 import ray
 
-__all__ = [
-    "LiveActor",
-    "autoscaler_is_there",
-    "block_shutdown",
-    "clean_runtime_env",
-    "cluster_file",
-    "connect_to_head",
-    "create_actor",
-    "draining_nodes",
-    "driver_of",
-    "find_cluster",
-    "free_per_node",
-    "job_of_placement_group",
-    "live_actors",
-    "never_connect",
-    "node_of_worker",
-    "visible_gpus",
-    "worker_is_alive",
-]
-
 _never_connecting = threading.local()
 # Seconds that the head may take to report which nodes are alive.
 ALIVE_S = 5.0

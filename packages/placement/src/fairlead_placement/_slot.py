@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from ray.util.placement_group import PlacementGroup
 
-__all__ = ["Slot"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:

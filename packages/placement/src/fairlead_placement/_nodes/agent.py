@@ -22,21 +22,6 @@ from .head import ask_head, head_deadline
 from .inventory import alive_nodes, choose_alive
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
-__all__ = [
-    "AGENT_NAME_PREFIX",
-    "Monitor",
-    "NodeAgent",
-    "ask_nodes",
-    "guard_groups",
-    "is_driver",
-    "known_agents",
-    "new_lease_ids",
-    "read_usage",
-    "run_on_nodes",
-    "this_process",
-    "usage_on_nodes",
-]
-
 _T = TypeVar("_T")
 
 AGENT_NAME_PREFIX = "fairlead-agent-"

@@ -20,8 +20,6 @@ import ray
 from .meters import Gpus, MemoryMeter, ProcessMeter
 from .owners import Owners, end_this_actor
 
-__all__ = ["AgentProcess"]
-
 # How many ids of leases that were released before they were made are kept. No driver has so many requests under way.
 _UNWANTED_KEPT = 10_000
 

@@ -18,8 +18,6 @@ import ray
 from .._ray_private import never_connect
 from ..exceptions import HeadTimeoutError
 
-__all__ = ["ask_head", "call_within", "head_deadline"]
-
 _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0

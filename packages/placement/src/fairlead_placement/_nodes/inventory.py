@@ -15,9 +15,6 @@ from .._show.report import Holder
 from ..exceptions import HeadTimeoutError
 from .head import ask_head
 
-__all__ = ["alive_nodes", "choose_alive", "read_holders", "read_nodes"]
-
-
 # Callers that can do without an answer wait no longer.
 ALIVE_S = 5.0
 

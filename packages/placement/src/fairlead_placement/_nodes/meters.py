@@ -9,8 +9,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Gpus", "MemoryMeter", "ProcessMeter"]
-
 INTERVAL_S = 1.0
 # A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
 NVML_S = 5.0

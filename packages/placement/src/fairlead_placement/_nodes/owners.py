@@ -19,8 +19,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from .._ray_private import worker_is_alive
 
-__all__ = ["Owners", "owned_name", "remove_groups_of"]
-
 # Each check sends one small request to Ray's head per owner. With 1,000 nodes these are 400 requests per second.
 ALL_S = 5.0
 # Only two agents of a job guard a process's placement groups.

@@ -13,8 +13,6 @@ from ..exceptions import PlacementError, PortUnavailableError
 from .agent import ask_nodes, new_lease_ids, this_process
 from .inventory import choose_alive
 
-__all__ = ["PORT_HIGH", "PORT_LOW", "PortLease", "lease_ports", "release_ports"]
-
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999

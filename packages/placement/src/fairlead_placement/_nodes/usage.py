@@ -3,8 +3,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["GpuMemory", "NodeUsage", "ProcessUsage"]
-
 
 @dataclass(frozen=True)
 class ProcessUsage:

@@ -14,8 +14,6 @@ from .search import Amounts, Budget, Room, Undecided, Want, match, search
 from .segments import place_blocks
 from .topology import node_place
 
-__all__ = ["decide", "never_fits", "plan"]
-
 # The limit of work, in looks at a kind of node: about a second.
 WORK = 1_200_000
 # Per logical node, the node of each of its bundles as a number in physical order.

@@ -13,8 +13,6 @@ from heapq import heapify, heappop, heappush
 
 from .._model import Strategy
 
-__all__ = ["Amounts", "Budget", "Room", "Undecided", "Want", "match", "search"]
-
 
 class Undecided(Exception):
     """The budget was spent before the answer was found."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .search import Budget, match
 
-__all__ = ["place_blocks"]
-
 Profile = tuple[int, ...]
 
 

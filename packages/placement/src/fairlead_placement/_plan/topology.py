@@ -12,14 +12,6 @@ from .._checks import check_positive
 from .._model import Node
 from ..exceptions import ResourceInsufficientError
 
-__all__ = [
-    "accelerator_order",
-    "node_place",
-    "physical_order",
-    "select_segment_nodes",
-    "sort_bundle_indices_by_topology",
-]
-
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
     """Sort nodes by topology domain, rank in the domain, and node id.

@@ -18,8 +18,6 @@ from .._slot import Slot
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .groups import Demand, Reserved, place
 
-__all__ = ["Attempt", "examine", "examine_reserved", "report_of", "reserve"]
-
 POLL_S = (0.05, 0.5)
 # The planner gets at least this long, even for a reservation that is not to wait. Most plans take milliseconds.
 LEAST_PLANNING_S = 1.0

@@ -12,8 +12,6 @@ from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
 from .finalizers import wait_for_dropped
 
-__all__ = ["SlotClaim", "claim_slots", "groups_on"]
-
 _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
 # Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references.

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from .._ray_private import block_shutdown, never_connect
 
-__all__ = ["release_when_dropped", "wait_for_dropped"]
-
 logger = logging.getLogger(__name__)
 
 # At interpreter exit, a release that is under way gets this long. Ray's own exit releases what a driver holds, and the

@@ -18,8 +18,6 @@ from .gpus import Fillers, drop, gpu_names, held_by, hold_free_gpus
 from .groups import Reserved, place
 from .slots import accelerator_ids
 
-__all__ = ["GpuAttempt", "check_gpu_ids"]
-
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]

@@ -23,8 +23,6 @@ from .._show.report import Holder
 from .groups import PLACING_S, Reserved, create_group, remove, unique_name
 from .slots import LEAST_S, accelerator_ids
 
-__all__ = ["Fillers", "drop", "hold_free_gpus", "gpu_names", "held_by"]
-
 # A node that does not report its ids in this time is assumed to have the usual ones. One silent node must not use up
 # the time of the whole reservation.
 NAMES_S = 30.0

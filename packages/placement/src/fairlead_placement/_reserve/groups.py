@@ -23,8 +23,6 @@ from .._nodes.head import ask_head
 from .._nodes.owners import owned_name
 from .._ray_private import free_per_node
 
-__all__ = ["PLACING_S", "Demand", "Reserved", "create_group", "place", "place_pinned", "remove", "unique_name"]
-
 # Whole seconds. Ray places groups one after the other, and a pinned group whose node has room within milliseconds. A
 # group that is not placed so long after the one before it has lost a race.
 PLACING_S = 1

@@ -27,8 +27,6 @@ from .gpu_ids import GpuAttempt
 from .groups import Reserved, remove
 from .slots import slots_of
 
-__all__ = ["Holding"]
-
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
 

@@ -17,8 +17,6 @@ from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 from .groups import Reserved
 
-__all__ = ["accelerator_ids", "slots_of"]
-
 # A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
 # the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
 LEAST_S = 10.0

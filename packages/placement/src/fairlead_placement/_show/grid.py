@@ -10,8 +10,6 @@ from rich.text import Text
 
 from .._slot import Slot
 
-__all__ = ["count_noun", "draw"]
-
 _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", "starting": "yellow"}
 
 

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from .._model import Ask, Node
 
-__all__ = ["Holder", "Report", "Verdict", "as_html", "as_text"]
-
 Verdict = Literal["fits", "taken", "impossible", "reserved"]
 _VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",

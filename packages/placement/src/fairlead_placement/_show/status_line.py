@@ -6,8 +6,6 @@ import time
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Waiting"]
-
 QUIET_S = 1.0
 
 
