@@ -2,7 +2,6 @@
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, NoReturn, NotRequired, TypedDict
 
 import ray
@@ -483,9 +482,7 @@ class RayVirtualCluster:
     def __enter__(self) -> "RayVirtualCluster":
         return self.reserve(unified=self._holding.unified)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:

@@ -7,8 +7,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -32,8 +31,8 @@ PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 # OutOfMemoryError: Ray's memory monitor has killed the agent; it prefers what has started last. ActorUnavailableError:
 # Ray does not know yet whether the agent has died or will answer again.
 _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
-# Memory samples under way at once. Each waits for a process to start when a node has no agent yet.
-AT_ONCE = 32
+# For an agent, whose process may have to start.
+ANSWER_S = 60.0
 STOP_S = 10.0
 # fairlead-placement need not be installed on the nodes.
 for _module in (agent_process, meters, owners, _ray_private):
@@ -201,9 +200,7 @@ class NodeAgent:
         Returns:
             The sample, with the peaks since the watcher's first.
         """
-        total, used, available, peak, gpus, samples, sampled_at = self._ask("memory", watcher, name, this_process())
-        on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-        return NodeUsage(self.node_id, total, used, available, peak, on_gpus, samples, sampled_at)
+        return _read_row(self.node_id, self._ask("memory", watcher, name, this_process()))
 
     def unwatch(self, watcher: str) -> None:
         """Take no more samples for a watcher. Can be repeated, and does not affect other watchers."""
@@ -236,7 +233,7 @@ class NodeAgent:
                     if died:
                         agent = _handle(self.node_id, instead_of=agent)
                     try:
-                        return _request(agent, method, *args, timeout_s=max(0.0, deadline - time.monotonic()))
+                        return ray.get(_send(agent, method, *args), timeout=max(0.0, deadline - time.monotonic()))
                     except _GONE as error:
                         if attempt == len(PAUSES_S) or isinstance(error, ray.exceptions.RayTaskError):
                             raise
@@ -246,10 +243,6 @@ class NodeAgent:
             raise  # the function's own, whatever its class
         except ray.exceptions.RayError as error:
             raise _explain(self.node_id, method, limit, error) from error
-
-
-def _request(agent: Any, method: str, *args: Any, timeout_s: float) -> Any:
-    return ray.get(_send(agent, method, *args), timeout=timeout_s)
 
 
 def _send(agent: Any, method: str, *args: Any) -> Any:
@@ -374,23 +367,22 @@ class Monitor:
 
 def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:
     """Return the memory of each node that is alive, in the order given, with one request to each, all at once."""
-
-    def ask(node_id: str) -> NodeUsage | None:
-        try:
-            return NodeAgent(node_id).memory(watcher, name)
-        except PlacementError:
-            if _alive([node_id]):
-                raise
-            return None
-
-    nodes = _alive(node_ids)
-    if not nodes:
-        return ()
-    with ThreadPoolExecutor(max_workers=min(len(nodes), AT_ONCE)) as pool:
-        return tuple(usage for usage in pool.map(ask, nodes) if usage is not None)
+    asked = dict.fromkeys(_choose_alive(node_ids), (watcher, name, this_process()))
+    answers = ask_nodes("memory", asked, ANSWER_S)
+    failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
+    # A node that has gone meanwhile is left out. Any other failure is raised.
+    for node_id in _choose_alive(failed) if failed else ():
+        raise failed[node_id]
+    return tuple(_read_row(node_id, row) for node_id, row in answers.items() if node_id not in failed)
 
 
-def _alive(node_ids: Sequence[str]) -> list[str]:
+def _choose_alive(node_ids: Iterable[str]) -> list[str]:
     with head_deadline():
         alive = alive_nodes()
     return [node_id for node_id in node_ids if node_id in alive]
+
+
+def _read_row(node_id: str, row: Sequence[Any]) -> NodeUsage:
+    total, used, available, peak, gpus, samples, sampled_at = row
+    on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+    return NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at)

@@ -4,7 +4,6 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import ray
 
@@ -57,9 +56,7 @@ class PortLease:
     def __enter__(self) -> "PortLease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

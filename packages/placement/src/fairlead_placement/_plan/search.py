@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from .._model import Strategy
@@ -36,68 +37,81 @@ class Budget:
             raise Undecided
 
 
-@dataclass(frozen=True)
-class Want:
-    """Asks of one shape, divided into units that are placed one by one.
-
-    A unit is a bundle, or all bundles together if they have to be on one node.
-    """
-
-    strategy: Strategy
-    unit: tuple[int, ...]
-    """How much of each resource."""
-    selector: int
-    units: int
-    """Per ask."""
-    asks: int
-
-
 Amounts = tuple[int, ...]
 Room = tuple[Amounts, tuple[bool, ...]]
 """What nodes of one kind have left, and which selectors they match."""
 
 
-def search(
-    wants: Sequence[Want], rooms: Mapping[Room, Sequence[int]], *, own: bool, budget: Budget
-) -> list[list[list[int]]] | None:
-    """Place every unit of every ask.
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """The shape of interchangeable asks, with amounts as the planner counts them.
+
+    An ask is divided into units that are placed one by one: its bundles, or all of them together if they have to be on
+    one node.
+    """
+
+    number: int
+    count: int
+    bundle: Amounts
+    selector: int
+    strategy: Strategy
+
+    @cached_property
+    def least(self) -> int:
+        """The bundles of a unit: the smallest number that a node must be able to hold."""
+        return self.count if self.strategy == "STRICT_PACK" else 1
+
+    @cached_property
+    def units(self) -> int:
+        """The units of an ask."""
+        return self.count // self.least
+
+    @cached_property
+    def unit(self) -> Amounts:
+        """How much of each resource a unit takes."""
+        return tuple(n * self.least for n in self.bundle)
+
+
+def count_units(room: Room, unit: Amounts, selector: int) -> int:
+    """Return how many units of these amounts a node with this room holds."""
+    amounts, matched = room
+    return min((a // n for a, n in zip(amounts, unit, strict=True) if n), default=0) if matched[selector] else 0
+
+
+class Search:
+    """Places every unit of every ask, depth first, and does not try a position again that has failed.
+
+    A position is the number of nodes of each kind. A node that the current ask uses already is of a kind of its own.
 
     Args:
-        wants: the requests, the most demanding first.
+        wants: the shapes of the requests, the most demanding first.
+        asks: how many asks each shape has.
         rooms: the nodes of each kind, as numbers.
         own: no two asks may use one node.
         budget: the limit of work.
-
-    Returns:
-        The node of each unit, for each want and each of its asks; None only if they cannot be placed.
-
-    Raises:
-        Undecided: the budget was spent first.
-    """
-    return _Search(wants, rooms, own, budget).run()
-
-
-class _Search:
-    """Searches depth first, unit by unit, and does not try a position again that has failed.
-
-    A position is the number of nodes of each kind. A node that the current ask uses already is of a kind of its own.
     """
 
-    def __init__(self, wants: Sequence[Want], rooms: Mapping[Room, Sequence[int]], own: bool, budget: Budget) -> None:
-        self.wants = wants
-        self.own = own
-        self.budget = budget
+    def __init__(
+        self,
+        wants: Sequence[Shape],
+        asks: Sequence[int],
+        rooms: Mapping[Room, Sequence[int]],
+        *,
+        own: bool,
+        budget: Budget,
+    ) -> None:
+        self.wants, self.asks, self.own, self.budget = wants, asks, own, budget
         # (want, its units left in this ask, its asks after this one) of each step.
         self.steps = [
             (w, left, after)
             for w, want in enumerate(wants)
-            for after in reversed(range(want.asks))
+            for after in reversed(range(asks[w]))
             for left in range(want.units, 0, -1)
         ]
         # How much of each resource this want and all after it take.
         self.demands = [[0] * len(want.unit) for want in wants[:1]] or [[]]
-        for want in reversed(wants):
-            total = [a + u * want.units * want.asks for a, u in zip(self.demands[0], want.unit, strict=True)]
+        for want, count in zip(reversed(wants), reversed(asks), strict=True):
+            total = [a + u * want.units * count for a, u in zip(self.demands[0], want.unit, strict=True)]
             self.demands.insert(0, total)
         # Kinds are numbered as they come up.
         self.numbers: dict[tuple[Room, bool], int] = {}
@@ -120,12 +134,7 @@ class _Search:
         if known is None:
             known = self.numbers[room, mine] = len(self.kinds)
             self.kinds.append((room, mine))
-            fits = [
-                min((a // u for a, u in zip(room[0], want.unit, strict=True) if u), default=0)
-                if room[1][want.selector]
-                else 0
-                for want in self.wants
-            ]
+            fits = [count_units(room, want.unit, want.selector) for want in self.wants]
             self.fits.append(fits)
             self.useful.append(max((w for w, units in enumerate(fits) if units), default=-1))
         return known
@@ -137,6 +146,11 @@ class _Search:
         return known
 
     def run(self) -> list[list[list[int]]] | None:
+        """Return the node of each unit, for each want and each of its asks; None only if they cannot be placed.
+
+        Raises:
+            Undecided: the budget was spent first.
+        """
         failed = self.failed
         open_choices: list[Iterator[int]] = []
         trail: list[tuple[int, int, dict[int, int]]] = []
@@ -192,7 +206,7 @@ class _Search:
         wants = self.wants
         for v in range(w, len(wants)):
             want = wants[v]
-            asks = want.asks if v > w else after if self.own else after + 1
+            asks = self.asks[v] if v > w else after if self.own else after + 1
             needed = want.units * asks
             if v == w and not self.own:
                 needed -= want.units - left
@@ -202,22 +216,17 @@ class _Search:
                 most = 1 if self.own else asks
             elif self.own:
                 most = want.units
-            for kind, count in self.position.items():
-                if needed <= 0:
-                    break
-                if not (self.own and self.kinds[kind][1]):
-                    needed -= count * min(self.fits[kind][v], most)
-            if needed > 0:
+            offered = sum(
+                count * min(self.fits[kind][v], most)
+                for kind, count in self.position.items()
+                if not (self.own and self.kinds[kind][1])
+            )
+            if offered < needed:
                 return False
-        done = wants[w].units * (wants[w].asks - after) - left
+        done = wants[w].units * (self.asks[w] - after) - left
         for r, demand in enumerate(self.demands[w]):
-            needed = demand - done * wants[w].unit[r]
-            for kind, count in self.position.items():
-                if needed <= 0:
-                    break
-                if self.useful[kind] >= w:
-                    needed -= count * self.kinds[kind][0][0][r]
-            if needed > 0:
+            there = sum(n * self.kinds[kind][0][0][r] for kind, n in self.position.items() if self.useful[kind] >= w)
+            if there < demand - done * wants[w].unit[r]:
                 return False
         return True
 
@@ -286,7 +295,7 @@ class _Search:
         return found
 
 
-def _cap(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Want]) -> dict[Room, list[int]]:
+def _cap(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Shape]) -> dict[Room, list[int]]:
     """Cap amounts that no plan can use: with 8 GPUs left and a CPU per GPU, 90 CPUs are as good as 100.
 
     More nodes are then of one kind. If every unit takes some of q, a node can give only as much of r as its amount of q

@@ -5,6 +5,7 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 The functions are pure.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -173,11 +174,8 @@ def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]
 
 def _group_by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """Return the node ids of each domain, in the order given, without the nodes that have no domain."""
-    domains: dict[str, list[str]] = {}
-    for domain, node_id in ordered:
-        if domain:
-            domains.setdefault(domain, []).append(node_id)
-    return domains
+    domains = itertools.groupby(ordered, key=lambda entry: entry[0])
+    return {domain: [node_id for _, node_id in entries] for domain, entries in domains if domain}
 
 
 def accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:

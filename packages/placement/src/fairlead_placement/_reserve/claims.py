@@ -14,8 +14,9 @@ from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
-# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references.
-_groups: list[Callable[[], object | None]] = []
+# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references,
+# by the identity of the group: a group may define its own equality.
+_groups: dict[int, Callable[[], object | None]] = {}
 # Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 # A dropped group is ended in the background, within about 20 s at worst. The next group waits for that.
@@ -80,9 +81,9 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
             _held.setdefault(key, []).append(claim)
         group = claim._group()
         if group is not None:
-            _groups[:] = [known for known in _groups if known() is not None]
-            if all(known() is not group for known in _groups):
-                _groups.append(claim._group)
+            for gone in [known for known, group_of in _groups.items() if group_of() is None]:
+                del _groups[gone]
+            _groups.setdefault(id(group), claim._group)
     return None
 
 
@@ -101,12 +102,9 @@ def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
 def groups_on(slots: Sequence[Slot]) -> list[object]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
-        claims = dict.fromkeys(claim for slot in slots for claim in _held.get(_key(slot), []))
-        there = [claim._group() for claim in claims]
-        known = [group() for group in _groups]
-    # By identity: a group may define its own equality.
-    on_slots = {id(group) for group in there if group is not None}
-    return [group for group in known if group is not None and id(group) in on_slots]
+        there = {id(claim._group()) for slot in slots for claim in _held.get(_key(slot), [])}
+        known = [group_of() for group_of in _groups.values()]
+    return [group for group in known if group is not None and id(group) in there]
 
 
 def _key(slot: Slot) -> _Key:

@@ -12,7 +12,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from .._ray_private import block_shutdown, never_connect
 
@@ -23,12 +22,8 @@ logger = logging.getLogger(__name__)
 EXIT_S = 2.0
 
 
-@dataclass(frozen=True)
-class _Dropped:
-    leak: Callable[[], str]
-    release: Callable[[], object]
-
-
+# What returns the warning, and what releases.
+_Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
 _starting = threading.Lock()
@@ -50,7 +45,7 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
             called it already.
     """
     _start()
-    weakref.finalize(owner, _queue.put, _Dropped(leak, release)).atexit = False
+    weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
@@ -91,18 +86,18 @@ def _run() -> None:
         # Also when its references to Ray's objects go.
         with _working, block_shutdown():
             if not _exiting.is_set():
-                _return(one)
+                _return(*one)
             # The thread waits for the next one here, and must not keep this one's resources alive meanwhile.
             del one
 
 
-def _return(one: _Dropped) -> None:
+def _return(leak: Callable[[], str], release: Callable[[], object]) -> None:
     try:
         try:
-            if message := one.leak():
+            if message := leak():
                 warnings.warn(message, ResourceWarning, stacklevel=2)
         finally:  # also where warnings are errors
-            one.release()
+            release()
     except Exception as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
         if not _exiting.is_set():
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)

@@ -5,7 +5,7 @@ All free GPUs of a node are held one by one. Those that are requested are releas
 placed on them (nothing else is free there), and then the others are released.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,16 +201,10 @@ def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -
 
 def _exact(request: Request) -> list[Ask]:
     """Return the asks as whole logical nodes with each GPU id as a resource, so that the planner matches ids too."""
+    wholes = [{name: amount * ask.count for name, amount in ask.bundle.items()} for ask in request.asks]
     return [
-        replace(
-            ask,
-            count=1,
-            bundle={
-                **{name: amount * ask.count for name, amount in ask.bundle.items()},
-                **dict.fromkeys(map(_resource, request.gpu_ids[ask.node_idx]), 1.0),
-            },
-        )
-        for ask in request.asks
+        replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx]))
+        for ask, whole in zip(request.asks, wholes, strict=True)
     ]
 
 
@@ -219,15 +213,15 @@ def _shown(nodes: Sequence[Node], owned: Ids, free: Ids) -> list[Node]:
     return [
         replace(
             node,
-            total={**node.total, **dict.fromkeys(map(_resource, owned[node.node_id]), 1.0)},
-            free={**node.free, **dict.fromkeys(map(_resource, free[node.node_id]), 1.0)},
+            total={**node.total, **_as_resources(owned[node.node_id])},
+            free={**node.free, **_as_resources(free[node.node_id])},
         )
         for node in nodes
     ]
 
 
-def _resource(gpu_id: str) -> str:
-    return f"GPU id {gpu_id}"
+def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
+    return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
 
 
 def _ids(ids: Sequence[str] | frozenset[str]) -> str:

@@ -122,11 +122,8 @@ def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: It
     """
     live = ask_head("list actors", live_actors)
     actors = [actor for actor in live if actor.gpus and actor.node_id == node_id]
-    groups = {
-        holder.holder_id: holder
-        for holder in read_holders()
-        if holder.kind == "placement group" and node_id in holder.bundles
-    }
+    holders = [holder for holder in read_holders() if holder.kind == "placement group" and node_id in holder.bundles]
+    groups = {holder.holder_id: holder for holder in holders}
     of_id: dict[str, list[LiveActor]] = {}
     for actor in actors:
         for index in actor.gpus:

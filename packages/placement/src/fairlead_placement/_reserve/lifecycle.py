@@ -25,7 +25,7 @@ from ..exceptions import HeadTimeoutError, PlacementError
 from .attempt import Attempt, reserve
 from .gpu_ids import GpuAttempt
 from .groups import Reserved, remove
-from .slots import slots_of
+from .slots import number_slots, slots_of
 
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
@@ -192,21 +192,14 @@ class Holding:
         for at in lost:
             slots[at] = of_logical_node[slots[at].node_idx].pop()
         # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
-        rank = {node_id: number for number, node_id in enumerate(dict.fromkeys(slot.node_id for slot in slots))}
-        seen = dict.fromkeys(rank, 0)
-        for at, slot in enumerate(slots):
-            slots[at] = replace(slot, node_rank=rank[slot.node_id], local_rank=seen[slot.node_id])
-            seen[slot.node_id] += 1
-        self.slots = tuple(slots)
+        self.slots = number_slots(slots)
 
     def _drop_empty_groups(self) -> None:
         """Remove the groups that have lost all their bundles, so that no slot is in them."""
-        node_idx: dict[object, int] = {}
-        for slot in self.slots:
-            node_idx[slot.placement_group.id] = min(slot.node_idx, node_idx.get(slot.placement_group.id, slot.node_idx))
-        gone = [group for group in self._groups if group.id not in node_idx]
-        kept = [group for group in self._groups if group.id in node_idx]
-        self._groups = sorted(kept, key=lambda group: node_idx[group.id])
+        by_node_idx = sorted(self.slots, key=lambda slot: slot.node_idx)
+        kept = {slot.placement_group.id: slot.placement_group for slot in by_node_idx}
+        gone = [group for group in self._groups if group.id not in kept]
+        self._groups = list(kept.values())
         remove(gone)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:

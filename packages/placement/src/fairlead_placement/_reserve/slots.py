@@ -3,7 +3,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -41,27 +42,33 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> t
         for g, one in enumerate(placed)
         for index, node_id in enumerate(one.node_ids)
     )
-    node_rank = {at: rank for rank, at in enumerate(dict.fromkeys(row[0] for row in rows))}
-    on_node = dict.fromkeys(node_rank, 0)
-    slots = []
-    for at, _, node_idx, g, index in rows:
-        slots.append(
-            Slot(
-                placement_group=placed[g].group,
-                bundle_index=index,
-                node_idx=node_idx,
-                node_id=nodes[at].node_id,
-                node_ip=nodes[at].ip,
-                node_rank=node_rank[at],
-                local_rank=on_node[at],
-                accelerator_ids=ids[g][index],
-                labels=dict(nodes[at].labels),
-                worker_resources=_share(placed[g].bundles[index], capacity),
-                capacity=capacity,
-            )
+    return number_slots(
+        Slot(
+            placement_group=placed[g].group,
+            bundle_index=index,
+            node_idx=node_idx,
+            node_id=nodes[at].node_id,
+            node_ip=nodes[at].ip,
+            node_rank=0,
+            local_rank=0,
+            accelerator_ids=ids[g][index],
+            labels=dict(nodes[at].labels),
+            worker_resources=_share(placed[g].bundles[index], capacity),
+            capacity=capacity,
         )
-        on_node[at] += 1
-    return tuple(slots)
+        for at, _, node_idx, g, index in rows
+    )
+
+
+def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with their nodes numbered in the order of the slots, and the slots of each node."""
+    on_node: dict[str, list[int]] = {}
+    numbered = []
+    for slot in slots:
+        rank, taken = on_node.setdefault(slot.node_id, [len(on_node), 0])
+        numbered.append(replace(slot, node_rank=rank, local_rank=taken))
+        on_node[slot.node_id][1] += 1
+    return tuple(numbered)
 
 
 def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:

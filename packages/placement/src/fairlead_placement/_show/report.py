@@ -3,6 +3,7 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -104,17 +105,15 @@ class Report:
         # Resources that were not requested do not explain why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
         found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
-        on_node: dict[str, list[Holder]] = {}
-        for holder in self.holders:
-            for node_id in holder.bundles:
-                on_node.setdefault(node_id, []).append(holder)
         for node in self.nodes:
-            there = on_node.get(node.node_id, [])
+            there = [holder for holder in self.holders if node.node_id in holder.bundles]
             total = {name: node.total.get(name, 0.0) for name in wanted}
             free = {name: node.free.get(name, 0.0) for name in wanted}
             holders = [
                 f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
-                + ", ".join(f"{count} x {what}" for what, count in _tally(holder.bundles[node.node_id]).items())
+                + ", ".join(
+                    f"{count} x {what}" for what, count in Counter(map(_amounts, holder.bundles[node.node_id])).items()
+                )
                 for holder in there
             ]
             others = _others(node, there, wanted)
@@ -136,13 +135,6 @@ class Report:
         return rows
 
 
-def _tally(bundles: tuple[Mapping[str, float], ...]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for bundle in bundles:
-        counts[_amounts(bundle)] = counts.get(_amounts(bundle), 0) + 1
-    return counts
-
-
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
 
@@ -157,14 +149,17 @@ def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dic
 
 def as_text(renderable: RenderableType, *, width: int = 110) -> str:
     """Render without colours and control codes, for messages and logs."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-        console.print(renderable)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    text = _record(renderable, width).export_text()
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
 def as_html(renderable: RenderableType, *, width: int = 110) -> str:
     """Render as a `<pre>` with inline styles, for `_repr_html_`."""
+    code_format = '<pre style="line-height:1.2">{code}</pre>'
+    return _record(renderable, width).export_html(inline_styles=True, code_format=code_format)
+
+
+def _record(renderable: RenderableType, width: int) -> Console:
     console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
     console.print(renderable)
-    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+    return console

@@ -24,7 +24,6 @@ class Waiting:
         self._began = time.monotonic()
         self._console = Console(stderr=True)
         self._status = self._console.status("")
-        self._shown = False
 
     def show(self, what: str, limit_s: float) -> None:
         """Show the current reason for waiting, and the limit in seconds."""
@@ -33,13 +32,10 @@ class Waiting:
             return
         # Text, so that a name is not parsed as markup.
         self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
-        if not self._shown:
-            self._status.start()
-            self._shown = True
+        self._status.start()
 
     def __enter__(self) -> "Waiting":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._status.stop()
+        self._status.stop()
