@@ -30,8 +30,6 @@ from ._show.report import Report, as_html
 from ._slot import Slot
 from .exceptions import PlacementError
 
-BACKENDS = ("nccl", "gloo")
-
 
 class ClusterConfig(TypedDict):
     """The argument of `RayVirtualCluster.from_config`.
@@ -118,17 +116,13 @@ class RayVirtualCluster:
     ) -> None:
         self._counts = check_counts(bundle_ct_per_node_list)
         check_choice("placement_group_strategy", placement_group_strategy, STRATEGIES)
-        check_choice("communication_backend", communication_backend, (*BACKENDS, None))
+        check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
         check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
-        self._ports = (
-            PORT_LOW if port_range_low is None else port_range_low,
-            PORT_HIGH if port_range_high is None else port_range_high,
-        )
-        check_range(*self._ports)
         self.placement_group_strategy: Strategy = placement_group_strategy
-        self.port_range_low: int = self._ports[0]
-        self.port_range_high: int = self._ports[1]
+        self.port_range_low: int = PORT_LOW if port_range_low is None else port_range_low
+        self.port_range_high: int = PORT_HIGH if port_range_high is None else port_range_high
+        check_range(self.port_range_low, self.port_range_high)
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
         self.use_gpus = use_gpus
@@ -206,7 +200,7 @@ class RayVirtualCluster:
     @property
     def port_range(self) -> tuple[int, int]:
         """First and last port that is leased on its nodes, both included."""
-        return self._ports
+        return self.port_range_low, self.port_range_high
 
     @property
     def communication_backend(self) -> Literal["nccl", "gloo"]:
@@ -414,7 +408,7 @@ class RayVirtualCluster:
         return self._lease(chosen)
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
-        leases = self._holding.lease(slots, *self._ports)
+        leases = self._holding.lease(slots, *self.port_range)
         return [(lease.address, lease.port) for lease in leases]
 
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:

@@ -18,7 +18,6 @@ from .exceptions import HeadTimeoutError, PlacementError
 # A local cluster that this function started has a resource of this name, which distinguishes it from others.
 _TAG = "fairlead-local-"
 logger = logging.getLogger(__name__)
-CONNECT_S = 5.0
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
 _TOKEN = (
@@ -166,7 +165,7 @@ def _answers(address: str) -> bool:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
             return True
     except OSError:
         return False

@@ -33,7 +33,6 @@ PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
-STOP_S = 10.0
 # fairlead-placement need not be installed on the nodes.
 for _module in (agent_process, meters, owners, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
@@ -362,7 +361,7 @@ class Monitor:
         An agent that does not answer is left alone: it ends with the job, and no reservation waits for it.
         """
         # Without threads: at the end of the interpreter none can be started.
-        ask_nodes("unwatch", dict.fromkeys(choose_alive(self._node_ids), (self._watcher,)), STOP_S)
+        ask_nodes("unwatch", dict.fromkeys(choose_alive(self._node_ids), (self._watcher,)), 10.0)
 
 
 def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:

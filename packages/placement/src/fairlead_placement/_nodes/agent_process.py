@@ -20,9 +20,6 @@ import ray
 from .meters import Gpus, MemoryMeter, ProcessMeter
 from .owners import Owners, end_this_actor
 
-# How many ids of leases that were released before they were made are kept. No driver has so many requests under way.
-_UNWANTED_KEPT = 10_000
-
 
 class AgentProcess:
     """Holds the leased ports of one node for one job, and measures the node.
@@ -127,7 +124,7 @@ class AgentProcess:
                 else:
                     # In an agent that was stopped, one thread may overtake another: the lease may still come.
                     self._unwanted[lease_id] = None
-            while len(self._unwanted) > _UNWANTED_KEPT:
+            while len(self._unwanted) > 10_000:  # no driver has so many requests under way
                 del self._unwanted[next(iter(self._unwanted))]
 
     def leased(self) -> list[int]:

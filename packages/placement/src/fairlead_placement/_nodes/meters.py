@@ -5,11 +5,11 @@ Shipped by value, as `agent_process`: this module imports no sibling. psutil is 
 brings its own and does not start without it.
 """
 
+import functools
 import threading
 import time
 from typing import Any
 
-INTERVAL_S = 1.0
 # A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
 NVML_S = 5.0
 # Total, used, peak of one GPU; total, used, available, peak of the node, its GPUs, samples so far. In bytes.
@@ -148,7 +148,6 @@ class MemoryMeter:
         self._lock = threading.Lock()
         self._watches: dict[str, _Watch] = {}
         self._thread: threading.Thread | None = None
-        self._gauges: tuple[Any, Any] | None = None
 
     def read(self, watcher: str | None, name: str) -> Row:
         """Take a sample.
@@ -177,7 +176,7 @@ class MemoryMeter:
     def _run(self) -> None:
         try:
             while True:
-                time.sleep(INTERVAL_S)
+                time.sleep(1.0)
                 with self._lock:
                     if not self._watches:
                         self._thread = None
@@ -212,21 +211,19 @@ class MemoryMeter:
 
     def _publish(self, name: str, used: int, gpus: list[GpuRow] | None) -> None:
         """Set Ray's metrics. Without ray[default] on the node they are not collected."""
-        if self._gauges is None:
-            from ray.util.metrics import Gauge
-
-            node = Gauge(
-                "fairlead_node_memory_used_bytes",
-                description="Memory in use on a node of a virtual cluster.",
-                tag_keys=("node", "cluster"),
-            )
-            gpu = Gauge(
-                "fairlead_gpu_memory_used_bytes",
-                description="Memory in use on a GPU of a node of a virtual cluster.",
-                tag_keys=("node", "cluster", "gpu"),
-            )
-            self._gauges = node, gpu
+        on_node, on_gpu = self._gauges
         tags = {"node": self._node_id, "cluster": name}
-        self._gauges[0].set(used, tags=tags)
+        on_node.set(used, tags=tags)
         for index, (_, used_there, _) in enumerate(gpus or ()):
-            self._gauges[1].set(used_there, tags={**tags, "gpu": str(index)})
+            on_gpu.set(used_there, tags={**tags, "gpu": str(index)})
+
+    @functools.cached_property
+    def _gauges(self) -> tuple[Any, Any]:
+        from ray.util.metrics import Gauge
+
+        tags = ("node", "cluster")
+        gpu = "Memory in use on a GPU of a node of a virtual cluster."
+        return (
+            Gauge("fairlead_node_memory_used_bytes", "Memory in use on a node of a virtual cluster.", tags),
+            Gauge("fairlead_gpu_memory_used_bytes", gpu, (*tags, "gpu")),
+        )

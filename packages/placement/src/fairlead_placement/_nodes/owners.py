@@ -25,8 +25,6 @@ ALL_S = 5.0
 GUARDED_S = 1.0
 # A group that the process has just requested may appear after its end.
 SCANS = 3
-# Ray ends an actor at its own request within milliseconds.
-END_S = 5.0
 _DIGITS = 12
 
 
@@ -114,7 +112,7 @@ def end_this_actor(me: object) -> None:
     """End the actor of this process, through Ray if Ray does it in time."""
     try:
         ray.kill(me)
-        time.sleep(END_S)
+        time.sleep(5.0)  # Ray ends an actor at its own request within milliseconds
     finally:
         os._exit(0)
 

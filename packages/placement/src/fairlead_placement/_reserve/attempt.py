@@ -19,8 +19,6 @@ from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .groups import Demand, Reserved, place
 
 POLL_S = (0.05, 0.5)
-# The planner gets at least this long, even for a reservation that is not to wait. Most plans take milliseconds.
-LEAST_PLANNING_S = 1.0
 
 
 def examine(request: Request, *, unified: bool) -> Report:
@@ -67,7 +65,8 @@ class Attempt:
 
     def is_impossible(self, nodes: Sequence[Node]) -> bool:
         """Return whether it is certain that the nodes cannot hold the request, even when they are idle."""
-        until = max(self.deadline, time.monotonic() + LEAST_PLANNING_S)
+        # The planner gets a second even for a reservation that is not to wait. Most plans take milliseconds.
+        until = max(self.deadline, time.monotonic() + 1.0)
         self._chosen, impossible = decide(
             self.request.asks, nodes, own_nodes=self.unified, segment_size=self.request.segment_size, deadline=until
         )

@@ -19,8 +19,6 @@ _held: dict[_Key, list["SlotClaim"]] = {}
 _groups: dict[int, Callable[[], object | None]] = {}
 # Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
-# A dropped group is ended in the background, within about 20 s at worst. The next group waits for that.
-DROPPED_S = 30.0
 
 
 class SlotClaim:
@@ -63,7 +61,7 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     """
     claim = SlotClaim(holder, frozenset(map(_key, slots)), group)
     if (full := _enter(claim, slots)) is not None:
-        wait_for_dropped(DROPPED_S)
+        wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
         full = _enter(claim, slots)
     if full is not None:
         raise full

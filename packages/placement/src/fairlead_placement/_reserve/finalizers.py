@@ -17,10 +17,6 @@ from .._ray_private import block_shutdown, never_connect
 
 logger = logging.getLogger(__name__)
 
-# At interpreter exit, a release that is under way gets this long. Ray's own exit releases what a driver holds, and the
-# node agents release what another process holds.
-EXIT_S = 2.0
-
 
 # What returns the warning, and what releases.
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
@@ -104,7 +100,10 @@ def _return(leak: Callable[[], str], release: Callable[[], object]) -> None:
 
 
 def _stop() -> None:
-    """Return nothing more, and wait a moment for what is under way."""
+    """Return nothing more, and wait a moment for what is under way.
+
+    Ray's own exit releases what a driver holds, and the node agents release what another process holds.
+    """
     _exiting.set()
-    if _working.acquire(timeout=EXIT_S):
+    if _working.acquire(timeout=2.0):
         _working.release()

@@ -23,9 +23,6 @@ from .._show.report import Holder
 from .groups import PLACING_S, Reserved, create_group, remove, unique_name
 from .slots import LEAST_S, accelerator_ids
 
-# A node that does not report its ids in this time is assumed to have the usual ones. One silent node must not use up
-# the time of the whole reservation.
-NAMES_S = 30.0
 Fillers = Mapping[str, Mapping[str, Reserved]]
 
 
@@ -38,7 +35,8 @@ def gpu_names(nodes: Sequence[Node], *, deadline: float) -> dict[str, tuple[str,
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     names = {node_id: tuple(map(str, range(count))) for node_id, count in counts.items()}
     refs = ask_head("start tasks that report GPU ids", _report_visible, [one for one, count in counts.items() if count])
-    limit_s = min(NAMES_S, max(LEAST_S, deadline - time.monotonic()))
+    # One silent node must not use up the time of the whole reservation.
+    limit_s = min(30.0, max(LEAST_S, deadline - time.monotonic()))
     answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s) if refs else ([], [])
     for ref in answered:
         with contextlib.suppress(ray.exceptions.RayError):  # its node has gone

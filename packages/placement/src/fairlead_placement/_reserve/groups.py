@@ -26,10 +26,6 @@ from .._ray_private import free_per_node
 # Whole seconds. Ray places groups one after the other, and a pinned group whose node has room within milliseconds. A
 # group that is not placed so long after the one before it has lost a race.
 PLACING_S = 1
-# Nodes report the resources of a new group within this time.
-SHOWN_S = 1.0
-# The pause before a removal that Ray gave up is tried again.
-AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,8 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
         # The tables show a group as removed before its node has the resources. The node shows them under its id.
         return not _rows(ids) and not any(_on(free) & ids for free in (free_per_node() or {}).values())
 
-    ask_head("remove placement groups", _remove, groups, connection(), min(deadline, time.monotonic() + SHOWN_S))
+    # Nodes report the resources of a new group within a second.
+    ask_head("remove placement groups", _remove, groups, connection(), min(deadline, time.monotonic() + 1.0))
     return _poll(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
 
 
@@ -190,7 +187,7 @@ def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float)
                     remove_placement_group(group)
                     break
                 except (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError):
-                    time.sleep(AGAIN_S)  # Ray's own deadline for a head that does not answer
+                    time.sleep(1.0)  # Ray's own deadline for a head that does not answer
 
 
 def _prefix(name: str, ask: Ask) -> str:
