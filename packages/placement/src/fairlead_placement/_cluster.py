@@ -23,10 +23,9 @@ from ._nodes.usage import NodeUsage
 from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.gpu_ids import check_gpu_ids
+from ._reserve.gpus import check_gpu_ids
 from ._reserve.lifecycle import Holding
-from ._show.grid import count_noun, draw
-from ._show.report import Report, as_html
+from ._show import Report, as_html, count_noun, draw
 from ._slot import Slot
 from .exceptions import PlacementError
 

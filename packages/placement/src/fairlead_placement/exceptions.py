@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of this package, one class per situation."""
 
-from ._show.report import Report
+from ._show import Report
 
 __all__ = [
     "HeadTimeoutError",

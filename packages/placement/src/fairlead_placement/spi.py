@@ -8,14 +8,13 @@ what a dropped object holds.
 
 from ._init import connection
 from ._nodes.agent import run_on_nodes, usage_on_nodes
-from ._nodes.head import ask_head, head_deadline
-from ._nodes.inventory import alive_nodes, read_holders, read_nodes
+from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes
 from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
-from ._show.status_line import Waiting
+from ._show import Waiting
 
 __all__ = [
     "SlotClaim",

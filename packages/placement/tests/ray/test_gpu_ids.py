@@ -225,7 +225,7 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     """What Ray placed on other GPUs is given back, and counts as taken (seam: the check says they are others)."""
     checked = []
     monkeypatch.setattr(
-        "fairlead_placement._reserve.gpu_ids._check_ids", lambda *placed, **options: checked.append(placed)
+        "fairlead_placement._reserve.gpus._check_ids", lambda *placed, **options: checked.append(placed)
     )
     with pytest.raises(PlacementTimeoutError, match="or take turns with it"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()

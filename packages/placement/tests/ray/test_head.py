@@ -118,7 +118,7 @@ def test_groups_that_are_created_too_late(hung, eventually):
 
 def test_using_and_shutting_down(hung, monkeypatch, eventually):
     """Reading a cluster's state and shutting it down end by the error; its groups are removed later."""
-    monkeypatch.setattr("fairlead_placement._nodes.inventory.ALIVE_S", 0.5)
+    monkeypatch.setattr("fairlead_placement._nodes.head.ALIVE_S", 0.5)
     monkeypatch.setattr(_head, "HEAD_S", 0.5)
     monkeypatch.setattr(_lifecycle, "GIVE_BACK_S", 1.0)
     cluster = RayVirtualCluster([2], use_gpus=False).reserve()

@@ -13,7 +13,7 @@ from fairlead_placement import (
     ResourceInsufficientError,
 )
 from fairlead_placement._model import Ask, Node
-from fairlead_placement._show.report import Holder
+from fairlead_placement._show import Holder
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
 HOLDER = Holder("placement group", "a[/b]:cat:", "1234567890", "01000000", {"abcdefghij": ({"CPU": 1.0}, {"CPU": 1.0})})

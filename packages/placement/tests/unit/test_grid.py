@@ -7,8 +7,7 @@ from ray.util.placement_group import PlacementGroup
 from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement._show.grid import draw
-from fairlead_placement._show.report import as_text
+from fairlead_placement._show import as_text, draw
 from fairlead_placement.spi import claim_slots
 
 

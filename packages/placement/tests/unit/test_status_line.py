@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fairlead_placement._show.status_line import Waiting
+from fairlead_placement._show import Waiting
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def shown(monkeypatch):
     def wait(*, terminal: bool, quiet_s: float = 0.0) -> str:
         written = io.StringIO()
         console = Console(file=written, force_terminal=terminal, width=80)
-        monkeypatch.setattr("fairlead_placement._show.status_line.Console", lambda stderr: console)
-        monkeypatch.setattr("fairlead_placement._show.status_line.QUIET_S", quiet_s)
+        monkeypatch.setattr("fairlead_placement._show.Console", lambda stderr: console)
+        monkeypatch.setattr("fairlead_placement._show.QUIET_S", quiet_s)
         with Waiting("Reserving [red]train[/x]") as waiting:
             waiting.show("others hold what it needs", 180)
         return written.getvalue()

@@ -17,8 +17,7 @@ from .. import _ray_private
 from .._ray_private import clean_runtime_env, create_actor, driver_of, node_of_worker, worker_is_alive
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters, owners
-from .head import ask_head, head_deadline
-from .inventory import alive_nodes, choose_alive
+from .head import alive_nodes, ask_head, choose_alive, head_deadline
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ import ray
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
 from .agent import ask_nodes, new_lease_ids, this_process
-from .inventory import choose_alive
+from .head import choose_alive
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400

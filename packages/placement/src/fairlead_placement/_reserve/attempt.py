@@ -8,12 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from .._model import Ask, Node, Request
-from .._nodes.head import ask_head
-from .._nodes.inventory import alive_nodes, read_holders, read_nodes
+from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide
 from .._ray_private import autoscaler_is_there
-from .._show.report import Report, Verdict
-from .._show.status_line import Waiting
+from .._show import Report, Verdict, Waiting
 from .._slot import Slot
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .groups import Demand, Reserved, place

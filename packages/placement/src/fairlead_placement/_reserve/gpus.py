@@ -1,29 +1,242 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs of nodes: their ids, who holds them, and groups that hold the free ones one by one.
+"""Reserves particular GPUs, which Ray itself cannot do.
 
-Ray reports the id of a GPU only to a process that holds it.
+Ray reports the id of a GPU only to a process that holds it. So all free GPUs of a node are held one by one. Those that
+are requested are released, the logical node's one group is placed on them (nothing else is free there), and then the
+others are released.
 """
 
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._model import Node
+from .._model import Ask, Node, Request
 from .._nodes.agent import guard_groups, is_driver
-from .._nodes.head import ask_head
-from .._nodes.inventory import read_holders
+from .._nodes.head import ask_head, read_holders
+from .._plan.planner import never_fits, plan
 from .._plan.topology import accelerator_order
 from .._ray_private import LiveActor, live_actors, visible_gpus
-from .._show.report import Holder
-from .groups import PLACING_S, Reserved, create_group, remove, unique_name
+from .._show import Holder
+from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
+from .attempt import Attempt, report_of
+from .groups import PLACING_S, Reserved, create_group, place, remove, unique_name
 from .slots import LEAST_S, accelerator_ids
 
+# Nodes named in an error. The free GPUs of each are read.
+SHOWN = 4
+Wanted = Mapping[int, frozenset[str]]
+Ids = dict[str, frozenset[str]]
 Fillers = Mapping[str, Mapping[str, Reserved]]
+
+
+def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy: str) -> Wanted:
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids.
+
+    Raises:
+        ValueError: it is not one id for each bundle, or contradicts the other arguments.
+    """
+    if gpu_ids is None or gpu_ids == "auto":
+        return {}
+    if not use_gpus:
+        raise ValueError(f"gpu_ids={gpu_ids!r} needs use_gpus=True")
+    if strategy != "STRICT_PACK":
+        raise ValueError(
+            f"gpu_ids={gpu_ids!r} needs placement_group_strategy='STRICT_PACK', so that the ids are those of one "
+            f"node, got {strategy!r}"
+        )
+    if not isinstance(gpu_ids, (list, tuple)):
+        raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
+    used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
+    if any(isinstance(one, (list, tuple)) for one in gpu_ids):
+        per_node = list(gpu_ids)
+        if len(per_node) != len(counts):
+            raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
+    elif len(used) == 1:
+        per_node = [gpu_ids if node_idx in used else [] for node_idx in range(len(counts))]
+    else:
+        raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
+    for node_idx, (ids, count) in enumerate(zip(per_node, counts, strict=True)):
+        if not isinstance(ids, (list, tuple)) or len(ids) != count:
+            raise ValueError(
+                f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
+            )
+        for one in ids:
+            if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+                raise ValueError(f"gpu_ids must be integers, 0 or more, got {one!r} in {ids!r}")
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
+    return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}
+
+
+class GpuAttempt(Attempt):
+    """A request for exactly the GPUs that its `gpu_ids` names. The asks are STRICT_PACK."""
+
+    waits_for = "others hold its GPUs"
+    is_shown_to_autoscaler = False
+
+    def __init__(self, request: Request, *, unified: bool, deadline: float) -> None:
+        super().__init__(request, unified=unified, deadline=deadline)
+        self._names: dict[str, tuple[str, ...]] = {}
+        # The free GPUs of the nodes that the last round has looked at.
+        self._free: Ids = {}
+
+    def is_impossible(self, nodes: Sequence[Node]) -> bool:
+        new = [node for node in nodes if node.node_id not in self._names]
+        self._names.update(gpu_names(new, deadline=self.deadline))
+        owned = self._list_gpus(nodes)
+        return never_fits(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.unified)
+
+    def _list_gpus(self, nodes: Sequence[Node]) -> Ids:
+        return {node.node_id: frozenset(self._names[node.node_id]) for node in nodes}
+
+    def place(self, nodes: Sequence[Node]) -> tuple[Reserved, ...] | None:
+        """Try the nodes that may have the ids free, each once."""
+        wanted, owned = self.request.gpu_ids, self._list_gpus(nodes)
+        self._free = {}
+        while True:
+            # A node counts as free until it has been looked at, so every turn rules something out.
+            shown = _shown(nodes, owned, {**owned, **self._free})
+            chosen = plan(_exact(self.request), shown, own_nodes=self.unified)
+            if chosen is None:
+                return None
+            on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
+            placed: tuple[Reserved, ...] | None = None
+            try:
+                with hold_free_gpus([n for n in nodes if n.node_id in on.values()], deadline=self.deadline) as fillers:
+                    self._free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
+                    if all(wanted[node_idx] <= self._free[node_id] for node_idx, node_id in on.items()):
+                        placed = self._exchange(on, fillers)
+                        if placed is None:  # another request was faster
+                            self._free.update(dict.fromkeys(on.values(), frozenset()))
+            except BaseException:
+                drop(placed or ())
+                raise
+            if placed is not None:
+                return placed
+
+    def _exchange(self, on: Mapping[int, str], fillers: Fillers) -> tuple[Reserved, ...] | None:
+        """Release the requested GPUs and place the groups on them.
+
+        Logical nodes that share a node take turns, or Ray might swap their GPUs.
+
+        Returns:
+            The groups; None, with nothing left behind, if Ray gave them other GPUs.
+        """
+        request = self.request
+        turns: dict[int, list[Ask]] = {}
+        on_node: dict[str, int] = {}
+        for ask in request.asks:
+            turn = on_node[on[ask.node_idx]] = on_node.get(on[ask.node_idx], -1) + 1
+            turns.setdefault(turn, []).append(ask)
+        made: list[Reserved] = []
+        try:
+            for asks in turns.values():
+                drop([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
+                chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
+                placed = place(asks, chosen, name=request.name, unified=self.unified)
+                made.extend(placed or ())
+                if placed is None or not _check_ids(placed, request.gpu_ids, deadline=self.deadline):
+                    drop(made)
+                    return None
+        except BaseException:
+            drop(made)
+            raise
+        return tuple(sorted(made, key=lambda one: one.node_idx[0]))
+
+    def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
+        everywhere = [
+            f"node {node.node_id[:8]} ({node.ip}) has {_ids(self._names[node.node_id])}"
+            for node in nodes
+            if self._names[node.node_id]
+        ]
+        there = "; ".join(everywhere[:SHOWN]) + ("; ..." if len(everywhere) > SHOWN else "") or "no node has a GPU"
+        for node_idx, ids in self.request.gpu_ids.items():
+            if not any(ids <= owned for owned in self._list_gpus(nodes).values()):
+                missing = ids.difference(*self._list_gpus(nodes).values())
+                what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
+                return f"{what}, asked for logical node {node_idx}: {there}. Ask for ids that one node has (gpu_ids)."
+        return (
+            f"The cluster cannot hold {len(self.request.asks)} logical node(s) on the GPUs asked for, even when it is "
+            f"idle: {there}. Every id can be in one logical node only, and the node needs what else is asked for (see "
+            "below)."
+        )
+
+    def refuse(self, nodes: Sequence[Node], waited: float) -> ResourceInsufficientError | PlacementTimeoutError:
+        owned = self._list_gpus(nodes)
+        having = {
+            node_idx: [node for node in nodes if ids <= owned[node.node_id]][:SHOWN]
+            for node_idx, ids in self.request.gpu_ids.items()
+        }
+        # Nodes where nothing was free are read again: another request may just have been faster there.
+        unseen = {n.node_id: n for candidates in having.values() for n in candidates if not self._free.get(n.node_id)}
+        with hold_free_gpus(list(unseen.values()), deadline=0.0) as fillers:
+            free = {**self._free, **{node_id: frozenset(held) for node_id, held in fillers.items()}}
+        reasons = []
+        for node_idx, candidates in having.items():
+            missing = {node.node_id: self.request.gpu_ids[node_idx] - free[node.node_id] for node in candidates}
+            if all(missing.values()):
+                reasons += [
+                    f"GPU {_ids(missing[node.node_id])}, asked for logical node {node_idx}, not free on node "
+                    f"{node.node_id[:8]} ({node.ip}): "
+                    + held_by(node.node_id, self._names[node.node_id], missing[node.node_id], free[node.node_id])
+                    for node in candidates
+                ]
+        report = report_of(self.request.asks, nodes, "taken")
+        if reasons:
+            return ResourceInsufficientError(
+                f"Waited {waited:.1f} s for particular GPUs. " + ". ".join(reasons) + ". Release them, ask for others "
+                "(gpu_ids), or wait longer (reserve_timeout_s).",
+                report,
+            )
+        return PlacementTimeoutError(
+            f"Waited {waited:.1f} s: the GPUs asked for are free, but others hold what else the request needs, or take "
+            "turns with it (see below). Release some of it, or wait longer (reserve_timeout_s).",
+            report,
+        )
+
+
+def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -> bool:
+    """Return whether each logical node of the groups holds the GPUs that were requested for it."""
+    got: dict[int, set[str]] = {}
+    for one, ids in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
+        for node_idx, of_bundle in zip(one.node_idx, ids, strict=True):
+            got.setdefault(node_idx, set()).update(of_bundle)
+    return all(ids == wanted[node_idx] for node_idx, ids in got.items())
+
+
+def _exact(request: Request) -> list[Ask]:
+    """Return the asks as whole logical nodes with each GPU id as a resource, so that the planner matches ids too."""
+    wholes = [{name: amount * ask.count for name, amount in ask.bundle.items()} for ask in request.asks]
+    return [
+        replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx]))
+        for ask, whole in zip(request.asks, wholes, strict=True)
+    ]
+
+
+def _shown(nodes: Sequence[Node], owned: Ids, free: Ids) -> list[Node]:
+    """Return the nodes with their GPU ids as resources."""
+    return [
+        replace(
+            node,
+            total={**node.total, **_as_resources(owned[node.node_id])},
+            free={**node.free, **_as_resources(free[node.node_id])},
+        )
+        for node in nodes
+    ]
+
+
+def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
+    return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
+
+
+def _ids(ids: Sequence[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(ids, key=accelerator_order)) or "none"
 
 
 def gpu_names(nodes: Sequence[Node], *, deadline: float) -> dict[str, tuple[str, ...]]:

@@ -14,8 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from .._init import connection
 from .._model import Ask, Request
 from .._nodes.agent import Monitor, read_usage
-from .._nodes.head import ask_head, head_deadline
-from .._nodes.inventory import alive_nodes, read_nodes
+from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
 from .._nodes.usage import NodeUsage
 from .._plan.topology import node_place
@@ -23,7 +22,7 @@ from .._ray_private import draining_nodes
 from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError
 from .attempt import Attempt, reserve
-from .gpu_ids import GpuAttempt
+from .gpus import GpuAttempt
 from .groups import Reserved, remove
 from .slots import number_slots, slots_of
 

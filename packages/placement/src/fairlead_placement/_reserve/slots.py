@@ -11,8 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .._model import PRECISION
-from .._nodes.head import ask_head
-from .._nodes.inventory import read_nodes
+from .._nodes.head import ask_head, read_nodes
 from .._plan.topology import accelerator_order
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Shows clusters, reservations and refusals to people."""
