@@ -95,7 +95,7 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
     """Neither task is lost, although both threads would read the count before either writes (seam: that moment)."""
     both_have_read = threading.Barrier(2)
 
-    def number(file, at, read=_record._number):
+    def number(file, at, read=_record._read_number):
         count = read(file, at)
         if at == CANCELLED_AT:
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -107,7 +107,7 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
         write_cancelled(file, [task])
         os.close(file)
 
-    monkeypatch.setattr(_record, "_number", number)
+    monkeypatch.setattr(_record, "_read_number", number)
     tasks = [b"a" * 24, b"b" * 24]
     threads = [threading.Thread(target=cancel, args=[task]) for task in tasks]
     for thread in threads:
@@ -155,7 +155,7 @@ def test_one_record_that_stays_busy(workers):
     file = open_record(workers[1][0])
     for at in STATES_AT:
         os.pwrite(file, struct.pack("<Q", 10**6 + at), at + struct.calcsize(STATE) - 8)  # as if being written
-    with pytest.raises(TimeoutError, match="the worker wrote its record at each of 10000 tries"):
+    with pytest.raises(TimeoutError, match="The worker wrote its record during each of 10000 attempts"):
         read_record(file)
     os.close(file)
     assert [record and record["calls"] for record in read_records(workers)] == [0, None, 0]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of what a worker is doing, in a page of memory that other processes of its node can read at any moment.
 
-The worker writes a few numbers at the start and the end of each method; nobody has to answer for them to be read, so
-they can be read while it hangs. There are two places for them, written in turn: if a worker was stopped while it wrote,
-the other place is read. The page is an anonymous file (`memfd_create`) found among the worker's open files, so that
-nothing is left behind however the worker ends.
+The worker writes its state at the start and the end of each method. A reader needs no answer from the worker, so it
+can read while the worker hangs. The page has two copies of the state, written in turn: if a worker was stopped in the
+middle of a write, the reader takes the other copy. The page is an anonymous file (`memfd_create`) among the worker's
+open files, so nothing is left behind, however the worker ends.
 
-A worker is identified by its pid and the tick it started at: a pid alone may belong to another process by now."""
+A worker is identified by its pid and its start tick, because the system reuses pids."""
 
 import contextlib
 import fcntl
@@ -25,41 +25,30 @@ import ray
 from .process import Process, open_memory_file, open_process, process_state, start_tick
 from .stacks import dump_stacks
 
-__all__ = [
-    "OverlappingRecord",
-    "Record",
-    "cancel_tasks",
-    "look",
-    "open_record",
-    "read_record",
-    "read_records",
-    "write_cancelled",
-]
-
 NAME = "fairlead-worker"
-# Formats are text: a struct.Struct in a module shipped by value does not pickle.
-# Version, calls, method (an index, -1 when idle), started, last progress, step, task, which message, version again.
+# Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
+# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message, version again.
 STATE = "<QQqddq24sBQ"
 STATES_AT = 0, 128
-# Length, then UTF-8; of the two, the one that the state does not name is free to be written.
+# Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
-# How many tasks have been cancelled so far, then the last of them in a ring.
+# The number of cancelled tasks, then the ids of the latest in a ring.
 CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 800, 512, 24
-# Length, then JSON: the methods' names, and the signal that makes the worker write its stacks (0: none).
+# A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
 ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * TASK_BYTES
 TRIES = 10_000
-# Others hold the lock for microseconds, unless their process is stopped.
+# Other processes hold the lock for microseconds, unless they are stopped.
 LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
 
 
 class Record:
-    """The worker's own side: it writes, and looks whether what it starts has been cancelled.
+    """Write the record of this process, and check whether a task that starts has been cancelled.
 
     Args:
-        methods: names, by the number that `begin` is given.
-        dump_signal: what makes this process write its stacks; 0: nothing does.
+        methods: the names of the methods; `begin` takes the index of one.
+        dump_signal: the signal that makes this process write its stacks; 0 for none.
     """
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
@@ -75,41 +64,44 @@ class Record:
         self._calls = 0
         self._step = NO_STEP
         self._message = 0
-        # Threads of the worker may tell of progress. Reentrant: so may a handler of signals.
+        # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
         self._version = 0
         self._now: tuple[int, float, bytes] = (IDLE, 0.0, b"")
         self._write(time.monotonic())
 
     def begin(self, method: int) -> int:
-        """A method starts; returns what `end` is to be given.
+        """Record that a method starts.
+
+        Returns:
+            A key for `end`.
 
         Raises:
-            TaskCancelledError: this call was cancelled before it started.
+            TaskCancelledError: the task was cancelled before it started.
         """
         started = time.monotonic()
         self._calls += 1
         self._now = (method, started, self._task())
         self._write(started)
-        # Written before it is looked at, as the canceller writes before it reads: one of the two sees the other.
+        # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
         if self._page[CANCELLED_AT : CANCELLED_AT + 8] != self._seen and self._is_cancelled(self._now[2]):
             self.end(0)
             raise ray.exceptions.TaskCancelledError
         return 0
 
     def end(self, key: int) -> None:
-        """It has ended."""
+        """Record that a method has ended."""
         self._now = (IDLE, 0.0, b"")
         self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
-        """It goes on: a step, and a line of text for people.
+        """Record progress, with a step and a line of text for people.
 
         Raises:
-            TypeError, ValueError: the step is no whole number, or does not fit in 64 bits.
+            TypeError, ValueError: the step is not a whole number, or does not fit in 64 bits.
         """
         if step is not None:
-            # Before it is kept: the start and end of every further method write it.
+            # Check first: every later write packs the step again.
             step = operator.index(step)
             if not NO_STEP < step < -NO_STEP:
                 raise ValueError(f"a step must fit in 64 bits, got {step}")
@@ -125,7 +117,7 @@ class Record:
             self._write(time.monotonic())
 
     def _write(self, progressed: float) -> None:
-        # Needs no lock: Python changes threads, and raises what a signal's handler does, after calls. Here is one only.
+        # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
         method, started, task = self._now
         step, message = self._step, self._message
         self._version = version = self._version + 1
@@ -135,23 +127,23 @@ class Record:
         )
 
     def _is_cancelled(self, task: bytes) -> bool:
-        # Not noted as seen: calls queued behind this one may be in it too.
+        # `_seen` stays as it is: the ring may also hold calls that are queued behind this one.
         ring = CANCELLED_AT + 8
         at = self._page.find(task, ring, ABOUT_AT) if task else -1
-        while at >= 0 and (at - ring) % TASK_BYTES:  # across two of them
+        while at >= 0 and (at - ring) % TASK_BYTES:  # the match spans two ids
             at = self._page.find(task, at + 1, ABOUT_AT)
         return at >= 0
 
 
 class OverlappingRecord(Record):
-    """Of a worker whose async methods overlap: shows the one that has run longest."""
+    """Write the record of a worker whose async methods overlap; it shows the method that has run longest."""
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
         self._running: dict[int, tuple[int, float, bytes]] = {}
         super().__init__(methods, dump_signal)
 
     def begin(self, method: int) -> int:
-        """As of `Record`."""
+        """Record that a method starts, as `Record.begin` does."""
         super().begin(method)
         key = self._calls
         self._running[key] = self._now
@@ -159,57 +151,66 @@ class OverlappingRecord(Record):
         return key
 
     def end(self, key: int) -> None:
-        """As of `Record`."""
+        """Record that a method has ended, as `Record.end` does."""
         self._running.pop(key, None)
         self._show_longest()
 
     def _show_longest(self) -> None:
-        # Dicts keep the order of insertion: the first has run longest.
+        # Dicts keep the order of insertion, so the first method has run longest.
         self._now = next(iter(self._running.values()), (IDLE, 0.0, b""))
         self._write(time.monotonic())
 
 
 def _task_reader() -> Callable[[], bytes]:
-    """What tells the id of the task that runs: the public way costs twice as much, and every call pays for it."""
+    """Return a function that returns the id of the task that runs.
+
+    It uses a private attribute of Ray: the public function takes twice as long, and every call pays for it.
+    """
     try:
         worker: Any = ray._private.worker.global_worker
         worker.current_task_id.binary()
     except AttributeError:
-        # Not asked for here: where Ray does not run, it would be started.
+        # Call it later only: where Ray does not run, this call would start it.
         return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
     return lambda: worker.current_task_id.binary()
 
 
 def open_record(pid: int) -> int | None:
-    """The record of a process of this machine, as an open file; None if it has none, or is gone."""
+    """Open the record of a process of this machine.
+
+    Returns:
+        The open file; None if the process has no record or has ended.
+    """
     return open_memory_file(pid, NAME)
 
 
 def read_record(file: int) -> dict[str, Any]:
-    """What a record says, as plain data: method, running_s, since_progress_s, step, message, calls, task, dump_signal.
+    """Return the content of a record as plain data.
 
-    Times are seconds before now: the clock is this machine's.
+    Returns:
+        A dict with method, running_s, since_progress_s, step, message, calls, task and dump_signal. Times are seconds
+        before now, by the clock of this machine.
 
     Raises:
-        TimeoutError: at each of many tries the worker wrote meanwhile.
+        TimeoutError: the worker wrote the record during each of many attempts to read it.
     """
     seen = b""
-    whole: list[tuple[Any, ...]] = []
+    complete: list[tuple[Any, ...]] = []
     for _ in range(TRIES):
-        # Written without a lock. A state that was read twice, with the same version at both ends, is whole.
+        # The worker takes no lock. A state is complete if two reads agree and both its versions are equal.
         before, seen = seen, os.pread(file, CANCELLED_AT, 0)
         if seen == before:
             states = [struct.unpack_from(STATE, seen, at) for at in STATES_AT]
-            whole = [state for state in states if state[0] == state[-1]]
-        if whole:
+            complete = [state for state in states if state[0] == state[-1]]
+        if complete:
             break
     else:
-        raise TimeoutError(f"the worker wrote its record at each of {TRIES} tries to read it")
-    _, calls, method, started, progressed, step, task, said, _ = max(whole)
+        raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
+    _, calls, method, started, progressed, step, task, shown, _ = max(complete)
     now = time.monotonic()
-    about = json.loads(os.pread(file, _number(file, ABOUT_AT), ABOUT_AT + 8))
-    (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[said])
-    message = seen[MESSAGES_AT[said] + 8 :][:length].decode(errors="ignore")
+    about = json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))
+    (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
+    message = seen[MESSAGES_AT[shown] + 8 :][:length].decode(errors="ignore")
     return {
         "method": None if method == IDLE else about["methods"][method],
         "running_s": 0.0 if method == IDLE else now - started,
@@ -223,13 +224,13 @@ def read_record(file: int) -> dict[str, Any]:
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
-    """Tell a worker that tasks which it may not have started yet are not to be run.
+    """Prevent a worker from starting these tasks.
 
-    Several threads or processes may do so at once, each with the record opened by itself.
+    Several threads or processes may do this at once, if each has opened the record itself.
     """
     _lock(file)
     try:
-        count = _number(file, CANCELLED_AT)
+        count = _read_number(file, CANCELLED_AT)
         for task in tasks:
             os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * TASK_BYTES)
             count += 1
@@ -239,10 +240,11 @@ def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
 
 
 def _lock(file: int) -> None:
-    """Lock a record against others that write cancelled tasks, or go on without the lock after `LOCK_S`.
+    """Lock a record against others that cancel tasks; after `LOCK_S`, return without the lock.
 
-    The kernel keeps the lock, by open file: functions shipped by value share no memory, and a writer that is killed
-    leaves no lock behind. Without it a cancelled task may be lost; without the write it would be for certain.
+    The kernel keeps the lock for each open file: functions shipped by value share no memory, and a process that is
+    killed leaves no lock behind. Without the lock a cancelled task may be lost; without the write it would be lost for
+    certain.
     """
     deadline = time.monotonic() + LOCK_S
     while True:
@@ -255,13 +257,13 @@ def _lock(file: int) -> None:
             time.sleep(0.001)
 
 
-def _number(file: int, at: int) -> int:
+def _read_number(file: int, at: int) -> int:
     number: int = struct.unpack("<Q", os.pread(file, 8, at))[0]
     return number
 
 
 @contextlib.contextmanager
-def _opened(process: Process) -> Iterator[int | None]:
+def _record_file(process: Process) -> Iterator[int | None]:
     pid, started = process
     file = open_record(pid) if start_tick(pid) == started else None
     try:
@@ -272,66 +274,65 @@ def _opened(process: Process) -> Iterator[int | None]:
 
 
 def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """Return what each worker is doing; None for one that has ended, or whose record could not be read."""
-    found: list[dict[str, Any] | None] = []
+    """Return the record of each worker; None if the worker has ended, or its record could not be read."""
+    records: list[dict[str, Any] | None] = []
     for process in processes:
-        with _opened(process) as file:
-            found.append(None if file is None else _read(file))
-    return found
+        with _record_file(process) as file:
+            records.append(None if file is None else _try_read(file))
+    return records
 
 
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """What each worker is doing, and whether it is stuck; of those that are, the stacks if they are asked for.
+    """Return what each worker is doing, and whether it is stuck; with `dump`, also the stacks of stuck workers.
 
-    A worker is stuck when it is busy, or its process is stopped, and it has made no progress for so long.
+    A worker is stuck if it is busy, or its process is stopped, and it has made no progress for `stuck_after_s`.
 
     Returns:
-        For each worker its record, or an empty one, with `gone`: whether its process is; `stuck`; `stacks`, and
-        `note`: why there are none.
+        For each worker its record, or nothing if the record could not be read, with these entries added: `gone`,
+        whether its process has ended; `stuck`; `stacks`; `note`, why there are no stacks.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as open_files:
-        asked: dict[int, tuple[int, int]] = {}
-        at: dict[int, int] = {}
-        for number, (process, record) in enumerate(zip(processes, read_records(processes), strict=True)):
-            told = {"gone": start_tick(process[0]) != process[1], "stuck": False, "stacks": "", "note": ""}
-            found.append({**(record or {}), **told})
+        dumps: dict[int, tuple[int, int]] = {}
+        row_of: dict[int, dict[str, Any]] = {}
+        for process, record in zip(processes, read_records(processes), strict=True):
+            pid, started = process
+            row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
+            rows.append(row)
             if record is None:
                 continue
-            stopped = process_state(process[0]) == "T"
+            stopped = process_state(pid) == "T"
             if stopped:
-                found[-1]["note"] = "the process has been stopped (SIGSTOP)"
-            if not (record["method"] or stopped) or record["since_progress_s"] < stuck_after_s:
-                continue
-            found[-1]["stuck"] = True
-            if dump and (file := open_process(process)) is not None:
+                row["note"] = "the process has been stopped (SIGSTOP)"
+            row["stuck"] = bool(record["method"] or stopped) and record["since_progress_s"] >= stuck_after_s
+            if row["stuck"] and dump and (file := open_process(process)) is not None:
                 open_files.callback(os.close, file)
-                asked[file], at[file] = (process[0], record["dump_signal"]), number
-        for file, (stacks, note) in dump_stacks(asked).items():
-            found[at[file]].update(stacks=stacks, note=note)
-    return found
+                dumps[file], row_of[file] = (pid, record["dump_signal"]), row
+        for file, (stacks, note) in dump_stacks(dumps).items():
+            row_of[file].update(stacks=stacks, note=note)
+    return rows
 
 
 def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
-    """Keep workers from starting a task each.
+    """Prevent each worker from starting a task.
 
     Returns:
-        For each whether it had started the task already, and may still be running it.
+        For each task, whether the worker had started it already and may still be running it.
     """
     running: list[bool] = []
     for process, task in tasks:
-        with _opened(process) as file:
+        with _record_file(process) as file:
             if file is None:
                 running.append(False)
                 continue
             write_cancelled(file, [task])
-            record = _read(file)
+            record = _try_read(file)
             running.append(record is None or record["task"] == task)
     return running
 
 
-def _read(file: int) -> dict[str, Any] | None:
-    """Return what a record says; None if it stays busy: what the node's other workers do is reported all the same."""
+def _try_read(file: int) -> dict[str, Any] | None:
+    """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
     try:
         return read_record(file)
     except TimeoutError:
