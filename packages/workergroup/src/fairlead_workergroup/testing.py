@@ -126,7 +126,7 @@ def hang(
     token = uuid.uuid4().hex[:8]
     ref = group.workers[rank]._fairlead_run.remote("hang", faults.hang, how, token)
     deadline = time.monotonic() + timeout_s
-    while not _on_node(worker, faults.hangs, token):
+    while not _on_node(worker, faults.find_hanging, token):
         if ray.wait([ref], timeout=0.02)[0]:
             _answer(worker, ref, timeout_s=0)
         # What runs already cannot be taken back, and is there at the next look.

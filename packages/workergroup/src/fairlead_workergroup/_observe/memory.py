@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .._members import WorkerFacts
-from .._remote.process import mark_of, start_guard, verdicts
+from .._remote.process import mark_of, read_verdicts, start_guard
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .query import ask_nodes, process_of
 
@@ -64,7 +64,7 @@ class MemoryLimit:
         """Return the failures; those that a guard has caused become "out-of-memory", with both numbers."""
         killed = [failure for failure in failures if failure.kind == "killed"]
         asked = [workers[failure.rank] for failure in killed]
-        found = ask_nodes(asked, verdicts, process_of, self._token) if asked else []
+        found = ask_nodes(asked, read_verdicts, process_of, self._token) if asked else []
         sizes = {failure.rank: size for failure, size in zip(killed, found, strict=True) if size is not None}
         return tuple(
             replace(

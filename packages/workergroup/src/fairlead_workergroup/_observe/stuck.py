@@ -12,7 +12,7 @@ __all__ = ["add_odd_ranks", "find_innermost", "find_method_frames"]
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 # The functions of the host that call a method or function of the user, or a fault of the test kit.
-CALLERS = ("delegate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_made")
+CALLERS = ("delegate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_construct")
 MOST_NAMED = 8
 
 Frame = tuple[str, str, str]

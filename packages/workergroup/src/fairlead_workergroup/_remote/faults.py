@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults, as workers commit them, and how a node's agent starts and ends them.
-
-Shipped by value, to both: the standard library only, and what is shipped with it.
-"""
+"""Faults of workers, and how a node's agent starts and ends them. Shipped by value to both."""
 
 import contextlib
 import ctypes
@@ -10,23 +7,21 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .process import Process, process_state, send_signal, start_tick
-
-__all__ = ["continue_", "end_hang", "fill_memory", "hang", "hangs", "kill", "slow", "stop"]
+from .process import Process, open_memory_file, process_state, send_signal, start_tick
 
 NAME = "fairlead-hang-"
 
 
 def hang(host: Any, how: str, token: str) -> None:
-    """Return only when an agent ends it: it waits for a byte in a pipe, whose end for writing it tells in a file.
+    """Wait for a byte in a pipe, which an agent writes; a file tells the agent the number of the pipe.
 
     Args:
-        host: of the worker.
-        how: as of `testing.hang`.
-        token: by which the agent finds the file.
+        host: the host of the worker.
+        how: the way to hang, as for `testing.hang`.
+        token: the token by which the agent finds the file.
     """
     read, write = os.pipe()
     file = os.memfd_create(NAME + token)
@@ -44,8 +39,8 @@ def hang(host: Any, how: str, token: str) -> None:
 
 
 def slow(host: Any, seconds: float) -> None:
-    """Have every method of the worker begin with a sleep, of so many seconds; 0: no longer."""
-    # The instance itself, also when it has been slowed before.
+    """Make every method of the worker begin with a sleep; 0 seconds ends that."""
+    # The user's own instance, also if the worker is slow already.
     plain = vars(host).setdefault("_fairlead_plain", host._fairlead_instance)
     host._fairlead_instance = _Slowed(plain, seconds) if seconds else plain
 
@@ -53,7 +48,7 @@ def slow(host: Any, seconds: float) -> None:
         time.sleep(seconds)
         return plain
 
-    # What a function gets that is called in place of a method.
+    # Functions that are called in place of a method get this instance.
     host._fairlead_subject = subject
 
 
@@ -68,56 +63,54 @@ class _Slowed:
 
 
 def fill_memory(host: Any, size: int) -> None:
-    """Hold so many bytes, every page of them written, instead of those held before."""
+    """Hold this many bytes, with every page written, in place of the bytes held before."""
     host._fairlead_filled = None
     host._fairlead_filled = b"\x01" * size
 
 
-def hangs(processes: Sequence[Process], token: str) -> list[bool]:
-    """Which workers are in this `hang`."""
-    return [any(True for _ in _pipes(process, token)) for process in processes]
+def find_hanging(processes: Sequence[Process], token: str) -> list[bool]:
+    """Return which workers are in the `hang` with this token."""
+    return [_find_pipe(process, token) is not None for process in processes]
 
 
 def end_hang(processes: Sequence[Process], token: str) -> list[bool]:
-    """Let workers out of this `hang`; which were in it."""
-    ended = []
-    for process in processes:
-        pipes = list(_pipes(process, token))
-        for pipe in pipes:
-            with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as file:  # it may have ended meanwhile
-                file.write(b"x")
-        ended.append(bool(pipes))
-    return ended
+    """End the `hang` with this token; return which workers were in it."""
+    pipes = [_find_pipe(process, token) for process in processes]
+    for pipe in filter(None, pipes):
+        with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as file:  # the worker may have ended
+            file.write(b"x")
+    return [pipe is not None for pipe in pipes]
 
 
-def _pipes(process: Process, token: str) -> Iterator[str]:
+def _find_pipe(process: Process, token: str) -> str | None:
+    """Return the path of the pipe that ends a hang; None if the process is not in it."""
     pid, started = process
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):  # it ended while it was looked at
-        for name in os.listdir(folder) if start_tick(pid) == started else []:
-            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME}{token} "):
-                with open(f"{folder}/{name}") as file:
-                    yield f"{folder}/{file.read()}"
+    file = open_memory_file(pid, NAME + token) if start_tick(pid) == started else None
+    if file is None:
+        return None
+    with open(file) as text:
+        return f"/proc/{pid}/fd/{text.read()}"
 
 
 def kill(processes: Sequence[Process], timeout_s: float) -> list[bool]:
-    """Kill processes and wait until they are gone; whether they are."""
+    """Kill processes and wait until they have ended; return which ones have."""
     send_signal(processes, signal.SIGKILL)
-    return _waited(processes, timeout_s, lambda process: start_tick(process[0]) != process[1])
+    return _wait(processes, timeout_s, lambda process: start_tick(process[0]) != process[1])
 
 
 def stop(processes: Sequence[Process], timeout_s: float) -> list[bool]:
-    """Stop processes, until they are continued; whether they have been."""
+    """Stop processes until they are continued; return which ones have stopped."""
     send_signal(processes, signal.SIGSTOP)
-    return _waited(processes, timeout_s, lambda process: process_state(process[0]) == "T")
+    return _wait(processes, timeout_s, lambda process: process_state(process[0]) == "T")
 
 
 def continue_(processes: Sequence[Process]) -> list[bool]:
-    """Let stopped processes go on; whether they were there."""
+    """Continue stopped processes; return which ones were alive."""
     return send_signal(processes, signal.SIGCONT)
 
 
-def _waited(processes: Sequence[Process], timeout_s: float, holds: Any) -> list[bool]:
+def _wait(processes: Sequence[Process], timeout_s: float, holds: Callable[[Process], bool]) -> list[bool]:
+    """Wait until a condition holds for all processes; return for which it does."""
     deadline = time.monotonic() + timeout_s
     while not all(map(holds, processes)) and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side: the class each worker actor runs.
+"""The class that each worker actor runs.
 
-Shipped by value, so that a worker's Python needs nothing but Ray: this module imports the standard library, Ray, and
-what is shipped with it, only. What it publishes about the worker is plain data in
-`sys.modules["_fairlead_worker"]`.
+It is shipped by value, so that a worker's Python needs nothing but Ray. It publishes the facts about the worker as
+plain data in `sys.modules["_fairlead_worker"]`.
 """
 
 import asyncio
+import collections
 import inspect
 import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -24,21 +24,19 @@ from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .stacks import write_stacks_on_signal
 
-__all__ = ["ConcurrentHost", "WorkerHost", "host_class", "make_portable"]
-
-# Results that a worker has to run before there is a value. An ObjectRef is awaitable too, and is a value.
+# Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
-# What `fairlead_workergroup.testing` has workers do, as the record names it.
+# The names in the record of the faults that `fairlead_workergroup.testing` causes.
 FAULTS = ("hang", "slow", "fill_memory")
-# What the record calls a function that runs in place of a method.
+# The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
 KINDS = ("plain", "generator", "async", "async_generator")
 
 
 def _add_to_path(entries: Sequence[str]) -> None:
-    """Put the entries of a PYTHONPATH where a Python that starts with it has them: before its own modules.
+    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them.
 
-    Processes that the worker starts find them in the variable.
+    Processes that the worker starts find the entries in the variable.
     """
     if not entries:
         return
@@ -51,7 +49,7 @@ def _add_to_path(entries: Sequence[str]) -> None:
 
 
 class WorkerHost:
-    """Holds one instance of the user's class. `host_class` adds a method for each public method of it."""
+    """Hold one instance of the user's class. `host_class` adds a method for each of its public methods."""
 
     _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
@@ -62,25 +60,28 @@ class WorkerHost:
     def _fairlead_start(
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the worker: environment first, then the class, then the instance.
+        """Set the environment, load the class, and create the instance.
 
-        Not `__init__`: an error there kills the actor and reaches the driver as text, here it keeps its type; and
-        arguments that Ray would unpickle before `__init__` are fetched here, after the environment is set.
+        This is not `__init__`, because an error there kills the actor and reaches the driver as text, while an error
+        here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set.
 
         Args:
-            facts: what is published about the worker; as in `args` and `kwargs`, references in it are fetched.
-            target: what to load the class from.
+            facts: the facts to publish about the worker. References in it, in `args` and in `kwargs` are fetched.
+            target: the full name or the pickled bytes of the class, in a list.
             args: positional arguments of its constructor.
             kwargs: keyword arguments of its constructor.
+
+        Returns:
+            The facts that only the process itself knows, such as its pid.
         """
         self._fairlead_prepare(facts)
-        facts.update(_filled(facts, _values(facts.values(), ray.get)))
-        cls = load(*_filled(target, _values(target, ray.get)))
-        values = _values([*args, *kwargs.values()], ray.get)
-        return self._fairlead_made(cls, _filled(args, values), _filled(kwargs, values))
+        facts.update(_fill(facts, _get_values(facts.values())))
+        cls = load(*_fill(target, _get_values(target)))
+        values = _get_values([*args, *kwargs.values()])
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
-        """The environment and what is published of the worker, before a line of the user's is imported."""
+        """Set the environment and publish the facts, before any code of the user is imported."""
         os.environ.update(facts["env"])
         _add_to_path(facts["path"])
         if "tree" in facts:
@@ -91,11 +92,11 @@ class WorkerHost:
         published.__dict__.update(facts=facts, record=self._fairlead_record)
         sys.modules["_fairlead_worker"] = published
 
-    def _fairlead_made(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
             self._fairlead_instance = cls(*args, **kwargs)
         except BaseException as error:
-            self._fairlead_failed("__init__", error)
+            _prepare_error("__init__", error)
             raise
         self._fairlead_record.end(self._fairlead_key)
         context = ray.get_runtime_context()
@@ -108,20 +109,17 @@ class WorkerHost:
         }
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
-        """Run a method of which nobody wants the answer: nothing is stored, nothing travels back."""
-        result = getattr(self, method)(*args, **kwargs)
-        if inspect.isgenerator(result):
-            for _ in result:
-                pass
+        """Run a method and drop its result, so that nothing is stored or sent back."""
+        _drain(getattr(self, method)(*args, **kwargs))
 
     def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        """Run a method with arguments that are lists of what other workers made; see `_regrouped`."""
-        args, kwargs = _regrouped(plan, flat)
+        """Run a method whose arguments are lists of values from other workers; see `_regroup`."""
+        args, kwargs = _regroup(plan, flat)
         return getattr(self, method)(*args, **kwargs)
 
     def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        """The same for a generator method: Ray streams only from what is one itself."""
-        args, kwargs = _regrouped(plan, flat)
+        """Do the same for a generator method, because Ray streams only from generator methods."""
+        args, kwargs = _regroup(plan, flat)
         for item in getattr(self, method)(*args, **kwargs):  # noqa: UP028  as in `_delegate`
             yield item
 
@@ -129,7 +127,7 @@ class WorkerHost:
         """Call a function with the user's instance as its first argument.
 
         Args:
-            name: what errors call the function.
+            name: the name of the function in errors.
             pickled: the function.
             args: its other positional arguments.
             kwargs: its keyword arguments.
@@ -142,51 +140,76 @@ class WorkerHost:
         return function(self._fairlead_subject(), *args, **kwargs)
 
     def _fairlead_subject(self) -> Any:
-        """Return the user's instance; the test kit puts another function here."""
+        """Return the user's instance; the test kit replaces this method."""
         return self._fairlead_instance
 
     def _fairlead_run(self, name: str, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run a function of the test kit's on this host; the record shows it as a method of that name."""
-        key = self._fairlead_record.begin(self._fairlead_methods.index(name))
-        try:
+        """Run a function of the test kit on this host; the record shows it as a method of that name."""
+        with _MethodRun(self._fairlead_record, self._fairlead_methods.index(name), name):
             return function(self, *args)
-        finally:
-            self._fairlead_record.end(key)
 
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
-        if inspect.isgenerator(result):
-            for _ in result:
-                pass
-        else:
-            self._fairlead_loop().run_until_complete(_run_to_its_end(result))
+        if not _drain(result):
+            self._fairlead_loop().run_until_complete(_run_to_end(result))
 
     def _fairlead_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of a worker whose async methods run one at a time."""
+        """Return the event loop of a worker whose async methods run one at a time."""
         if self._fairlead_own_loop is None:
             self._fairlead_own_loop = asyncio.new_event_loop()
         return self._fairlead_own_loop
 
-    def _fairlead_failed(self, method: str, error: BaseException) -> None:
-        """Prepare what a method has raised for its way to the caller.
+    def _fairlead_iterate(self, items: Any) -> Iterator[Any]:
+        """Iterate over the items of an async generator on that event loop."""
+        while True:
+            try:
+                item = self._fairlead_loop().run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+            yield item
 
-        Raises:
-            RayError: it is a KeyboardInterrupt, which would look like the caller's own; Ray calls it a cancelled task.
-        """
-        if isinstance(error, KeyboardInterrupt):
-            told = RayError(f"{method!r} was interrupted in the worker, whose process goes on. {error}".rstrip())
-            told.fairlead_type = "KeyboardInterrupt"
-            raise told from error
-        if isinstance(error, Exception) and not isinstance(error, RayError):
-            make_portable(error)
 
-    def _fairlead_value(self, method: str, result: Any) -> Any:
-        """Return the value of a method that is no generator, whose result has to be run first."""
-        return self._fairlead_loop().run_until_complete(_value(method, result))
+class _MethodRun:
+    """Record that a method runs, and prepare the error that it raises.
+
+    A class, because `contextlib.contextmanager` would cost each call three times as much.
+    """
+
+    __slots__ = ("_key", "_method", "_number", "_record")
+
+    def __init__(self, record: Record, number: int, method: str) -> None:
+        self._record = record
+        self._number = number
+        self._method = method
+
+    def __enter__(self) -> None:
+        self._key = self._record.begin(self._number)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                _prepare_error(self._method, error)
+        finally:
+            self._record.end(self._key)
+
+
+def _prepare_error(method: str, error: BaseException) -> None:
+    """Prepare an error of a method for its way to the caller.
+
+    Raises:
+        RayError: it is a KeyboardInterrupt, which would look like the caller's own and which Ray reports as a cancelled
+            task.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        shown = RayError(f"{method!r} was interrupted in the worker, whose process goes on. {error}".rstrip())
+        shown.fairlead_type = "KeyboardInterrupt"
+        raise shown from error
+    if isinstance(error, Exception) and not isinstance(error, RayError):
+        make_portable(error)
 
 
 class ConcurrentHost(WorkerHost):
-    """A host whose async methods overlap: Ray runs the methods of a class with `async def` in it on one event loop."""
+    """A host whose async methods overlap: Ray runs all methods of a class that has an `async def` on one event loop."""
 
     _fairlead_record_class = OverlappingRecord
 
@@ -194,21 +217,21 @@ class ConcurrentHost(WorkerHost):
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         self._fairlead_prepare(facts)
-        facts.update(_filled(facts, await _awaited(facts.values())))
-        cls = load(*_filled(target, await _awaited(target)))
-        values = await _awaited([*args, *kwargs.values()])
-        return self._fairlead_made(cls, _filled(args, values), _filled(kwargs, values))
+        facts.update(_fill(facts, await _await_values(facts.values())))
+        cls = load(*_fill(target, await _await_values(target)))
+        values = await _await_values([*args, *kwargs.values()])
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        await _run_to_its_end(getattr(self, method)(*args, **kwargs))
+        await _run_to_end(getattr(self, method)(*args, **kwargs))
 
     async def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        args, kwargs = _regrouped(plan, flat)
+        args, kwargs = _regroup(plan, flat)
         result = getattr(self, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        args, kwargs = _regrouped(plan, flat)
+        args, kwargs = _regroup(plan, flat)
         items = getattr(self, method)(*args, **kwargs)
         if inspect.isasyncgen(items):
             async for item in items:
@@ -218,14 +241,14 @@ class ConcurrentHost(WorkerHost):
                 yield item
 
     async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
-        await _run_to_its_end(getattr(self._fairlead_instance, method)())
+        await _run_to_end(getattr(self._fairlead_instance, method)())
 
 
 async def _value(method: str, result: Any) -> Any:
-    """Return the value of a coroutine, and refuse generators: Ray would give the first item of one as the value.
+    """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value.
 
     Raises:
-        TypeError: the method, which is no generator method itself, has returned a generator.
+        TypeError: the method returned a generator, but is not a generator method.
     """
     while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
         result = await result
@@ -247,10 +270,10 @@ async def _value(method: str, result: Any) -> Any:
 
 
 def _items(method: str, result: Any) -> Any:
-    """Return the iterator that a generator method has returned.
+    """Return the iterator that a generator method returned.
 
     Raises:
-        TypeError: it has returned something else, because a decorator ran it.
+        TypeError: it returned something else, because a decorator ran the generator.
     """
     if hasattr(result, "__next__") or hasattr(result, "__anext__"):
         return result
@@ -263,32 +286,38 @@ def _items(method: str, result: Any) -> Any:
     )
 
 
-async def _run_to_its_end(result: Any) -> None:
-    """What a method of any kind has returned, run where nobody wants what it gives."""
+async def _run_to_end(result: Any) -> None:
+    """Run the result of a method of any kind to its end, and drop what it gives."""
     if inspect.isawaitable(result):
         await result
     elif inspect.isasyncgen(result):
         async for _ in result:
             pass
-    elif inspect.isgenerator(result):
-        for _ in result:
-            pass
+    else:
+        _drain(result)
 
 
-def _values(arguments: Iterable[Any], get: Any) -> dict[Any, Any]:
-    """The values of the references among arguments, all fetched at once."""
+def _drain(result: Any) -> bool:
+    """Run a result to its end if it is a generator; return whether it is."""
+    if is_generator := inspect.isgenerator(result):
+        collections.deque(result, maxlen=0)
+    return is_generator
+
+
+def _get_values(arguments: Iterable[Any]) -> dict[Any, Any]:
+    """Return the values of the references among the arguments, fetched all at once."""
     refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
-    return dict(zip(refs, get(refs), strict=True))
+    return dict(zip(refs, ray.get(refs), strict=True))
 
 
-async def _awaited(arguments: Iterable[Any]) -> dict[Any, Any]:
-    """As `_values`, without blocking the event loop."""
+async def _await_values(arguments: Iterable[Any]) -> dict[Any, Any]:
+    """Do the same as `_get_values` without blocking the event loop."""
     refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
     return dict(zip(refs, await asyncio.gather(*refs), strict=True))
 
 
-def _filled(arguments: Any, values: Mapping[Any, Any]) -> Any:
-    """A list or dict of arguments with its references replaced by their values."""
+def _fill(arguments: Any, values: Mapping[Any, Any]) -> Any:
+    """Return a list or dict of arguments with the references replaced by their values."""
 
     def value(argument: Any) -> Any:
         return values[argument] if isinstance(argument, ray.ObjectRef) else argument
@@ -298,10 +327,11 @@ def _filled(arguments: Any, values: Mapping[Any, Any]) -> Any:
     return [value(argument) for argument in arguments]
 
 
-def _regrouped(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments from values that came one by one, as Ray looks for references among the arguments themselves only.
+def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a method, put together from single values.
 
-    The plan has (name or None, number of values or None) for each argument: None for one that is no list of values.
+    The values travel one by one, because Ray resolves references only if they are arguments themselves. The plan has
+    (name or None, number of values or None) for each argument; None stands for an argument that is not a list.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -315,146 +345,92 @@ def _regrouped(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[st
     return args, kwargs
 
 
-def host_class(
-    name: str, kinds: Mapping[str, str], *, concurrent: bool = False, backpressure: Mapping[str, int] | None = None
-) -> type:
-    """A subclass of WorkerHost with one delegating method for each method of the user's class.
+def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int]) -> type:
+    """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
-    A method per method, rather than one generic call: Ray streams only from real generator methods, and arguments
-    inside a container are serialised as objects of their own, which makes every call slower.
+    There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
+    and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
     Args:
-        name: of the class.
-        kinds: kind of each method: plain, generator, async or async_generator.
-        concurrent: async methods overlap; otherwise one method runs at a time, whatever its kind.
-        backpressure: how many items a generator method may be ahead of its reader, for those with a limit.
+        name: the name of the class.
+        kinds: the kind of each method: plain, generator, async or async_generator.
+        concurrent: whether async methods overlap; otherwise one method runs at a time, whatever its kind.
+        backpressure: for each generator method that has a limit, how many items it may be ahead of its reader.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
-    members: dict[str, Any] = {"_fairlead_methods": names}
-    for number, (method, kind) in enumerate(kinds.items(), 1):
-        members[method] = function = delegate(f"_fairlead_instance.{method}", kind, number)
-        if backpressure is not None and method in backpressure:
-            ray.method(_generator_backpressure_num_objects=backpressure[method])(function)
+    members = {
+        method: delegate(f"_fairlead_instance.{method}", kind, number)
+        for number, (method, kind) in enumerate(kinds.items(), 1)
+    }
+    for method, limit in backpressure.items():
+        ray.method(_generator_backpressure_num_objects=limit)(members[method])
     for kind in KINDS:
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
-        if method != "_fairlead_methods":
-            function.__name__ = method
-            function.__qualname__ = f"{WorkerHost.__name__}.{method}"
-    return type(name, (base,), members)
+        function.__name__ = method
+        function.__qualname__ = f"{WorkerHost.__name__}.{method}"
+    return type(name, (base,), {"_fairlead_methods": names, **members})
 
 
 def _delegate(path: str, kind: str, number: int) -> Any:
-    """Return a method of a host that runs what is at a path of attributes of it, and records that it does."""
+    """Return a method of a host that runs the method at a path of attributes, and records that it does."""
     find, method = operator.attrgetter(path), path.rpartition(".")[2]
-    if kind == "plain":
+    if "generator" in kind:
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
-                result = find(self)(*args, **kwargs)
-                return self._fairlead_value(method, result) if type(result) in _UNFINISHED else result
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
-
-    elif kind == "generator":
-
-        def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
-                # Not `yield from`: Ray sends into the generators it runs, which iterators of other kinds do not take.
-                for item in _items(method, find(self)(*args, **kwargs)):
+            with _MethodRun(self._fairlead_record, number, method):
+                items = _items(method, find(self)(*args, **kwargs))
+                # Not `yield from`: Ray sends into the generators that it runs, which other iterators do not support.
+                for item in items if kind == "generator" else self._fairlead_iterate(items):
                     yield item
                     self._fairlead_record.progress()
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
-
-    elif kind == "async":
-        # A plain method: one `async def` on the class would make Ray run all of them at the same time.
-        def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
-                return self._fairlead_value(method, find(self)(*args, **kwargs))
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
 
     else:
-
+        # A plain method also for "async": one `async def` on the class would make Ray run all methods at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
-                loop = self._fairlead_loop()
-                items = _items(method, find(self)(*args, **kwargs))
-                while True:
-                    try:
-                        item = loop.run_until_complete(anext(items))
-                    except StopAsyncIteration:
-                        return
-                    yield item
-                    self._fairlead_record.progress()
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
+            with _MethodRun(self._fairlead_record, number, method):
+                result = find(self)(*args, **kwargs)
+                if kind == "async" or type(result) in _UNFINISHED:
+                    return self._fairlead_loop().run_until_complete(_value(method, result))
+                return result
 
     return delegate
 
 
 def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
+    """Do the same as `_delegate` for a host whose async methods overlap."""
     find, method = operator.attrgetter(path), path.rpartition(".")[2]
-    if kind in ("plain", "async"):
-        # Ray runs plain methods of an asyncio actor on its event loop too.
-        async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
-                result = find(self)(*args, **kwargs)
-                return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
-
-        return delegate
+    if kind == "generator":
+        return _delegate(path, kind, number)
     if kind == "async_generator":
 
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._fairlead_record.begin(number)
-            try:
+            with _MethodRun(self._fairlead_record, number, method):
                 async for item in _items(method, find(self)(*args, **kwargs)):
                     yield item
                     self._fairlead_record.progress()
-            except BaseException as error:
-                self._fairlead_failed(method, error)
-                raise
-            finally:
-                self._fairlead_record.end(key)
 
         return stream
-    return _delegate(path, kind, number)
+
+    # Ray runs plain methods of an asyncio actor on its event loop too.
+    async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _MethodRun(self._fairlead_record, number, method):
+            result = find(self)(*args, **kwargs)
+            return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
+
+    return delegate
 
 
 def make_portable(error: BaseException) -> None:
-    """Have an exception pickle so that its copy has its class, its text and its attributes.
+    """Change an exception so that its pickled copy has its class, its text and its attributes.
 
-    Where its own way of pickling does not do that, its copy is made without calling `__init__`, and without what does
-    not pickle; a note on the exception names what is left out. An exception that cannot be copied in this way either
-    is left as it is.
+    If its own way of pickling fails to do that, the copy is made without a call of `__init__`, and without values that
+    do not pickle; a note on the exception names these. If that fails too, the exception is not changed.
     """
     for member in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         make_portable(member)
-    if _is_kept(error):
+    if _survives_pickling(error):
         return
     left_out = [f"argument {at}" for at, value in enumerate(error.args) if not _pickles(value)]
     left_out += [f"attribute {name!r}" for name, value in vars(error).items() if not _pickles(value)]
@@ -463,30 +439,30 @@ def make_portable(error: BaseException) -> None:
     args = tuple(value if _pickles(value) else f"<{type(value).__qualname__}>" for value in error.args)
     attributes = {name: value for name, value in vars(error).items() if _pickles(value)}
     cls = type(error)
-    # That of a class of Python's own, such as OSError: a `__new__` of the user's may want other arguments.
+    # Use the `__new__` of a built-in class, such as OSError: that of the user's class may take other arguments.
     native = next(base for base in cls.__mro__ if base.__module__ == "builtins" and "__new__" in vars(base))
-    # Also an attribute, as OSError leaves its arguments to an `__init__` of the user's.
+    # Set `args` as an attribute too, because OSError leaves its arguments to the user's `__init__`.
     reduced = (native.__new__, (cls, *args), {**attributes, "args": args})
     vars(error)["__reduce_ex__"] = lambda protocol: reduced
-    if type(_copied(error)) is not cls:
+    if type(_copy(error)) is not cls:
         del vars(error)["__reduce_ex__"]
 
 
-def _is_kept(error: BaseException) -> bool:
-    copy = _copied(error)
+def _survives_pickling(error: BaseException) -> bool:
+    copy = _copy(error)
     try:
         return type(copy) is type(error) and str(copy) == str(error)
-    except Exception:  # noqa: BLE001  its __str__ is the user's, and may want what the copy lacks
+    except Exception:  # noqa: BLE001  a `__str__` of the user may need an attribute that the copy lacks
         return False
 
 
 def _pickles(value: Any) -> bool:
-    return _copied((value,)) is not None
+    return _copy((value,)) is not None
 
 
-def _copied(value: Any) -> Any:
-    """Return what a value is when it has travelled; None if it cannot."""
+def _copy(value: Any) -> Any:
+    """Return a pickled copy of a value; None if it cannot be pickled."""
     try:
         return ray.cloudpickle.loads(ray.cloudpickle.dumps(value))
-    except Exception:  # noqa: BLE001  whatever the user's classes raise
+    except Exception:  # noqa: BLE001  classes of the user may raise anything
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python stacks of a process that may never answer again, written by its own signal handler.
 
-faulthandler writes them without the interpreter: while the main thread sits in a native call, also one that holds
-the GIL. They go to an anonymous file (`memfd_create`) found among the process's open files, so that nothing is left
-behind. Shipped by value, to the workers and to the node agents.
+faulthandler writes them without the interpreter, so this works while the main thread is in a native call, even in one
+that holds the GIL. They go to an anonymous file (`memfd_create`) among the process's open files, so nothing is left
+behind. Shipped by value to the workers and to the node agents.
 """
 
 import faulthandler
@@ -15,35 +15,33 @@ from collections.abc import Mapping
 
 from .process import open_memory_file, process_state
 
-__all__ = ["dump_stacks", "write_stacks_on_signal"]
-
 NAME = "fairlead-stacks"
-# How long processes may take to write their stacks, all those of one request together.
+# How long all processes of one request together may take to write their stacks.
 WRITE_S = 5.0
 
 
 def write_stacks_on_signal() -> int:
-    """Have this process write the stacks of all its threads when it gets a signal; which one.
+    """Make this process write the stacks of all its threads when it gets a signal; return the signal.
 
-    A system call that the signal meets starts again, but a sleep or a poll returns early: it is for processes that
-    have been judged stuck only.
+    Most system calls start again after the signal, but a sleep or a poll returns early. So send it only to processes
+    that have been judged stuck.
     """
     chosen = signal.SIGRTMIN + 5
     file = os.memfd_create(NAME)
-    # Whoever asks empties the file first: what is written then begins at its start.
+    # A reader empties the file before it sends the signal; with O_APPEND the stacks then begin at the start.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(chosen, file=file, all_threads=True, chain=False)
     return int(chosen)
 
 
 def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, str]]:
-    """Have processes of this machine write their stacks, all at once.
+    """Make processes of this machine write their stacks, all at once.
 
     Args:
-        asked: by pidfd, which goes on meaning the same process: its pid, and the signal its record names.
+        asked: the pid and the signal in the record of each process, by pidfd, which never refers to another process.
 
     Returns:
-        By pidfd, the stacks, and why there are none.
+        The stacks, and the reason why there are none, by pidfd.
     """
     found: dict[int, tuple[str, str]] = {}
     waiting: dict[int, tuple[int, int, int, int]] = {}
@@ -53,13 +51,13 @@ def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, st
         if state == "T":
             found[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
         elif not number or file is None or not _signals(pid, "SigCgt") & _bit(number):
-            # Without the handler the signal would end it.
+            # Without a handler the signal would end the process.
             found[process] = "", "no handler writes the stacks of this process"
         else:
-            fcntl.flock(file, fcntl.LOCK_EX)  # others that ask at the same time; bounded by their WRITE_S
+            fcntl.flock(file, fcntl.LOCK_EX)  # against other readers, which hold it for at most WRITE_S
             os.ftruncate(file, 0)
-            handling = _handling(pid, number)
-            # Such signals queue: one that has not been taken yet is enough.
+            handling = _count_handlers(pid, number)
+            # These signals queue up, and one that is pending is enough.
             if not _signals(pid, "ShdPnd") & _bit(number):
                 signal.pidfd_send_signal(process, number)
             waiting[process] = pid, number, file, handling
@@ -69,17 +67,17 @@ def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, st
     deadline = time.monotonic() + WRITE_S
     for process, (pid, number, file, handling) in waiting.items():
         try:
-            found[process] = _written(pid, number, file, handling, deadline)
+            found[process] = _wait_for_stacks(pid, number, file, handling, deadline)
         finally:
             os.close(file)
     return found
 
 
-def _written(pid: int, number: int, file: int, handling: int, deadline: float) -> tuple[str, str]:
-    """What a process has written, once it has taken the signal and left its handler."""
+def _wait_for_stacks(pid: int, number: int, file: int, handling: int, deadline: float) -> tuple[str, str]:
+    """Return what a process has written, once it has received the signal and left its handler."""
     while True:
         late = time.monotonic() >= deadline
-        done = not _signals(pid, "ShdPnd") & _bit(number) and _handling(pid, number) == handling
+        done = not _signals(pid, "ShdPnd") & _bit(number) and _count_handlers(pid, number) == handling
         if (done or late) and (size := os.fstat(file).st_size):
             text = os.pread(file, size, 0).decode(errors="replace")
             os.ftruncate(file, 0)
@@ -90,8 +88,8 @@ def _written(pid: int, number: int, file: int, handling: int, deadline: float) -
         time.sleep(0.005)
 
 
-def _handling(pid: int, number: int) -> int:
-    """How many threads hold the signal back, as one does while it runs the signal's handler."""
+def _count_handlers(pid: int, number: int) -> int:
+    """Return how many threads block the signal, as a thread does while it runs the signal's handler."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -100,7 +98,7 @@ def _handling(pid: int, number: int) -> int:
 
 
 def _signals(pid: int, which: str, thread: str | None = None) -> int:
-    """A set of signals of a process or of a thread of it; 0 if it is gone."""
+    """Return a set of signals of a process or of one of its threads; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status") as file:
             return next((int(line.split()[1], 16) for line in file if line.startswith(which)), 0)
