@@ -320,7 +320,7 @@ def _status_rows() -> Iterator[Row]:
                     group.get_worker_status()
 
                 def read_all() -> None:
-                    read = ask_nodes(facts, _records.look, lambda worker: worker.process, 300.0, False)
+                    read = ask_nodes(facts, _records.look, 300.0, False)
                     assert sum(one.get("method") == "step" for one in read) == RECORDS
 
                 for what, look in (

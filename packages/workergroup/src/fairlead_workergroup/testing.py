@@ -29,7 +29,7 @@ from fairlead_placement.testing import assert_no_leaks
 from ._group import RayWorkerGroup
 from ._members import WorkerFacts, find_worker
 from ._observe.failures import as_failure
-from ._observe.query import ANSWER_S, ask_nodes, cancel_calls, process_of
+from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
 from ._ray_private import actor_id_of
 from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
@@ -77,9 +77,9 @@ class Hang:
         if worker is None or not ray.is_initialized():
             return
         if self._ref is None:
-            ask_nodes([worker], faults.continue_, process_of)
+            ask_nodes([worker], faults.continue_)
         else:
-            ask_nodes([worker], faults.end_hang, process_of, self._token)
+            ask_nodes([worker], faults.end_hang, self._token)
             ray.wait([self._ref], timeout=ANSWER_S)
 
     def __enter__(self) -> "Hang":
@@ -200,7 +200,7 @@ def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
 
 
 def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:
-    (done,) = ask_nodes([worker], function, process_of, *more)
+    (done,) = ask_nodes([worker], function, *more)
     if done is None:
         raise WorkerGroupError(f"the node of {worker} is gone, or does not answer")
     return bool(done)

@@ -173,7 +173,7 @@ def test_a_node_that_does_not_answer(group, monkeypatch, caplog):
         assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert f"cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
+    assert f"Cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
     monkeypatch.undo()
     assert states(group) == ["idle"] * 8
 

@@ -19,7 +19,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
 from fairlead_workergroup._observe.failures import Verdicts
-from fairlead_workergroup._observe.watch import Occurrences
+from fairlead_workergroup._observe.watch import EventFilter
 from fairlead_workergroup.testing import hang, kill
 
 
@@ -199,9 +199,9 @@ def status(state, incarnation=0, calls=1, since=0.0):
     return WorkerStatus(0, "", {}, state, "n", 1, method, since_progress_s=since, calls=calls, incarnation=incarnation)
 
 
-def test_occurrences():
+def test_event_filter():
     """Looks one after the other, and what is told after each: nothing twice, nothing left out."""
-    occurrences = Occurrences(slow_after_s=10.0)
+    events = EventFilter(slow_after_s=10.0)
     for now, expected in [
         (status("starting"), []),
         (status("idle"), ["worker-started"]),
@@ -223,10 +223,10 @@ def test_occurrences():
         (status("idle", incarnation=2), ["worker-restarted"]),
         (status("idle", incarnation=3), ["worker-restarted"]),  # with the whole group, or between two looks
     ]:
-        assert [kind for kind, _ in occurrences.new([now])] == expected, now
-    late = Occurrences(10.0)
-    assert [kind for kind, _ in late.new([status("dead")])] == ["worker-dead"]
-    assert [kind for kind, _ in late.new([status("idle", incarnation=1)])] == ["worker-restarted"]
+        assert [kind for kind, _ in events.find_new([now])] == expected, now
+    late = EventFilter(10.0)
+    assert [kind for kind, _ in late.find_new([status("dead")])] == ["worker-dead"]
+    assert [kind for kind, _ in late.find_new([status("idle", incarnation=1)])] == ["worker-restarted"]
 
 
 def run(code, **env):

@@ -12,18 +12,16 @@ from ray import ObjectRef
 from .._display import record_html
 from .._ray_private import object_sizes
 
-__all__ = ["CallStatistics", "Counters", "GroupStatistics", "Outcome"]
-
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a call on one worker, or one item that the worker yielded.
 
     Attributes:
-        rank: its number in the group.
+        rank: the number of the worker in the group.
         coords: its coordinates in the group, by axis.
-        value: its answer; None if it failed.
-        error: what it failed with; None if it did not.
+        value: the value that it returned; None if it failed.
+        error: the exception that it raised; None if it did not fail.
     """
 
     rank: int
@@ -59,10 +57,10 @@ class CallStatistics:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Counts since the group was made, its constructor arguments included.
+    """The counts since the group was created, which include its constructor arguments.
 
     Attributes:
-        calls: calls made on the group.
+        calls: calls of the group.
         requests: method calls sent to workers.
         puts: values stored in the object store for them.
         bytes_put: their size in bytes, as stored.
@@ -90,7 +88,7 @@ class GroupStatistics:
 
 
 class Counters:
-    """The running counts of a group.
+    """Count what a group stores, sends and fetches.
 
     Attributes:
         now: the counts so far.
@@ -107,7 +105,7 @@ class Counters:
             self.now = dataclasses.replace(self.now, **counts)
 
     def add_fetched(self, refs: Sequence[ObjectRef[Any]]) -> int:
-        """Count fetched results, and return their size in bytes."""
+        """Count fetched results; return their size in bytes."""
         size = sum(object_sizes(refs))
         self.add(fetched=len(refs), bytes_fetched=size)
         return size

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of workers that are looked at from outside, as values."""
+"""The state of workers as values: status, resource usage, stuck workers, events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from .._display import record_html
-
-__all__ = ["State", "StuckWorker", "WorkerEvent", "WorkerStatus", "WorkerUsage"]
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
 
@@ -21,17 +19,17 @@ class WorkerStatus:
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         state: "starting" (in its constructor), "idle", "busy", "stuck" (busy or stopped, without progress for long),
-            "dead", "restarting", or "unknown": its node is alive and did not answer, or its record could not be read.
+            "dead", "restarting", or "unknown" (its node is alive but did not answer, or its record could not be read).
         node_id: Ray's id of its node.
         pid: its process there.
-        method: what it is running; None when it is not running anything, or nobody knows.
-        running_s: seconds since it started that; 0.0 without.
+        method: the method that it runs; None if it runs none, or if that is unknown.
+        running_s: seconds since that method started; 0.0 without a method.
         since_progress_s: seconds since it started or ended a method, yielded an item or called `report_progress`.
-        step: the last step it reported; None if it has not.
+        step: the last step it reported; None if it has not reported one.
         message: the last message it reported.
         calls: how many method calls it has started.
-        incarnation: how often its rank has been started before.
-        restarts: how often of these because it was lost.
+        incarnation: how often its rank was started before.
+        restarts: how many of these starts were restarts after a loss.
     """
 
     rank: int
@@ -54,14 +52,14 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class WorkerUsage:
-    """What one worker's process uses.
+    """The resources that one worker's process uses.
 
     Attributes:
         rank: its number in the group.
-        cpu_percent: CPU time since it was last asked for, at first since the process started, in percent of one CPU.
-        rss_bytes: memory it has resident.
-        gpu_memory_bytes: what it holds on the GPUs of its node; None without nvidia-ml-py or a GPU there.
-        num_threads: its threads.
+        cpu_percent: CPU time since the last request, or since the process started, in percent of one CPU.
+        rss_bytes: its resident memory.
+        gpu_memory_bytes: the memory it holds on the GPUs of its node; None without nvidia-ml-py or a GPU there.
+        num_threads: the number of its threads.
     """
 
     rank: int
@@ -75,21 +73,21 @@ class WorkerUsage:
 
 @dataclass(frozen=True)
 class StuckWorker:
-    """A worker that lives and does not get on.
+    """A worker that is alive and makes no progress.
 
     Attributes:
         rank: its number in the group.
         coords: its coordinates, by axis.
         node_id: Ray's id of its node.
         pid: its process there.
-        method: what it is running; None if it was stopped while it was idle.
-        running_s: seconds since it started that.
+        method: the method that it runs; None if it was stopped while it was idle.
+        running_s: seconds since that method started.
         since_progress_s: seconds since its last progress.
         stacks: the Python stacks of all its threads, innermost frame first, as faulthandler writes them; empty if
-            they were not asked for or could not be had.
+            they were not requested or are not available.
         where: the innermost Python frame of the thread that runs the method, `file:line in function`; empty without
-            stacks. When the worker hangs in native code, that is the frame that called it.
-        note: what else is known: who else waits there and which rank does not, or why there are no stacks.
+            stacks. If the worker hangs in native code, that frame called it.
+        note: further facts: who else waits there and which rank does not, or why there are no stacks.
 
     >>> print(StuckWorker(1, {"dp": 0}, "abcdef0123", 77, "step", 62.0, 61.0, where="train.py:3 in step"))
     rank 1 (dp=0) on node abcdef01, pid 77: in 'step' for 62 s, no progress for 61 s, at train.py:3 in step
@@ -129,11 +127,11 @@ class WorkerEvent:
         coords: its coordinates, by axis.
         node_id: Ray's id of its node.
         pid: its process there.
-        incarnation: how often its rank had been started before.
-        method: what it was running; None without.
+        incarnation: how often its rank was started before.
+        method: the method that it ran; None if it ran none.
         message: the event as a line for people.
-        time: when it was seen, in seconds since the epoch by this machine's clock.
-        stuck: of "worker-stuck": what is known, with stacks.
+        time: when the watch saw the event, in seconds since the epoch by the clock of this machine.
+        stuck: the details of a "worker-stuck" event, with stacks; None for other events.
     """
 
     kind: Literal["worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker of a stuck group is not where the others are. Pure."""
+"""The worker of a stuck group that does not wait where the others wait. Pure."""
 
 import re
 from collections import Counter
@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .status import StuckWorker, WorkerStatus
-
-__all__ = ["add_odd_ranks", "find_innermost", "find_method_frames"]
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 # The functions of the host that call a method or function of the user, or a fault of the test kit.
@@ -19,13 +17,14 @@ Frame = tuple[str, str, str]
 
 
 def find_method_frames(stacks: str) -> tuple[Frame, ...]:
-    """(file, line, function) of the frames from the innermost one to the user's method, of the thread that runs it.
+    """Return the frames of the thread that runs the user's method, from the innermost one to the method.
 
     Args:
-        stacks: of all threads, as faulthandler writes them.
+        stacks: the stacks of all threads, as faulthandler writes them.
 
     Returns:
-        Those of the thread that was started first if none is seen to run a method; empty without frames.
+        (file, line, function) of each frame. If no thread runs a method, the frames of the first thread; empty without
+        frames.
 
     >>> find_method_frames('''Thread 0x1 (most recent call first):
     ...   File "/lib/threading.py", line 320 in wait
@@ -38,34 +37,37 @@ def find_method_frames(stacks: str) -> tuple[Frame, ...]:
     """
     threads: list[list[Frame]] = []
     for line in stacks.splitlines():
-        if (found := FRAME.fullmatch(line)) is not None:
+        if (frame := FRAME.fullmatch(line)) is not None:
             if threads:
-                threads[-1].append((found["file"], found["line"], found["function"]))
+                threads[-1].append((frame["file"], frame["line"], frame["function"]))
         elif line.rstrip().endswith("(most recent call first):"):
             threads.append([])
     for frames in threads:
         for at, (file, _, function) in enumerate(frames):
             if file.endswith("fairlead_workergroup/_remote/host.py") and function in CALLERS:
                 return tuple(frames[:at])
-    # The newest thread comes first.
+    # faulthandler writes the newest thread first.
     return tuple(threads[-1]) if threads else ()
 
 
 def find_innermost(stacks: str) -> str:
-    """Where the method is, `file:line in function`; empty if nothing is known."""
+    """Return the innermost frame of the method as `file:line in function`; empty if it is unknown."""
     frames = find_method_frames(stacks)
     return f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
 
 
 def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
-    """The stuck workers, with a note for each when most of the group waits at one place: who does not.
+    """Add notes that name the ranks that do not wait where most of the group waits.
 
-    Two workers are at one place when they run one method and, as far as stacks are there, their Python stacks agree
-    down to it: then they are in the same call, or at the same wait in it.
+    Two workers wait at the same place if they run the same method and, where stacks are available, their Python stacks
+    agree down to that method.
 
     Args:
-        stuck: those without progress.
-        statuses: of all workers that live, by rank.
+        stuck: the workers without progress.
+        statuses: the status of all workers that are alive, by rank.
+
+    Returns:
+        The stuck workers with these notes, or as they are if there is no such place.
     """
     places = {one.rank: (one.method, find_method_frames(one.stacks)) for one in stuck}
     ((place, count),) = Counter(places.values()).most_common(1) or [((None, ()), 0)]
@@ -74,19 +76,17 @@ def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerSta
         return list(stuck)
     by_rank = {one.rank: one for one in stuck}
     where = next((one.where for one in stuck if places[one.rank] == place and one.where), f"{place[0]!r}")
-    named = "; ".join(_doing(statuses[rank], by_rank.get(rank)) for rank in odd[:MOST_NAMED])
+    named = "; ".join(_describe(statuses[rank], by_rank.get(rank)) for rank in odd[:MOST_NAMED])
     named += f"; and {len(odd) - MOST_NAMED} others" if len(odd) > MOST_NAMED else ""
-    told = []
-    for one in stuck:
-        if one.rank in odd:
-            note = f"{count} others wait at {where}, this rank does not"
-        else:
-            note = f"{count - 1} others wait at the same place; not there: {named}"
-        told.append(replace(one, note=f"{one.note}; {note}" if one.note else note))
-    return told
+    of_odd = f"{count} others wait at {where}, this rank does not"
+    of_others = f"{count - 1} others wait at the same place; not there: {named}"
+    return [
+        replace(one, note="; ".join(filter(None, (one.note, of_odd if one.rank in odd else of_others))))
+        for one in stuck
+    ]
 
 
-def _doing(status: WorkerStatus, stuck: StuckWorker | None) -> str:
+def _describe(status: WorkerStatus, stuck: StuckWorker | None) -> str:
     if stuck is not None and stuck.where:
         return f"rank {status.rank} at {stuck.where}"
     return f"rank {status.rank} {f'in {status.method!r}' if status.method else status.state}"

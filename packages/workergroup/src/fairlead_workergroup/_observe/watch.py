@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at a group again and again, on a thread of its own, until it is closed or the group ends."""
+"""The watch of a group: it reports the events of the workers until it is closed or the group ends."""
 
 import atexit
 import logging
@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +20,6 @@ from .failures import Verdicts
 from .observer import Observer, check_seconds
 from .status import StuckWorker, WorkerEvent, WorkerStatus
 
-__all__ = ["Occurrences", "Watch"]
-
 logger = logging.getLogger("fairlead_workergroup")
 
 LEVELS = {
@@ -30,65 +29,65 @@ LEVELS = {
     "worker-stuck": logging.WARNING,
     "worker-dead": logging.ERROR,
 }
-# A look asks the nodes twice at most, when a worker is stuck.
+# One look makes at most two requests to a node, the second if a worker is stuck.
 CLOSE_S = 25.0
-# An exit does not wait that long: what the look finds no longer matters.
+# The exit of the process does not wait for a look, whose result no longer matters.
 EXIT_S = 2.0
-# Ray says at once what a worker that it knows to be dead died of.
+# Ray reports the cause of a death that it knows at once.
 CAUSE_S = 2.0
 
 
-class Occurrences:
-    """Remembers what has been told.
+class EventFilter:
+    """Find the events that have not been reported yet.
 
     Args:
-        slow_after_s: how long a call may go without progress before it is told of as slow.
+        slow_after_s: how long a call may make no progress before it is reported as slow.
     """
 
     def __init__(self, slow_after_s: float) -> None:
         self._slow_after_s = slow_after_s
-        # Of each rank the incarnation that was told of as started, and as dead; the incarnation and call as slow, and
-        # as stuck.
-        self._started: dict[int, int] = {}
-        self._dead: dict[int, int] = {}
-        self._slow: dict[int, tuple[int, int]] = {}
-        self._stuck: dict[int, tuple[int, int]] = {}
+        # The incarnation, or the incarnation and the call, that was reported last, by event and rank.
+        self._reported: dict[tuple[str, int], object] = {}
 
-    def new(self, statuses: Sequence[WorkerStatus]) -> Iterator[tuple[str, WorkerStatus]]:
-        """What has not been told yet: the kind of each event, and the worker it happened to."""
-        for now in statuses:
-            if now.state == "dead":
-                self._started.setdefault(now.rank, now.incarnation)
-                if self._dead.get(now.rank) != now.incarnation:
-                    self._dead[now.rank] = now.incarnation
-                    yield "worker-dead", now
-            elif now.state not in ("starting", "restarting", "unknown"):
-                yield from self._of_living(now)
+    def find_new(self, statuses: Sequence[WorkerStatus]) -> list[tuple[str, WorkerStatus]]:
+        """Return the kind of each new event, and the worker that it happened to."""
+        return [(kind, now) for now in statuses for kind in self._find_kinds(now)]
 
-    def not_stuck(self, rank: int) -> None:
-        """It has got on before it could be told of."""
-        self._stuck.pop(rank, None)
+    def forget_stuck(self, rank: int) -> None:
+        """Note that a stuck worker makes progress again."""
+        self._reported.pop(("stuck", rank), None)
 
-    def _of_living(self, now: WorkerStatus) -> Iterator[tuple[str, WorkerStatus]]:
-        before = self._started.get(now.rank)
-        if before != now.incarnation:
-            self._started[now.rank] = now.incarnation
-            yield "worker-started" if before is None else "worker-restarted", now
-        call = (now.incarnation, now.calls)
-        slow = now.method is not None and now.since_progress_s >= self._slow_after_s
-        # A call that gets on and is slow again is the same slow call; one that is stuck again has got stuck again.
-        if slow and self._slow.get(now.rank) != call:
-            self._slow[now.rank] = call
-            yield "call-slow", now
-        if now.state != "stuck":
-            self._stuck.pop(now.rank, None)
-        elif self._stuck.get(now.rank) != call:
-            self._stuck[now.rank] = call
-            yield "worker-stuck", now
+    def _find_kinds(self, now: WorkerStatus) -> Iterator[str]:
+        rank, call = now.rank, (now.incarnation, now.calls)
+        if now.state == "dead":
+            self._reported.setdefault(("started", rank), now.incarnation)
+            if self._is_new("dead", rank, now.incarnation):
+                yield "worker-dead"
+        elif now.state not in ("starting", "restarting", "unknown"):
+            known = ("started", rank) in self._reported
+            if self._is_new("started", rank, now.incarnation):
+                yield "worker-restarted" if known else "worker-started"
+            # A call that makes progress and is slow again is the same slow call, so it is not reported again.
+            if (
+                now.method is not None
+                and now.since_progress_s >= self._slow_after_s
+                and self._is_new("slow", rank, call)
+            ):
+                yield "call-slow"
+            # A worker that makes progress and is stuck again is reported again.
+            if now.state != "stuck":
+                self.forget_stuck(rank)
+            elif self._is_new("stuck", rank, call):
+                yield "worker-stuck"
+
+    def _is_new(self, event: str, rank: int, subject: object) -> bool:
+        before = self._reported.get((event, rank))
+        self._reported[event, rank] = subject
+        return before != subject
 
 
 class Watch:
-    """A group that is being watched; made by `RayWorkerGroup.watch`. Close it, or use it as a context manager."""
+    """The watch of a group, which `RayWorkerGroup.watch` starts. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class Watch:
         on_event: Callable[[WorkerEvent], object] | None,
     ) -> None:
         end = threading.Event()
-        # A group that nobody holds any more is given back, watched or not.
+        # A weak reference, so that a watched group is released too when nothing else refers to it.
         self._group = weakref.ref(group, lambda _: end.set())
         self._roster = roster
         self._observer = observer
@@ -112,28 +111,24 @@ class Watch:
         self._interval_s = check_seconds("interval_s", interval_s)
         self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
-        self._occurrences = Occurrences(check_seconds("slow_after_s", slow_after_s))
+        self._filter = EventFilter(check_seconds("slow_after_s", slow_after_s))
         self._unreported: deque[tuple[str, WorkerStatus]] = deque()
-        self._counter: Any = None
         self._end = end
-        self._thread = threading.Thread(target=self._go_on, name=f"fairlead-watch-{self._name}", daemon=True)
-        # Before Ray's own: a look would find it gone, and say so.
-        atexit.register(self._close_at_exit)
+        self._thread = threading.Thread(target=self._run, name=f"fairlead-watch-{self._name}", daemon=True)
+        # It runs before Ray's own exit handler; otherwise a look would fail, and log that Ray has ended.
+        atexit.register(self._close, EXIT_S)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"Watch({self._name!r}, {'closed' if self._end.is_set() else f'every {self._interval_s:g} s'})"
 
     def close(self) -> None:
-        """Look no more; no event is told after this, except when `on_event` itself closes. Can be repeated."""
+        """End the watch; no event is reported after this, unless `on_event` itself closes it. Can be repeated."""
         self._close(CLOSE_S)
-
-    def _close_at_exit(self) -> None:
-        self._close(EXIT_S)
 
     def _close(self, timeout_s: float) -> None:
         self._end.set()
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._close)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=timeout_s)
 
@@ -145,57 +140,55 @@ class Watch:
     ) -> None:
         self.close()
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         never_connect()
         try:
-            self._look_again_and_again()
+            while not self._end.is_set():
+                try:
+                    if not self._look():
+                        return
+                except WorkerGroupError:
+                    return  # The group has been shut down.
+                except Exception:
+                    # The next look may succeed, and a repeated warning is better than a watch that ends silently.
+                    if not self._is_over():
+                        logger.warning("Cannot look at the workers of %s.", self._name, exc_info=True)
+                self._end.wait(self._interval_s)
         finally:
             self._end.set()
-            atexit.unregister(self._close_at_exit)
-
-    def _look_again_and_again(self) -> None:
-        while not self._end.is_set():
-            try:
-                if not self._look():
-                    return
-            except WorkerGroupError:
-                return  # The group has been shut down.
-            except Exception:
-                # The next look may succeed. A watch that ends silently is worse than one that repeats a warning.
-                if not self._is_over():
-                    logger.warning("cannot look at the workers of %s", self._name, exc_info=True)
-            self._end.wait(self._interval_s)
+            atexit.unregister(self._close)
 
     def _is_over(self) -> bool:
-        """Return whether the watch has been closed, or the Ray that the group lived in has ended."""
+        """Return whether the watch has been closed, or the group's Ray has been shut down."""
         if self._end.is_set():
             return True
         try:
             return not self._roster.connected
-        except Exception:  # noqa: BLE001  Ray is just ending
+        except Exception:  # noqa: BLE001  Ray is shutting down
             return True
 
     def _look(self) -> bool:
-        """Look at the workers once and report what has happened; return False if there is no group any more."""
-        # Also while this thread's reference to the group is dropped, which may be the last one.
+        """Look at the workers once and report new events; return False if the group has ended."""
+        # The block includes the `del`, because this thread's reference to the group may be the last one.
         with block_shutdown():
             group = self._group()
             if group is None or self._is_over():
                 return False
             events = self._find_events()
             del group
-        # The user's function may take its time, and may shut Ray down.
+        # Outside the block, because the user's function may be slow, and may shut Ray down.
         for event in events:
             self._report(event)
         return True
 
     def _find_events(self) -> list[WorkerEvent]:
-        statuses = self._observer.read_status(self._stuck_after_s)
-        # If anything fails below, the next look reports these.
-        self._unreported.extend(self._occurrences.new(statuses))
+        # If anything fails below, the next look reports these events.
+        self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
-        who = self._roster.snapshot().facts
-        self._verdicts.note_causes([who[now.rank] for now in dead if who[now.rank].pid == now.pid], within_s=CAUSE_S)
+        facts = self._roster.snapshot().facts
+        self._verdicts.note_causes(
+            [facts[now.rank] for now in dead if facts[now.rank].pid == now.pid], within_s=CAUSE_S
+        )
         stuck: dict[int, StuckWorker] = {}
         if any(kind == "worker-stuck" for kind, _ in self._unreported):
             stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}
@@ -203,25 +196,24 @@ class Watch:
         while self._unreported:
             kind, now = self._unreported.popleft()
             cause = self._roster.snapshot().lost.get(now.rank) if kind == "worker-dead" else None
-            found = stuck.get(now.rank) if kind == "worker-stuck" else None
-            if kind == "worker-stuck" and found is None:
-                self._occurrences.not_stuck(now.rank)
+            details = stuck.get(now.rank) if kind == "worker-stuck" else None
+            if kind == "worker-stuck" and details is None:
+                self._filter.forget_stuck(now.rank)
             else:
-                events.append(_event(kind, now, cause, found))
-                self._count(kind)
+                events.append(_event(kind, now, cause, details))
+                self._counter.inc(1, tags={"group": self._name, "event": kind})
         return events
 
-    def _count(self, kind: str) -> None:
-        if self._counter is None:
-            from ray.util.metrics import Counter
+    @cached_property
+    def _counter(self) -> Any:
+        from ray.util.metrics import Counter
 
-            # Without ray[default] on this node nobody collects it, and nothing else happens.
-            self._counter = Counter(
-                "fairlead_worker_events",
-                description="What has happened to workers of a group, as its watch saw it.",
-                tag_keys=("group", "event"),
-            )
-        self._counter.inc(1, tags={"group": self._name, "event": kind})
+        # Without ray[default] on this node nothing collects the metric.
+        return Counter(
+            "fairlead_worker_events",
+            description="The events of the workers of a group that its watch has reported.",
+            tag_keys=("group", "event"),
+        )
 
     def _report(self, event: WorkerEvent) -> None:
         if self._end.is_set():
