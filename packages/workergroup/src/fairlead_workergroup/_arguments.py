@@ -19,19 +19,6 @@ from ray.exceptions import RayError
 
 from ._ray_private import object_sizes
 
-__all__ = [
-    "Answer",
-    "Arguments",
-    "Gathered",
-    "NotPicklableError",
-    "PassedOn",
-    "PerWorker",
-    "Shard",
-    "Source",
-    "is_inlined",
-    "refusing_marks",
-]
-
 _storing = threading.local()
 
 

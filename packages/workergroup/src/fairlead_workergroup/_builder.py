@@ -16,8 +16,6 @@ from ._start.options import check_concurrency, recursive_merge_options
 from ._start.worker_class import describe_class, full_name
 from .exceptions import WorkerStartError
 
-__all__ = ["ClassLike", "RayWorkerBuilder"]
-
 START_S = 600.0
 
 ClassLike: TypeAlias = str | type[Any] | ActorClass[Any]

@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args
 
 from fairlead_sharding import NamedSharding
 
-__all__ = ["Compression", "CurrentWorker", "check_compression", "current_worker", "report_progress"]
-
 Compression = Literal["fp16", "bf16", "powersgd"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 

@@ -5,8 +5,6 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["Deadline", "check_timeout"]
-
 
 def check_timeout(name: str, seconds: float | None) -> float | None:
     """A number of seconds, or None for no limit.

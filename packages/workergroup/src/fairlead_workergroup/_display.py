@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Bar", "MOST_ROWS", "Records", "record_html", "table_html"]
-
 MOST_ROWS = 40
 MOST_CHARACTERS = 200
 

@@ -46,8 +46,6 @@ from ._ray_private import actor_id_of, dead_actors
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
 
-__all__ = ["RayWorkerGroup"]
-
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 

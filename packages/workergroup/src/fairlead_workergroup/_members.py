@@ -14,8 +14,6 @@ from fairlead_sharding import NamedSharding
 
 from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
 
-__all__ = ["Member", "Place", "Roster", "Snapshot", "WorkerFacts", "find_worker"]
-
 
 @dataclass(frozen=True)
 class Place:

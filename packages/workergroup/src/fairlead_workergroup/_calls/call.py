@@ -26,8 +26,6 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
-__all__ = ["Call"]
-
 
 class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.

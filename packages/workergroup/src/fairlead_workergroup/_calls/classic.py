@@ -13,8 +13,6 @@ from .plan import Axes, Column, as_axes
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
 from .sender import Sender
 
-__all__ = ["ClassicCalls"]
-
 
 class ClassicCalls:
     """Makes the classic calls of a group; `RayWorkerGroup` says what each of them does.

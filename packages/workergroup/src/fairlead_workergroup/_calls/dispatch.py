@@ -12,8 +12,6 @@ from .execution import Execution, Repeats
 from .plan import Column
 from .sender import Order, Sender, is_on_event_loop, make_requests
 
-__all__ = ["dispatch"]
-
 
 def dispatch(
     sender: Sender,

@@ -15,8 +15,6 @@ from fairlead_placement.spi import block_shutdown, connection, never_connect
 
 from ..exceptions import WorkerGroupError
 
-__all__ = ["retrieve_late", "short_traceback"]
-
 logger = logging.getLogger(__name__)
 
 # Packages whose frames say nothing about the user's error.

@@ -27,8 +27,6 @@ from .errors import retrieve_late, short_traceback
 from .results import REPORT_EVERY_S, drain, explain_failure, is_not_ready, positions
 from .sender import Order, Request, Sender
 
-__all__ = ["Execution", "Repeats", "SendState"]
-
 logger = logging.getLogger(__name__)
 
 

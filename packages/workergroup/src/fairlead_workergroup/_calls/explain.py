@@ -11,8 +11,6 @@ from .._arguments import PassedOn, PerWorker, Shard, is_inlined
 from .._display import MOST_ROWS, table_html
 from .plan import CallPlan, Column
 
-__all__ = ["CallExplanation", "explain_call"]
-
 
 @dataclass(frozen=True, repr=False)
 class CallExplanation:

@@ -24,8 +24,6 @@ from .results import REPORT_EVERY_S
 from .sender import Sender
 from .wait import ResultStream, result_of
 
-__all__ = ["Strategy", "check_strategy", "map_items"]
-
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
 STRATEGIES = ("round_robin", "least_loaded")

@@ -13,8 +13,6 @@ from fairlead_sharding import NamedSharding
 
 from .._arguments import PassedOn, PerWorker, Shard
 
-__all__ = ["Axes", "CallPlan", "Column", "Mesh", "as_axes", "plan_call"]
-
 Axes = str | Iterable[str] | None
 
 

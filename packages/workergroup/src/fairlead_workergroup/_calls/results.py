@@ -21,19 +21,6 @@ from ..exceptions import CallTimeoutError
 from .errors import retrieve_late, short_traceback
 from .sender import Sender
 
-__all__ = [
-    "ClassicFutures",
-    "MultiWorkerFuture",
-    "REPORT_EVERY_S",
-    "ResultFetcher",
-    "drain",
-    "explain_failure",
-    "fetch",
-    "fetch_bundle",
-    "is_not_ready",
-    "positions",
-]
-
 logger = logging.getLogger(__name__)
 
 # Ray knows within a moment that a process has ended.

@@ -30,8 +30,6 @@ from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, LateWorker, WorkerFailureError
 from .plan import Column
 
-__all__ = ["Order", "Request", "Sender", "is_on_event_loop", "make_requests", "send"]
-
 
 class Request(NamedTuple):
     """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""

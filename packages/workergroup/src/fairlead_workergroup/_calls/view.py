@@ -16,8 +16,6 @@ from .plan import Axes, CallPlan, Column, Mesh, as_axes, plan_call
 from .sender import Sender
 from .wait import ResultStream
 
-__all__ = ["Addressed", "Balancing", "CallOptions", "GroupView"]
-
 
 @dataclass(frozen=True)
 class CallOptions:

@@ -14,8 +14,6 @@ from .errors import short_traceback
 from .execution import Execution
 from .results import REPORT_EVERY_S
 
-__all__ = ["ResultStream", "iterate_outcomes", "result_of", "stream_items", "wait_for"]
-
 T = TypeVar("T")
 
 
