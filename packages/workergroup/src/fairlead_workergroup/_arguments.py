@@ -23,7 +23,7 @@ _storing = threading.local()
 
 
 @contextlib.contextmanager
-def refusing_marks() -> Iterator[None]:
+def refuse_marks() -> Iterator[None]:
     """Refuse to pickle a mark on this thread meanwhile: one that is inside an argument would reach workers as it is."""
     _storing.arguments = True
     try:
@@ -201,7 +201,7 @@ class Arguments:
         sources: the calls that have to make arguments of this one.
 
     >>> arguments = Arguments()
-    >>> arguments.prepared(3), arguments.puts
+    >>> arguments.prepare(3), arguments.puts
     (3, 0)
     """
 
@@ -210,7 +210,7 @@ class Arguments:
         self._refs: dict[int, ObjectRef[Any]] = {}
         self.sources: list[Source] = []
 
-    def prepared(self, value: Any) -> Any:
+    def prepare(self, value: Any) -> Any:
         """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
 
         A list or dict that is inlined is copied: a call may be sent later, or again, with the values of now.
@@ -235,7 +235,7 @@ class Arguments:
         return ref
 
     def _stored(self, value: Any) -> ObjectRef[Any]:
-        with refusing_marks():
+        with refuse_marks():
             try:
                 ref: ObjectRef[Any] = self._put(value)
                 return ref

@@ -113,9 +113,9 @@ class RayWorkerBuilder:
         facts = {"env": dict(environment.variables), "path": list(environment.path)}
         ready = handle._fairlead_start.remote(
             facts,
-            [arguments.prepared(described.target)],
-            [arguments.prepared(value) for value in self.args],
-            {name: arguments.prepared(value) for name, value in {**self.kwargs, **init_kwargs}.items()},
+            [arguments.prepare(described.target)],
+            [arguments.prepare(value) for value in self.args],
+            {name: arguments.prepare(value) for name, value in {**self.kwargs, **init_kwargs}.items()},
         )
         return ready, handle
 

@@ -797,7 +797,7 @@ class RayWorkerGroup:
         return clean and self._resources.gave_all_back
 
     def _end_workers(self) -> None:
-        self._roster.ended()
+        self._roster.end()
         self._launcher.release()
         self._resources.give_back()
 

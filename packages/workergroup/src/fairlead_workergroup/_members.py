@@ -266,7 +266,7 @@ class Roster:
         member = self._now[who.rank]
         return member.failure is not None or member.facts is not who
 
-    def started(self, workers: Iterable[tuple[str, Any, Place, WorkerFacts]]) -> None:
+    def record_start(self, workers: Iterable[tuple[str, Any, Place, WorkerFacts]]) -> None:
         """Note new incarnations, each with the id of its actor and its handle; what was lost before lives again.
 
         Raises:
@@ -292,7 +292,7 @@ class Roster:
                     self.worker_metadata[rank] = member.place.metadata()
             self._show_changed()
 
-    def lost(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+    def record_losses(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         """Note losses, except of incarnations that have been replaced.
 
         Returns:
@@ -308,7 +308,7 @@ class Roster:
             self._change(changed)
             return tuple(self._now[failure.rank].failure or failure for failure in failures)
 
-    def restart_failed(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
+    def record_failed_restart(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
         """Note why ranks could not be started again; with `override` it replaces the reports of their losses."""
         with self._lock:
             self._change(
@@ -319,12 +319,12 @@ class Roster:
                 }
             )
 
-    def restarting(self, ranks: Iterable[int], running: bool = True) -> None:
+    def mark_restarting(self, ranks: Iterable[int], running: bool = True) -> None:
         """Note that a restart of these ranks has begun, or with `running=False` that it is over."""
         with self._lock:
             self._change({rank: replace(self._now[rank], restarting=running) for rank in ranks})
 
-    def relaunching(self, ranks: Iterable[int], *, counted: Collection[int]) -> None:
+    def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int]) -> None:
         """Note the next incarnation of these ranks, and count it as a restart of some of them."""
         with self._lock:
             changed = {}
@@ -334,12 +334,12 @@ class Roster:
                 changed[rank] = replace(member, incarnation=member.incarnation + 1, restarts=restarts)
             self._change(changed)
 
-    def moved(self, places: Sequence[Place]) -> None:
+    def move(self, places: Sequence[Place]) -> None:
         """Note new places of all ranks, which hold from their next start on."""
         with self._lock:
             self._change({place.rank: replace(self._now[place.rank], place=place) for place in places})
 
-    def observed(self, states: Mapping[int, str], seen: Snapshot) -> None:
+    def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were found out from outside, except of workers that were replaced since `seen`."""
         with self._lock:
             for shown in self.worker_metadata:
@@ -351,7 +351,7 @@ class Roster:
         """Note that a shutdown has begun: no incarnation starts any more."""
         self.ending = True
 
-    def ended(self) -> None:
+    def end(self) -> None:
         """Note that the group has no workers any more."""
         with self._lock:
             self.begin_end()

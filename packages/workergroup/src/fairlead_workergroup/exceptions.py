@@ -85,7 +85,7 @@ class WorkerFailureError(WorkerGroupError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        lost = listed_in_lines(self.failures)
+        lost = format_lines(self.failures)
         remedy = self.remedy or "Look at the logs of these workers. `restart_failed_workers()` starts them again."
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
@@ -153,7 +153,7 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         reason = f"{self.reason}\n" if self.reason else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
-            f"called {self.waited_s:.1f} s ago:{listed_in_lines(self.late)}\n{reason}"
+            f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n{reason}"
             "The call goes on: ask for its result again, or cancel it."
         )
 
@@ -245,7 +245,7 @@ def _at(coords: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
 
 
-def listed_in_lines(workers: Sequence[object]) -> str:
+def format_lines(workers: Sequence[object]) -> str:
     """Return a line for each worker, of many the first ones."""
     shown = "".join(f"\n  {worker}" for worker in workers[:MOST_SHOWN])
     return shown + (f"\n  and {len(workers) - MOST_SHOWN} others" if len(workers) > MOST_SHOWN else "")

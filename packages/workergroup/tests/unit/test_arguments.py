@@ -44,7 +44,7 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
     """The total of a container's values counts, in bytes."""
     assert is_inlined(value) == inlined
     stored = []
-    Arguments(lambda one: stored.append(one) or "ref").prepared(value)
+    Arguments(lambda one: stored.append(one) or "ref").prepare(value)
     assert len(stored) == (not inlined)
 
 
@@ -60,7 +60,7 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
 def test_a_nested_mark_is_refused(mark, nest, path):
     """A mark inside an argument is found at any depth, and the message says where it is."""
     with pytest.raises(NotPicklableError) as caught:
-        Arguments(ray.cloudpickle.dumps).prepared(nest(mark))
+        Arguments(ray.cloudpickle.dumps).prepare(nest(mark))
     assert path in str(caught.value)
     assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
 
@@ -69,7 +69,7 @@ def test_a_nested_mark_is_refused(mark, nest, path):
 def test_marks_can_be_pickled(mark):
     """A program may send a mark to the process that makes the call."""
     with pytest.raises(NotPicklableError):
-        Arguments(ray.cloudpickle.dumps).prepared([mark])
+        Arguments(ray.cloudpickle.dumps).prepare([mark])
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark
 
 
@@ -82,6 +82,6 @@ def test_the_part_that_cannot_be_pickled():
         (Raising(), "a Raising cannot be pickled: OSError: this value is bound to its process"),
     ]:
         with pytest.raises(NotPicklableError) as caught:
-            Arguments(ray.cloudpickle.dumps).prepared(value)
+            Arguments(ray.cloudpickle.dumps).prepare(value)
         assert part in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ from .._observe.query import late_workers
 from .._observe.statistics import Outcome
 from .._ray_private import actor_id_of_ref, still_referenced
 from .._start.worker_class import Method
-from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError, listed_in_lines
+from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError, format_lines
 from .errors import retrieve_late, short_traceback
 from .results import REPORT_EVERY_S, drain, explain_failure, is_not_ready, positions
 from .sender import Order, Request, Sender
@@ -503,7 +503,7 @@ def describe_missing(sources: Iterable[Source]) -> str:
     for (method, name), workers in pending.items():
         what = "a call" if method is None else f"the call of {method!r}"
         late = late_workers([facts for _, facts in sorted(workers.items())])
-        lines.append(f"{what} of group {name!r}, not finished by:{listed_in_lines(late)}")
+        lines.append(f"{what} of group {name!r}, not finished by:{format_lines(late)}")
     if others:
         lines.append(f"{others} object(s) that no worker of a group makes")
     return "They wait for an argument that is not there yet, from " + "\nand from ".join(lines) if lines else ""

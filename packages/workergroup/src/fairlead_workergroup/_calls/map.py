@@ -74,7 +74,7 @@ def map_items(
     found.check([None], {})
     sender.check_retries(retries)
     stored = Arguments()  # a large function is stored once, not with each item
-    found = replace(found, function=stored.prepared(found.function))
+    found = replace(found, function=stored.prepare(found.function))
     sender.counters.add(puts=stored.puts, bytes_put=stored.bytes_put)
     total = len(items) if isinstance(items, Sized) else None
     how = _How(found, max_in_flight, check_strategy(strategy), timeout_s, retries, return_exceptions, move_items)

@@ -298,12 +298,12 @@ def make_requests(
     columns = []
     for at, column in enumerate((*args, *kwargs.values())):
         try:
-            columns.append(column.mapped(arguments.prepared))
+            columns.append(column.mapped(arguments.prepare))
         except NotPicklableError as error:
             name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
             raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
     if method.function is not None:
-        columns = [Column([method.name]), Column([arguments.prepared(method.function)]), *columns]
+        columns = [Column([method.name]), Column([arguments.prepare(method.function)]), *columns]
         args = [*columns[:2], *args]
     return _rows(count, method, columns, len(args), list(kwargs), answers)
 

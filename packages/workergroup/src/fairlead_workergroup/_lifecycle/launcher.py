@@ -153,6 +153,6 @@ class Launcher:
             mark = mark_of(self._token, facts.rank)
             resources.processes[facts.rank] = WorkerProcess(answer["node_id"], mark, facts.pid, facts.started)
             started.append((actor_id_of(actor), actor, plan.place, facts))
-        self._roster.started(started)
+        self._roster.record_start(started)
         if self._memory_limit is not None:
             self._memory_limit.guard([facts for *_, facts in started])

@@ -200,7 +200,7 @@ class Restarter:
         # Ray would create actors on a removed placement group without an error, and never start them.
         if reason := CLUSTER_GONE if self._without_cluster(everybody) else self._spent(lost):
             raise WorkerFailureError(tuple(lost.values()), reason)
-        roster.restarting(ranks)
+        roster.mark_restarting(ranks)
         ended = False
         try:
             self._end_old(ranks, tuple(lost.values()))
@@ -208,7 +208,7 @@ class Restarter:
             self._find_new_slots(tuple(lost.values()))
             # A restart that found no room is not counted: it has restarted nothing.
             self._group_restarts += self.policy.restarts_all
-            roster.relaunching(ranks, counted=ranks)
+            roster.record_relaunch(ranks, counted=ranks)
             # A store that has served one set of processes does not serve another.
             if self.policy.restarts_all or self._master_moved():
                 resources.release_port()
@@ -226,7 +226,7 @@ class Restarter:
         finally:
             if roster.ending:  # the shutdown on another thread could not see what this restart had started
                 resources.give_back()
-            roster.restarting(ranks, running=False)
+            roster.mark_restarting(ranks, running=False)
         logger.warning("restarted rank(s) %s of %r", ", ".join(map(str, ranks)), roster.name_prefix)
         return ranks
 
@@ -314,7 +314,7 @@ class Restarter:
         self._launcher.prepare(moved)
         # Only now, so that the next attempt moves them again if the plan fails.
         self._slots = slots
-        self._roster.moved(moved)
+        self._roster.move(moved)
         self._resources.claim_slots(moved)
 
     def _note_failed(self, ranks: Sequence[int], error: Exception) -> Exception:
@@ -332,9 +332,9 @@ class Restarter:
             for rank in ranks
         )
         if isinstance(error, WorkerFailureError):
-            self._roster.restart_failed(failures, override=False)
+            self._roster.record_failed_restart(failures, override=False)
             return error
-        self._roster.restart_failed(failures, override=True)
+        self._roster.record_failed_restart(failures, override=True)
         return WorkerFailureError(failures, str(error) if is_start else f"They could not be started again: {error}")
 
 

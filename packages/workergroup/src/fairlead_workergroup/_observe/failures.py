@@ -134,7 +134,7 @@ class Verdicts:
         """Note that workers are dead, except those that have been replaced; return the failures to report."""
         if self._memory_limit is not None:
             failures = self._memory_limit.judge(failures, self._roster.snapshot().facts)
-        return self._roster.lost(failures)
+        return self._roster.record_losses(failures)
 
     def note_causes(self, dead: Sequence[WorkerFacts], *, within_s: float) -> None:
         """Note the causes of death that Ray reports within `within_s`."""

@@ -92,7 +92,7 @@ class Observer:
             )
             for member in now.members
         ]
-        self._roster.observed(states, now)
+        self._roster.show_states(states, now)
         return statuses, [_stuck(facts, rows[facts.rank]) for facts in now.facts if states[facts.rank] == "stuck"]
 
 

@@ -215,7 +215,7 @@ class Recipe:
             "env": {**plan.environment.variables, "MASTER_PORT": str(master_port)},
             "path": list(plan.environment.path),
         }
-        more = {name: configured.prepared(value) for name, value in plan.init_kwargs.items()}
+        more = {name: configured.prepare(value) for name, value in plan.init_kwargs.items()}
         # Nested, so that Ray leaves the references alone: the host fetches them once the environment is set.
         ref: ObjectRef = actor._fairlead_start.remote(facts, [self.target], list(self.args), {**self.kwargs, **more})
         return ref
@@ -239,17 +239,17 @@ def store_recipe(
 
     def argument(name: object, value: Any) -> Any:
         try:
-            return stored.prepared(value)
+            return stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
 
     layout: Any = sharding.to_dict()
     if "ranks" in layout:  # it grows with the group: stored, not sent to each worker
-        layout = stored.prepared(layout)
+        layout = stored.prepare(layout)
     return Recipe(
         args=[argument(at, value) for at, value in enumerate(args)],
         kwargs={name: argument(name, value) for name, value in kwargs.items()},
-        target=stored.prepared(described.target),
+        target=stored.prepare(described.target),
         facts={**facts, "world_size": sharding.size, "layout": layout},
         token=token,
         stored=stored,
