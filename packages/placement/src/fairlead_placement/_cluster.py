@@ -2,6 +2,7 @@
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, NotRequired, TypedDict
 
 import ray
@@ -232,7 +233,7 @@ class RayVirtualCluster:
         with head_deadline():
             if slots := self._shown_slots():
                 return examine_reserved(self._holding.request.asks, slots, self._holding.reserved_at)
-            return examine(self._holding.request, unified=unified)
+            return examine(replace(self._holding.request, unified=unified))
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
         """Reserve now, unless that has been done.
@@ -254,10 +255,10 @@ class RayVirtualCluster:
         """
         self._check_its_ray()
         if self._holding.reserved:
-            if unified != self._holding.unified:
+            if unified != self._holding.request.unified:
                 raise PlacementError(
-                    f"{self!r} is reserved with unified={self._holding.unified}; shutdown() it before it is reserved "
-                    f"with unified={unified}"
+                    f"{self!r} is reserved with unified={not unified}; shutdown() it before it is reserved with "
+                    f"unified={unified}"
                 )
             return self
         if self._parent is not None:
@@ -473,7 +474,7 @@ class RayVirtualCluster:
         return True
 
     def __enter__(self) -> "RayVirtualCluster":
-        return self.reserve(unified=self._holding.unified)
+        return self.reserve(unified=self._holding.request.unified)
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()

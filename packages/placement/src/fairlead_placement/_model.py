@@ -71,6 +71,8 @@ class Request:
         gpu_ids: the GPUs of its node that each logical node gets; empty for any GPUs.
         timeout_s: seconds to wait for what others hold, and for an autoscaler.
         wait_for_nodes_s: seconds to wait for nodes that are joining.
+        unified: one placement group in all, each logical node on a physical node of its own, instead of a group for
+            each logical node.
     """
 
     asks: tuple[Ask, ...]
@@ -80,6 +82,7 @@ class Request:
     gpu_ids: Mapping[int, frozenset[str]] = field(default_factory=dict)
     timeout_s: float
     wait_for_nodes_s: float
+    unified: bool = False
 
 
 _VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"

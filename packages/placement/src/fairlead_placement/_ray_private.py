@@ -21,10 +21,9 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
     Fallback: None; callers then subtract what placement groups and actors hold from what the nodes have.
     """
     try:
-        free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+        return dict(ray._private.state.available_resources_per_node())
     except AttributeError:
         return None
-    return free
 
 
 def draining_nodes() -> frozenset[str]:
@@ -82,8 +81,7 @@ def cluster_file() -> str | None:
         from ray._private.utils import get_ray_address_file
     except ImportError:
         return None
-    path: str = get_ray_address_file(None)
-    return path
+    return str(get_ray_address_file(None))
 
 
 def connect_to_head(address: str) -> None:
@@ -153,28 +151,21 @@ def live_actors() -> tuple[LiveActor, ...]:
         rows = [ActorTableData.FromString(raw) for raw in table]
     except (ImportError, AttributeError, TypeError):
         return ()
-    return tuple(
-        LiveActor(
-            actor_id=row.actor_id.hex(),
-            class_name=row.class_name,
-            name=row.name,
-            job_id=row.job_id.hex(),
-            node_id=row.address.node_id.hex().replace("f" * 56, ""),
-            group_id=row.placement_group_id.hex(),
-            resources={one.name: sum(held.quantity for held in one.resource_ids) for one in row.resource_mapping},
-            gpus=tuple(
-                sorted(
-                    {
-                        held.index
-                        for one in row.resource_mapping
-                        if one.name == "GPU" or one.name.startswith("GPU_group_")
-                        for held in one.resource_ids
-                    }
-                )
-            ),
-        )
-        for row in rows
-        if row.state != ActorTableData.DEAD
+    return tuple(_live_actor(row) for row in rows if row.state != ActorTableData.DEAD)
+
+
+def _live_actor(row: Any) -> LiveActor:
+    held = {one.name: one.resource_ids for one in row.resource_mapping}
+    on_gpus = [parts for name, parts in held.items() if name == "GPU" or name.startswith("GPU_group_")]
+    return LiveActor(
+        actor_id=row.actor_id.hex(),
+        class_name=row.class_name,
+        name=row.name,
+        job_id=row.job_id.hex(),
+        node_id=row.address.node_id.hex().replace("f" * 56, ""),
+        group_id=row.placement_group_id.hex(),
+        resources={name: sum(part.quantity for part in parts) for name, parts in held.items()},
+        gpus=tuple(sorted({part.index for parts in on_gpus for part in parts})),
     )
 
 
@@ -186,10 +177,8 @@ def visible_gpus() -> Callable[[], list[str] | None]:
     """
 
     def ids() -> list[str] | None:
-        visible: dict[str, list[str] | None] = getattr(
-            ray._private.worker.global_worker, "original_visible_accelerator_ids", {}
-        )
-        return visible.get("GPU")
+        gpus = getattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", {}).get("GPU")
+        return None if gpus is None else list(gpus)
 
     return ids
 
@@ -251,8 +240,7 @@ def _worker_row(worker_id: str) -> Any | None:
 def _node_of(row: Any) -> bytes:
     address = row.worker_address
     # Earlier versions of Ray name it raylet_id.
-    node_id: bytes = getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")
-    return node_id
+    return bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b""))
 
 
 def node_of_worker(worker_id: str) -> str | None:

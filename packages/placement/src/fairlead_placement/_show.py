@@ -2,6 +2,7 @@
 """Shows clusters, reservations, refusals and waits to people."""
 
 import io
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,11 @@ class Report:
         place = "reserved on" if self.verdict == "reserved" else "planned on"
         columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
-        for first, last, ask in self._runs():
+        # A row for each run of neighbouring asks of one shape.
+        runs = itertools.groupby(enumerate(self.asks), lambda entry: (entry[1].shape, entry[1].node_idx - entry[0]))
+        for _, run in runs:
+            asks = [ask for _, ask in run]
+            ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
             cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
@@ -196,16 +201,6 @@ class Report:
             cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
             found.add_row(*map(Text, cells))
         return found
-
-    def _runs(self) -> list[tuple[int, int, Ask]]:
-        """Return a row for each run of neighbouring asks of one shape: (first, last, one of them)."""
-        rows: list[tuple[int, int, Ask]] = []
-        for ask in self.asks:
-            if rows and rows[-1][2].shape == ask.shape and rows[-1][1] == ask.node_idx - 1:
-                rows[-1] = (rows[-1][0], ask.node_idx, rows[-1][2])
-            else:
-                rows.append((ask.node_idx, ask.node_idx, ask))
-        return rows
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

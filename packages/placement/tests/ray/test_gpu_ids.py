@@ -241,7 +241,7 @@ def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypa
         given.append(timeout)
         return get(refs, timeout=timeout)
 
-    monkeypatch.setattr("fairlead_placement._reserve.slots.ray.get", timed_get)
+    monkeypatch.setattr("fairlead_placement._reserve.groups.ray.get", timed_get)
     for gpu_ids, times in ((None, 1), ([1], 3)):
         given.clear()
         with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
@@ -264,8 +264,8 @@ def test_ids_that_do_not_come(local, monkeypatch):
     def never():
         ray.get(release.wait.remote())
 
-    monkeypatch.setattr("fairlead_placement._reserve.slots._ask_ids", lambda: ray.remote(never))
-    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.2)
+    monkeypatch.setattr("fairlead_placement._reserve.groups._ask_ids", lambda: ray.remote(never))
+    monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 0.2)
     with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
         RayVirtualCluster([1], reserve_timeout_s=0).reserve()
     ray.kill(release)
@@ -280,9 +280,9 @@ class Gate:
     "seam",
     [
         "gpus.accelerator_ids",
-        "gpu_ids.GpuAttempt._exchange",
-        "gpu_ids.place",
-        "gpu_ids._check_ids",
+        "gpus.GpuAttempt._exchange",
+        "gpus.place",
+        "gpus._check_ids",
     ],
 )
 def test_interrupted(local, monkeypatch, seam):

@@ -93,8 +93,7 @@ def _key(node_id: str) -> tuple[str, str, str]:
 
 def this_process() -> str:
     """Return the worker id of this process, which owns what the agents hold for it."""
-    worker_id: str = ray.get_runtime_context().get_worker_id()
-    return worker_id
+    return str(ray.get_runtime_context().get_worker_id())
 
 
 def is_driver() -> bool:
@@ -176,8 +175,7 @@ class NodeAgent:
 
     def leased(self) -> list[int]:
         """Return the ports held now, in ascending order."""
-        ports: list[int] = self._ask("leased")
-        return ports
+        return list(self._ask("leased"))
 
     def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
         """Return what processes of the node use, in the order of `pids`. A process that has ended is left out."""
@@ -185,8 +183,7 @@ class NodeAgent:
 
     def requests(self) -> dict[str, int]:
         """Return how many requests have reached the agent: `usage` to measure processes, `run` to call functions."""
-        counts: dict[str, int] = self._ask("requests")
-        return counts
+        return dict(self._ask("requests"))
 
     def memory(self, watcher: str | None = None, name: str = "") -> NodeUsage:
         """Take a sample of the node's memory.

@@ -5,6 +5,7 @@ Shipped by value, so nodes need nothing but Ray: this module imports the standar
 `meters` and `owners`, which are shipped by value too.
 """
 
+import contextlib
 import errno
 import functools
 import random
@@ -93,14 +94,9 @@ class AgentProcess:
         mine = {port for port, _ in self._held.values()}
         found: dict[int, socket.socket] = {}
         in_use = 0
-        for step in range(size):
-            if len(found) == len(lease_ids):
-                break
-            port = low + (start + step) % size
-            if port in mine:
-                continue
-            held = _hold(port)
-            if held is None:
+        others = (port for step in range(size) if (port := low + (start + step) % size) not in mine)
+        while len(found) < len(lease_ids) and (port := next(others, 0)):
+            if (held := _hold(port)) is None:
                 in_use += 1
             else:
                 found[port] = held
@@ -173,25 +169,18 @@ def _hold(port: int) -> socket.socket | None:
     The socket is bound on IPv6 and IPv4 together, so that nobody can use the port on either. On a machine without IPv6
     it is bound on IPv4.
     """
-    try:
-        return _bind(socket.AF_INET6, "::", port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-    try:
-        return _bind(socket.AF_INET, "", port)
-    except OSError:
-        return None
-
-
-def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind((address, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except BaseException:
-        held.close()
-        raise
-    return held
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+        with contextlib.ExitStack() as undo:
+            try:
+                held = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                if family == socket.AF_INET6:
+                    held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                held.bind((address, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return None
+                continue
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            undo.pop_all()
+            return held
+    return None

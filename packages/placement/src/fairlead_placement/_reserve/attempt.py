@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
+import contextlib
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,12 @@ from .groups import Demand, Reserved, place
 POLL_S = (0.05, 0.5)
 
 
-def examine(request: Request, *, unified: bool) -> Report:
+def examine(request: Request) -> Report:
     """Return whether a reservation would succeed now, without reserving."""
     asks, nodes = request.asks, read_nodes()
-    chosen, impossible = decide(asks, nodes, own_nodes=unified, segment_size=request.segment_size)
-    if chosen is not None:
-        return report_of(asks, nodes, "fits", chosen)
-    return report_of(asks, nodes, "impossible" if impossible else "taken")
+    chosen, impossible = decide(asks, nodes, own_nodes=request.unified, segment_size=request.segment_size)
+    verdict: Verdict = "fits" if chosen is not None else "impossible" if impossible else "taken"
+    return report_of(asks, nodes, verdict, chosen)
 
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
@@ -48,39 +48,36 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
 class Attempt:
     """One request and how it is placed: planned on any nodes that can hold it.
 
-    Args:
-        request: the request.
-        unified: one group in all, each logical node on a physical node of its own, instead of a group per logical node.
-        deadline: the end of the reservation's time, as of `time.monotonic`.
+    Its time begins when it is made.
     """
 
     waits_for = "others hold what it needs"
     is_shown_to_autoscaler = True
 
-    def __init__(self, request: Request, *, unified: bool, deadline: float) -> None:
-        self.request, self.unified, self.deadline = request, unified, deadline
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.deadline = time.monotonic() + request.timeout_s
         self._chosen: Mapping[int, tuple[str, ...]] | None = None
 
     def is_impossible(self, nodes: Sequence[Node]) -> bool:
         """Return whether it is certain that the nodes cannot hold the request, even when they are idle."""
         # The planner gets a second even for a reservation that is not to wait. Most plans take milliseconds.
         until = max(self.deadline, time.monotonic() + 1.0)
+        request = self.request
         self._chosen, impossible = decide(
-            self.request.asks, nodes, own_nodes=self.unified, segment_size=self.request.segment_size, deadline=until
+            request.asks, nodes, own_nodes=request.unified, segment_size=request.segment_size, deadline=until
         )
         return impossible
 
     def place(self, nodes: Sequence[Node]) -> tuple[Reserved, ...] | None:
         """Place the request on nodes that `is_impossible` has seen. Return None, with nothing left, if that fails."""
-        if self._chosen is None:
-            return None
-        return place(self.request.asks, self._chosen, name=self.request.name, unified=self.unified)
+        return None if self._chosen is None else place(self.request, self._chosen)
 
     def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
         """Return why the nodes cannot hold the request."""
         request = self.request
         bundles = sum(ask.count for ask in request.asks)
-        own = ", each logical node on a physical node of its own" if self.unified else ""
+        own = ", each logical node on a physical node of its own" if request.unified else ""
         size = request.segment_size
         segments = f", in segments of {size} nodes of one topology domain" if size else ""
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
@@ -115,7 +112,8 @@ def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple
     """
     request = attempt.request
     began = time.monotonic()
-    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, Demand(request.asks, request.name) as demand:
+    demand = Demand(request.asks, request.name)
+    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, contextlib.closing(demand):
         pause = POLL_S[0]
         while True:
             waited = time.monotonic() - began
@@ -130,7 +128,7 @@ def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple
                     raise ResourceInsufficientError(attempt.explain_impossible(nodes, waited), report)
                 waiting.show("nodes have to join", limit)
             else:
-                demand.withdraw()
+                demand.close()
                 limit = request.timeout_s
                 if (placed := attempt.place(nodes)) is not None:
                     return placed

@@ -25,8 +25,7 @@ from .._ray_private import LiveActor, live_actors, visible_gpus
 from .._show import Holder
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .attempt import Attempt, report_of
-from .groups import PLACING_S, Reserved, create_group, place, remove, unique_name
-from .slots import LEAST_S, accelerator_ids
+from .groups import LEAST_S, PLACING_S, Reserved, accelerator_ids, create_group, place, remove, unique_name
 
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
@@ -80,8 +79,8 @@ class GpuAttempt(Attempt):
     waits_for = "others hold its GPUs"
     is_shown_to_autoscaler = False
 
-    def __init__(self, request: Request, *, unified: bool, deadline: float) -> None:
-        super().__init__(request, unified=unified, deadline=deadline)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
         self._names: dict[str, tuple[str, ...]] = {}
         # The free GPUs of the nodes that the last round has looked at.
         self._free: Ids = {}
@@ -90,7 +89,7 @@ class GpuAttempt(Attempt):
         new = [node for node in nodes if node.node_id not in self._names]
         self._names.update(gpu_names(new, deadline=self.deadline))
         owned = self._list_gpus(nodes)
-        return never_fits(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.unified)
+        return never_fits(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.request.unified)
 
     def _list_gpus(self, nodes: Sequence[Node]) -> Ids:
         return {node.node_id: frozenset(self._names[node.node_id]) for node in nodes}
@@ -102,7 +101,7 @@ class GpuAttempt(Attempt):
         while True:
             # A node counts as free until it has been looked at, so every turn rules something out.
             shown = _shown(nodes, owned, {**owned, **self._free})
-            chosen = plan(_exact(self.request), shown, own_nodes=self.unified)
+            chosen = plan(_exact(self.request), shown, own_nodes=self.request.unified)
             if chosen is None:
                 return None
             on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
@@ -139,7 +138,7 @@ class GpuAttempt(Attempt):
             for asks in turns.values():
                 drop([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
                 chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
-                placed = place(asks, chosen, name=request.name, unified=self.unified)
+                placed = place(replace(request, asks=tuple(asks)), chosen)
                 made.extend(placed or ())
                 if placed is None or not _check_ids(placed, request.gpu_ids, deadline=self.deadline):
                     drop(made)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the placement groups of a plan, waits for them, and removes them."""
+"""Creates the placement groups of a plan, waits for them, turns them into slots, and removes them."""
 
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,13 +16,17 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .._init import connection
-from .._model import Ask, Strategy
+from .._model import PRECISION, Ask, Request, Strategy
 from .._nodes.agent import guard_groups, is_driver, this_process
-from .._nodes.head import ask_head
+from .._nodes.head import ask_head, read_nodes
 from .._nodes.owners import owned_name
+from .._plan.topology import accelerator_order
 from .._ray_private import free_per_node
+from .._slot import Slot
+from ..exceptions import PlacementError, PlacementTimeoutError
 
 # Whole seconds. Ray places groups one after the other, and a pinned group whose node has room within milliseconds. A
 # group that is not placed so long after the one before it has lost a race.
@@ -38,17 +43,16 @@ class Reserved:
     bundles: tuple[dict[str, float], ...]
 
 
-def place(
-    asks: Sequence[Ask], chosen: Mapping[int, tuple[str, ...]], *, name: str, unified: bool
-) -> tuple[Reserved, ...] | None:
+def place(request: Request, chosen: Mapping[int, tuple[str, ...]]) -> tuple[Reserved, ...] | None:
     """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
-    batches = [list(asks)] if unified and asks else [[ask] for ask in asks]
+    asks = request.asks
+    batches = [asks] if request.unified and asks else [(ask,) for ask in asks]
     parts = [
         [(ask.node_idx, node_id, dict(ask.bundle)) for ask in batch for node_id in chosen[ask.node_idx]]
         for batch in batches
     ]
     wanted = {
-        _prefix(name, batch[0]): [(node_id, bundle) for _, node_id, bundle in part]
+        _prefix(request.name, batch[0]): [(node_id, bundle) for _, node_id, bundle in part]
         for batch, part in zip(batches, parts, strict=True)
     }
     groups = place_pinned(wanted)
@@ -139,16 +143,10 @@ class Demand:
             name = unique_name(_prefix(self._name, ask))
             self._groups.append(create_group([ask.bundle] * ask.count, name, strategy=ask.strategy, selector=selector))
 
-    def withdraw(self) -> None:
+    def close(self) -> None:
         """Remove the groups, and wait until they hold nothing. Can be repeated."""
         groups, self._groups = self._groups, []
         remove(groups)
-
-    def __enter__(self) -> "Demand":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.withdraw()
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
@@ -232,3 +230,115 @@ def _poll(done: Callable[[], bool], deadline: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return True
+
+
+# A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
+# the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
+LEAST_S = 10.0
+
+
+def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order.
+
+    Args:
+        placed: the groups.
+        capacity: how many worker groups may share a slot.
+        deadline: the end of the reservation's time, as of `time.monotonic`, to read the ids of accelerators.
+    """
+    ids = accelerator_ids(placed, deadline=deadline)
+    nodes = read_nodes()
+    position = {node.node_id: at for at, node in enumerate(nodes)}
+    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
+    if gone:
+        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
+    rows = sorted(
+        (position[node_id], [accelerator_order(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
+        for g, one in enumerate(placed)
+        for index, node_id in enumerate(one.node_ids)
+    )
+    return number_slots(
+        Slot(
+            placement_group=placed[g].group,
+            bundle_index=index,
+            node_idx=node_idx,
+            node_id=nodes[at].node_id,
+            node_ip=nodes[at].ip,
+            node_rank=0,
+            local_rank=0,
+            accelerator_ids=ids[g][index],
+            labels=dict(nodes[at].labels),
+            worker_resources=_share(placed[g].bundles[index], capacity),
+            capacity=capacity,
+        )
+        for at, _, node_idx, g, index in rows
+    )
+
+
+def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with their nodes numbered in the order of the slots, and the slots of each node."""
+    on_node: dict[str, list[int]] = {}
+    numbered = []
+    for slot in slots:
+        rank, taken = on_node.setdefault(slot.node_id, [len(on_node), 0])
+        numbered.append(replace(slot, node_rank=rank, local_rank=taken))
+        on_node[slot.node_id][1] += 1
+    return tuple(numbered)
+
+
+def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
+    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
+    share = {"CPU": 1.0}
+    if bundle.get("GPU", 0) > 0:
+        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
+        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
+    return share
+
+
+def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
+    """Return the ids of the GPUs of every bundle, by group and bundle index.
+
+    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
+    short task, all at once. Without GPUs no task is run.
+
+    Args:
+        reserved: the groups.
+        deadline: the end of the reservation's time, as of `time.monotonic`. The tasks get at least `LEAST_S`.
+
+    Raises:
+        PlacementTimeoutError: the tasks did not finish in time.
+    """
+    timeout_s = max(LEAST_S, deadline - time.monotonic())
+    refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
+    try:
+        ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementTimeoutError(
+            f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
+            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
+            "timeout_s of replace_lost_nodes), or look at the nodes."
+        ) from error
+    return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
+
+
+def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
+    """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
+    return {
+        (g, index): _ask_ids()
+        .options(
+            num_cpus=0,
+            num_gpus=bundle["GPU"],
+            max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index),
+        )
+        .remote()
+        for g, one in enumerate(reserved)
+        for index, bundle in enumerate(one.bundles)
+        if bundle.get("GPU", 0) > 0
+    }
+
+
+def _ask_ids() -> Any:
+    def ids() -> list[str]:
+        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    return ray.remote(ids)

@@ -23,8 +23,7 @@ from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError
 from .attempt import Attempt, reserve
 from .gpus import GpuAttempt
-from .groups import Reserved, remove
-from .slots import number_slots, slots_of
+from .groups import Reserved, number_slots, remove, slots_of
 
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
@@ -41,7 +40,6 @@ class Holding:
     def __init__(self, request: Request, *, monitor_memory: bool = False) -> None:
         self.request = request
         self.monitor_memory = monitor_memory
-        self.unified = False
         self.reserved = False
         self.reserved_at = 0.0
         self._connection = ""
@@ -66,7 +64,7 @@ class Holding:
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
-        request = self.request
+        request = replace(self.request, unified=unified)
         with self._lock, head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
             if self.reserved:
                 return
@@ -74,7 +72,7 @@ class Holding:
             deadline = time.monotonic() + request.timeout_s
             while True:
                 left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))
-                placed = _reserve(left, unified=unified)
+                placed = _reserve(left)
                 self._groups = [one.group for one in placed]
                 try:
                     self.slots = slots_of(placed, request.capacity, deadline=deadline)
@@ -91,7 +89,7 @@ class Holding:
                     if staying.issuperset(node_id for one in placed for node_id in one.node_ids):
                         raise
                 else:
-                    self.unified, self.reserved, self.reserved_at = unified, True, time.time()
+                    self.request, self.reserved, self.reserved_at = request, True, time.time()
                     return
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
@@ -118,6 +116,7 @@ class Holding:
                         gpu_ids=ids,
                         timeout_s=left,
                         wait_for_nodes_s=left,
+                        unified=False,
                     )
                     placed += _reserve(part, avoid=self._taken_by(batch[0], alive, placed))
                 new = slots_of(placed, self.request.capacity, deadline=deadline)
@@ -165,7 +164,7 @@ class Holding:
     def _taken_by(self, ask: Ask, alive: AbstractSet[str], placed: Sequence[Reserved]) -> frozenset[str]:
         """Return the nodes that a replacement cannot use, because of what is left of the cluster."""
         survivors = [slot for slot in self.slots if slot.node_id in alive]
-        if self.unified or self.request.segment_size:  # every logical node is on a physical node of its own
+        if self.request.unified or self.request.segment_size:  # every logical node is on a physical node of its own
             taken = frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
             return taken | self._in_other_domains(ask, survivors)
         if ask.strategy == "STRICT_SPREAD":
@@ -254,6 +253,5 @@ class Holding:
         )
 
 
-def _reserve(request: Request, *, unified: bool = False, avoid: AbstractSet[str] = frozenset()) -> tuple[Reserved, ...]:
-    kind = GpuAttempt if request.gpu_ids else Attempt
-    return reserve(kind(request, unified=unified, deadline=time.monotonic() + request.timeout_s), avoid=avoid)
+def _reserve(request: Request, *, avoid: AbstractSet[str] = frozenset()) -> tuple[Reserved, ...]:
+    return reserve(GpuAttempt(request) if request.gpu_ids else Attempt(request), avoid=avoid)
