@@ -300,20 +300,20 @@ def test_interrupted(local, monkeypatch, seam):
 
 def test_interrupted_at_the_end(local, monkeypatch):
     """Also the groups on the right GPUs are gone when the fillers' removal is interrupted (seam: that removal)."""
-    from fairlead_placement._reserve import gpus as _gpu_fillers
+    from fairlead_placement._reserve import gpus as _gpus
 
-    drop, calls = _gpu_fillers.drop, []
+    drop, calls = _gpus.drop, []
 
     def interrupted_late(made):
         drop(made)
         calls.append(len(made))
-        if len(calls) == 2:
+        if len(made) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_gpu_fillers, "drop", interrupted_late)
+    monkeypatch.setattr(_gpus, "drop", interrupted_late)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
-    assert calls == [0, 4]
+    assert calls == [0, 1, 4, 1]
     assert groups_there() == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The array of ranks: made from the caller's input, flattened, split and indexed.
+"""The array of ranks and its axes, as pure functions: validation, lookup, flattening, splitting, indexing, numbering.
 
 Flattening, splitting and indexing return the new layout and its names. They never look at a rank, so distinct ranks
 stay distinct.
@@ -8,13 +8,12 @@ stay distinct.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from ._axes import as_int, as_names, find_axes, find_axis
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -24,6 +23,65 @@ _LARGEST = int(np.iinfo(np.int64).max)
 # The most ranks of a layout that is given as a shape: a short input must not exhaust the memory of the process.
 _MOST = 1 << 26
 _NOT_INTEGERS = "Layout must contain only integer rank IDs"
+
+
+def as_names(names: object) -> tuple[str, ...]:
+    """Return ``names`` as a tuple of distinct, non-empty axis names."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f"Axis names must be a sequence of strings, got {names!r}.")
+    checked = tuple(names)
+    for position, name in enumerate(checked):
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Axis names must be non-empty strings, got {name!r} in {list(checked)}.")
+        if name in checked[:position]:
+            raise ValueError(f"Duplicate axis name: {name!r} in {list(checked)}.")
+    return checked
+
+
+def as_axes(axes: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one or several axis names as a tuple. (Iterating over a single name would yield its letters.)
+
+    >>> as_axes("dp"), as_axes(["dp", "tp"])
+    (('dp',), ('dp', 'tp'))
+    """
+    if not isinstance(axes, Iterable):
+        raise ValueError(f"Axes must be a name or several, got {axes!r}.")
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def find_axis(names: Sequence[str], axis: object) -> int:
+    """Return the dimension that ``axis`` names."""
+    if isinstance(axis, str) and axis in names:
+        return names.index(axis)
+    raise ValueError(f"Invalid axis name: {axis!r}. Valid names are: {list(names)}")
+
+
+def find_axes(names: Sequence[str], axes: Iterable[object]) -> tuple[int, ...]:
+    """Return the dimensions that ``axes`` name, in the order given; each may be named once."""
+    dims = tuple(find_axis(names, axis) for axis in axes)
+    if len(set(dims)) != len(dims):
+        raise ValueError(f"An axis is named twice: {[names[dim] for dim in dims]}.")
+    return dims
+
+
+def as_int(value: object, what: str, least: int | None = None) -> int:
+    """Return ``value`` as an int if it is an integer of any library; booleans and floats are refused."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"{what} must be an integer, got {value!r}.")
+    if least is not None and number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}.")
+    return number
+
+
+def as_coords(names: Sequence[str], coords: Mapping[str, object]) -> dict[int, int]:
+    """Return ``{axis: coordinate}`` as ``{dimension: coordinate}``; every axis is checked before any coordinate."""
+    dims = find_axes(names, coords)
+    values = [as_int(value, f"The coordinate along axis {axis!r}") for axis, value in coords.items()]
+    return dict(zip(dims, values, strict=True))
 
 
 def as_layout(layout: object) -> IntArray:
@@ -105,8 +163,7 @@ def _as_rank(value: object) -> int:
     whole = value.is_integer() if isinstance(value, (float, np.floating)) else isinstance(value, (int, np.integer))
     if not whole or isinstance(value, bool):
         raise ValueError(f"{_NOT_INTEGERS}, got {value!r}.")
-    rank = int(value)  # type: ignore[call-overload]
-    if abs(rank) > _LARGEST:
+    if abs(rank := int(value)) > _LARGEST:  # type: ignore[call-overload]
         raise _overflow(value)
     return int(rank)
 
@@ -159,7 +216,12 @@ def select(layout: IntArray, names: Sequence[str], coords: Mapping[str, int | sl
     for dim, (axis, wanted) in zip(find_axes(names, coords), coords.items(), strict=True):
         size = layout.shape[dim]
         if isinstance(wanted, slice):
-            _check_slice(wanted, axis, size)
+            try:
+                selected = range(*wanted.indices(size))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{wanted} cannot be applied to axis {axis!r}: {error}.") from error
+            if not selected:
+                raise ValueError(f"{wanted} selects nothing of axis {axis!r} of size {size}; a sharding needs a rank.")
         else:
             wanted = as_int(wanted, f"The coordinate along axis {axis!r}")
             if not -size <= wanted < size:
@@ -173,10 +235,40 @@ def coordinate_error(axis: str, coordinate: int, size: int) -> IndexError:
     return IndexError(f"Coordinate {coordinate} is outside axis {axis!r} of size {size}.")
 
 
-def _check_slice(wanted: slice, axis: str, size: int) -> None:
+def piece_index(shape: Sequence[int], dims: Sequence[int]) -> IntArray:
+    """Return, for every position in row-major order, the row-major index of its coordinate along ``dims``.
+
+    >>> piece_index((2, 3), [1]).tolist(), piece_index((2, 3), [1, 0]).tolist()
+    ([0, 1, 2, 0, 1, 2], [0, 2, 4, 1, 3, 5])
+    """
+    index = np.zeros((1,) * len(shape), dtype=np.int64)
+    for dim in dims:
+        coordinate = np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        index = index * shape[dim] + coordinate
+    return read_only(np.broadcast_to(index, shape).ravel())
+
+
+def flatten_pieces(nested: Any, axes: Sequence[str], shape: Sequence[int]) -> list[Any]:
+    """Return the pieces of ``nested``, which has one level of the given size for each axis, as a flat list."""
+    level = [nested]
+    for depth, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+        for number, value in enumerate(level):
+            if (length := _length(value)) != size:
+                path = "".join(f"[{i}]" for i in np.unravel_index(number, shape[:depth]))
+                where = f"at depth {depth}, axis {axis!r} (pieces{path})"
+                if length is None:
+                    raise TypeError(f"Expected a sequence of {size} pieces {where}, found a {type(value).__name__}.")
+                raise ValueError(f"Wrong number of pieces {where}: expected {size}, found {length}.")
+        level = [value[i] for value in level for i in range(size)]
+    return level
+
+
+def _length(value: Any) -> int | None:
+    """Return how many pieces ``value`` holds; None if it is not a sequence."""
+    # An object with keys is a mapping or a table: an index would mean a key or a column, not a position.
+    if isinstance(value, (str, bytes, bytearray)) or hasattr(value, "keys"):
+        return None
     try:
-        selected = range(*wanted.indices(size))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{wanted} cannot be applied to axis {axis!r}: {error}.") from error
-    if not selected:
-        raise ValueError(f"{wanted} selects nothing of axis {axis!r} of size {size}; a sharding needs a rank.")
+        return len(value) if hasattr(value, "__getitem__") else None
+    except TypeError:  # an array or tensor without dims
+        return None

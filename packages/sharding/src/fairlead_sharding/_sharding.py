@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import _interop, _layout, _pieces, _render
-from ._axes import as_axes, as_coords, as_int, as_names, find_axes, find_axis
-from ._layout import BoolArray, IntArray, read_only
+from . import _convert, _layout
+from ._layout import BoolArray, IntArray, as_axes, as_coords, as_int, as_names, find_axes, find_axis, read_only
 
 _MOST_CACHED = 16  # a bound for programs that make up new axes; most request the same few plans again and again
 
@@ -100,7 +99,7 @@ class DispatchPlan:
         >>> plan.pieces([["tp0dp0", "tp0dp1"], ["tp1dp0", "tp1dp1"]])
         ['tp0dp0', 'tp0dp1', 'tp1dp0', 'tp1dp1']
         """
-        return _pieces.flatten_pieces(nested, self.in_sharded_axes, self.piece_shape)
+        return _layout.flatten_pieces(nested, self.in_sharded_axes, self.piece_shape)
 
     def explain(self, max_rows: int = 40) -> str:
         """Return a table of the called ranks: their coordinates, their pieces, and whether they return a result.
@@ -123,7 +122,7 @@ class DispatchPlan:
             return [str(self.called[i]), *map(str, coords), piece, "yes" if self.answers[i] else "no"]
 
         header = ["rank", *self.sharding.names, "piece", "answers"]
-        return f"{self._summary()}\n{_render.render_table(header, row, len(self.called), max_rows)}"
+        return f"{self._summary()}\n{_convert.render_table(header, row, len(self.called), max_rows)}"
 
 
 class NamedSharding:
@@ -229,8 +228,7 @@ class NamedSharding:
         if any(not 0 <= coordinate < self._layout.shape[dim] for dim, coordinate in at.items()):
             return []
         matching, _ = _layout.select(self._layout, self._names, coords)
-        ranks: list[int] = np.sort(matching, axis=None).tolist()
-        return ranks
+        return list(np.sort(matching, axis=None).tolist())
 
     def get_ranks(self, /, **coords: int) -> NamedSharding | int:
         """Return the sharding of the remaining axes at these coordinates; the rank itself when all axes are named.
@@ -269,8 +267,7 @@ class NamedSharding:
         along = find_axes(self._names, axes)
         others = [dim for dim in range(self.ndim) if dim not in along]
         length = math.prod(self._layout.shape[dim] for dim in along)
-        groups: list[list[int]] = self._layout.transpose(*others, *along).reshape(-1, length).tolist()
-        return groups
+        return list(self._layout.transpose(*others, *along).reshape(-1, length).tolist())
 
     def peers(self, rank: int, /, *axes: str) -> list[int]:
         """Return the one of ``groups(*axes)`` that contains ``rank``.
@@ -281,8 +278,7 @@ class NamedSharding:
         find_axes(self._names, axes)
         fixed = {axis: at for axis, at in self.get_worker_coords(rank).items() if axis not in axes}
         ranks, names = _layout.select(self._layout, self._names, fixed)
-        peers: list[int] = ranks.transpose([names.index(axis) for axis in axes]).ravel().tolist()
-        return peers
+        return list(ranks.transpose([names.index(axis) for axis in axes]).ravel().tolist())
 
     def neighbor(self, rank: int, axis: str, offset: int = 1, wrap: bool = True) -> int | None:
         """Return the rank ``offset`` coordinates further along ``axis``, around its ends; without ``wrap``, None.
@@ -398,16 +394,16 @@ class NamedSharding:
 
     def to_device_mesh(self, device_type: str) -> Any:
         """Return a torch ``DeviceMesh`` of "cuda", "cpu", ...; every process has to call this. It needs torch."""
-        return _interop.to_device_mesh(self._layout, self._names, device_type)
+        return _convert.to_device_mesh(self._layout, self._names, device_type)
 
     @classmethod
     def from_device_mesh(cls, mesh: Any) -> NamedSharding:
         """Return the sharding of a torch ``DeviceMesh``; ValueError if its dimensions have no names."""
-        return cls(*_interop.from_device_mesh(mesh))
+        return cls(*_convert.from_device_mesh(mesh))
 
     def to_jax_mesh(self, devices: Sequence[Any]) -> Any:
         """Return a `jax.sharding.Mesh` where rank r is ``devices[r]``; ValueError if a rank has none. It needs jax."""
-        return _interop.to_jax_mesh(self._layout, self._names, devices)
+        return _convert.to_jax_mesh(self._layout, self._names, devices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, which `from_dict` of any copy of this code reads.
@@ -415,7 +411,7 @@ class NamedSharding:
         >>> NamedSharding.from_shape(dp=2, tp=4).to_dict()
         {'names': ['dp', 'tp'], 'shape': [2, 4], 'start': 0}
         """
-        return _interop.to_dict(self._layout, self._names, self._start)
+        return _convert.to_dict(self._layout, self._names, self._start)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NamedSharding:
@@ -424,7 +420,7 @@ class NamedSharding:
         >>> NamedSharding.from_dict({"names": ["dp"], "shape": [3], "ranks": [3, 1, 2]}).layout
         array([3, 1, 2])
         """
-        return cls(*_interop.from_dict(data))
+        return cls(*_convert.from_dict(data))
 
     def render(self) -> str:
         """Return the ranks as plain text, one grid of the last two axes for each coordinate along the others.
@@ -436,10 +432,10 @@ class NamedSharding:
         dp=0     0     1     2
         dp=1     3     4     5
         """
-        return _render.render_text(self._layout, self._names)
+        return _convert.render_text(self._layout, self._names)
 
     def _repr_html_(self) -> str:
-        return _render.render_html(self._layout, self._names)
+        return _convert.render_html(self._layout, self._names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self._layout.shape}, names={self.names}, layout={self._layout})"
@@ -488,7 +484,7 @@ class NamedSharding:
 
     @cached_property
     def _piece_index(self) -> Callable[..., IntArray]:
-        return lru_cache(_MOST_CACHED)(partial(_pieces.piece_index, self._layout.shape))
+        return lru_cache(_MOST_CACHED)(partial(_layout.piece_index, self._layout.shape))
 
     @cached_property
     def _leaders(self) -> Callable[..., BoolArray]:
