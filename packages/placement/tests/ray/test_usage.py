@@ -173,14 +173,14 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
 
 
 def test_no_agent(local_ray, monkeypatch):
-    """When the nodes cannot be watched nothing stays reserved (seam: the request fails)."""
+    """When the nodes cannot be watched nothing stays reserved (seam: the answer of the agent)."""
 
     def fail(*args, **options):
         raise ray.exceptions.ActorUnschedulableError("no")
 
     cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True)
     with monkeypatch.context() as patch:
-        patch.setattr(_agent, "_request", fail)
+        patch.setattr(_agent.ray, "get", fail)
         with pytest.raises(PlacementError, match="could not do 'memory'"):
             cluster.reserve()
     assert repr(cluster).endswith("not reserved)")

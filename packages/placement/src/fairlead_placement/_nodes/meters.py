@@ -5,7 +5,6 @@ Shipped by value, as `agent_process`: this module imports no sibling. psutil is 
 brings its own and does not start without it.
 """
 
-import functools
 import threading
 import time
 from typing import Any
@@ -148,6 +147,7 @@ class MemoryMeter:
         self._lock = threading.Lock()
         self._watches: dict[str, _Watch] = {}
         self._thread: threading.Thread | None = None
+        self._gauges: tuple[Any, Any] | None = None
 
     def read(self, watcher: str | None, name: str) -> Row:
         """Take a sample.
@@ -211,19 +211,17 @@ class MemoryMeter:
 
     def _publish(self, name: str, used: int, gpus: list[GpuRow] | None) -> None:
         """Set Ray's metrics. Without ray[default] on the node they are not collected."""
+        if self._gauges is None:
+            from ray.util.metrics import Gauge
+
+            tag_keys = ("node", "cluster")
+            gpu = "Memory in use on a GPU of a node of a virtual cluster."
+            self._gauges = (
+                Gauge("fairlead_node_memory_used_bytes", "Memory in use on a node of a virtual cluster.", tag_keys),
+                Gauge("fairlead_gpu_memory_used_bytes", gpu, (*tag_keys, "gpu")),
+            )
         on_node, on_gpu = self._gauges
         tags = {"node": self._node_id, "cluster": name}
         on_node.set(used, tags=tags)
         for index, (_, used_there, _) in enumerate(gpus or ()):
             on_gpu.set(used_there, tags={**tags, "gpu": str(index)})
-
-    @functools.cached_property
-    def _gauges(self) -> tuple[Any, Any]:
-        from ray.util.metrics import Gauge
-
-        tags = ("node", "cluster")
-        gpu = "Memory in use on a GPU of a node of a virtual cluster."
-        return (
-            Gauge("fairlead_node_memory_used_bytes", "Memory in use on a node of a virtual cluster.", tags),
-            Gauge("fairlead_gpu_memory_used_bytes", gpu, (*tags, "gpu")),
-        )
