@@ -47,7 +47,7 @@ def test_interrupted(in_time, eventually):
         return answer.wait(0.2 if in_time else 20) or "value"
 
     with pytest.raises(KeyboardInterrupt):
-        call_within(1.0, interrupt, undo=undone.append)
+        call_within(1.0 if in_time else 0.1, interrupt, undo=undone.append)
     assert undone == (["value"] if in_time else [])
     answer.set()
     assert eventually(lambda: len(undone) == 1)

@@ -28,28 +28,29 @@ def asks_of(*counts, strategy="STRICT_PACK", **bundle):
     return [Ask(at, count, bundle or {"CPU": 1}, strategy) for at, count in enumerate(counts)]
 
 
-bundles = st.sampled_from([{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}])
+BUNDLES = [{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}]
+# One draw for a whole example. Drawing each number takes hypothesis longer than everything that is tested with it.
+randoms = st.randoms(use_true_random=True)
 
 
 @st.composite
 def clusters(draw, max_nodes=5, cpus=12):
-    amounts = st.fixed_dictionaries({"CPU": st.integers(0, cpus), "x": st.sampled_from([0.3, 1, 2, 4])})
+    random = draw(randoms)
     made = []
-    for at in range(draw(st.integers(2, max_nodes))):
-        total = draw(amounts)
+    for at in range(random.randint(2, max_nodes)):
+        total = {"CPU": random.randint(0, cpus), "x": random.choice([0.3, 1, 2, 4])}
         # Ray leaves out what is used up.
-        free = {
-            name: left for name, most in total.items() if (left := most * draw(st.sampled_from([0, 0.5, 1, 1]))) > 0
-        }
+        free = {name: left for name, most in total.items() if (left := most * random.choice([0, 0.5, 1, 1])) > 0}
         made.append(node(f"n{at}", free, **total))
     return made
 
 
 @st.composite
 def requests(draw, max_asks=3, strategies=STRATEGIES):
-    strategy = draw(st.sampled_from(strategies))
-    numbers = draw(st.lists(st.integers(0, 8), min_size=1, max_size=max_asks, unique=True).map(sorted))
-    return [Ask(number, draw(st.integers(1, 3)), draw(bundles), strategy) for number in numbers]
+    random = draw(randoms)
+    strategy = random.choice(strategies)
+    numbers = sorted(random.sample(range(9), random.randint(1, max_asks)))
+    return [Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy) for number in numbers]
 
 
 @given(requests(), clusters(), st.booleans(), st.booleans())
@@ -137,21 +138,23 @@ def brute(asks, nodes, own_nodes):
     return search(asks, [dict(one.free) for one in nodes], frozenset())
 
 
-selectors = st.sampled_from([{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"zone": "!in(b,c)"}])
+SELECTORS = [{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"zone": "!in(b,c)"}]
 
 
 @st.composite
 def mixed_requests(draw):
+    random = draw(randoms)
     return [
-        Ask(number, draw(st.integers(1, 3)), draw(bundles), draw(st.sampled_from(STRATEGIES)), draw(selectors))
-        for number in range(draw(st.integers(1, 4)))
+        Ask(number, random.randint(1, 3), random.choice(BUNDLES), random.choice(STRATEGIES), random.choice(SELECTORS))
+        for number in range(random.randint(1, 4))
     ]
 
 
 @st.composite
 def labelled_clusters(draw):
+    random = draw(randoms)
     return [
-        Node(one.node_id, one.ip, one.total, one.free, draw(st.sampled_from([{}, {"zone": "a"}, {"zone": "b"}])))
+        dataclasses.replace(one, labels=random.choice([{}, {"zone": "a"}, {"zone": "b"}]))
         for one in draw(clusters(max_nodes=4, cpus=4))
     ]
 
@@ -284,7 +287,7 @@ def test_deciding_ends_at_the_deadline():
     assert decide(asks, nodes, deadline=time.monotonic() + 600)[0] is not None
 
 
-@given(mixed_requests(), labelled_clusters(), st.booleans(), st.randoms())
+@given(mixed_requests(), labelled_clusters(), st.booleans(), randoms)
 def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
     """Nodes and asks in any order give the same plan, once nodes are put in physical order."""
     asks_shuffled, nodes_shuffled = random.sample(asks, len(asks)), random.sample(nodes, len(nodes))
@@ -346,12 +349,11 @@ def test_segments(counts, size, domains, expected):
 
 
 @settings(max_examples=250)
-@given(
-    st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=1, max_size=3),
-    st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=3),
-)
-def test_segments_are_refused_only_if_impossible(groups, cpus):
+@given(randoms)
+def test_segments_are_refused_only_if_impossible(random):
     """With segments, None means that no choice of domains and nodes exists (all are tried)."""
+    groups = [random.choices((1, 2, 3), k=2) for _ in range(random.randint(1, 3))]
+    cpus = [random.choices((1, 2, 3), k=random.randint(0, 4)) for _ in range(random.randint(1, 3))]
     nodes = in_domains(**dict(zip(["none", "a", "b"], cpus, strict=False)))
     counts = [count for group in groups for count in group]
 
