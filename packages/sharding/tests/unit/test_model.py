@@ -4,7 +4,6 @@
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from random import Random
 
 import numpy as np
 from hypothesis import given
@@ -40,18 +39,17 @@ class Model:
 
 @st.composite
 def models(draw):
-    names = draw(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True))
-    sizes = [draw(st.integers(1, 4)) for _ in names]
+    # One draw for a whole model: drawing each number takes longer than everything that is tested with it.
+    random = draw(st.randoms(use_true_random=True))
+    names = random.sample("abcdef", random.randint(1, 4))
+    sizes = random.choices(range(1, 5), k=len(names))
     places = list(itertools.product(*map(range, sizes)))
-    start = draw(st.integers(0, 3))
+    start = random.randint(0, 3)
     ranks = list(range(start, start + len(places)))
-    kind = draw(st.sampled_from(["counting", "dense", "sparse"]))
+    kind = random.choice(["counting", "dense", "sparse"])
+    if kind == "sparse":
+        ranks = [random.choice([0, 2**63 - 1]), *random.sample(range(1, 2**63 - 1), len(places) - 1)]
     if kind != "counting":
-        # A seed, because drawing each of up to 256 ranks takes most of the time of these tests.
-        random = Random(draw(st.integers(0, 2**32)))
-        if kind == "sparse":
-            extreme = draw(st.sampled_from([0, 2**63 - 1]))
-            ranks = [extreme, *random.sample(range(1, 2**63 - 1), len(places) - 1)]
         random.shuffle(ranks)
     return Model(names, sizes, dict(zip(places, ranks, strict=True)))
 
