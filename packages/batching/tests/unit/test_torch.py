@@ -34,7 +34,7 @@ TENSORS = {
     "float8": BASE.to(torch.float8_e4m3fn),
     "uint16": BASE.to(torch.uint16),
     "int64": BASE.long(),
-    "large": torch.arange(4_000_000).reshape(4, -1),
+    "large": torch.arange(400_000).reshape(4, -1),
 }
 OTHERS = {
     "zero_dims": torch.tensor(2.5),

@@ -11,9 +11,8 @@ import numpy as np
 
 from .._args import Algorithm, check_choice, convert_fields
 from .._leaf import to_integers
-from . import first_fit
-from .balanced import balanced, split_to
-from .first_fit import Bins
+from . import algorithms
+from .algorithms import Bins
 
 
 def get_packer(
@@ -106,13 +105,10 @@ class Packer:
             raise ValueError(f"Sequence {int(numbers.argmin())} has a negative length: {shortest}.")
         given: list[int] = numbers.tolist()
         if self.algorithm == "balanced":
-            return balanced(given, self.bin_capacity, lambda count: self._round_up(count, len(given)))
-        if self.algorithm == "first_fit_shuffle":
-            bins = first_fit.first_fit_shuffle(given, self.bin_capacity, self.seed)
-        else:
-            bins = getattr(first_fit, self.algorithm)(given, self.bin_capacity)
-        count = self._round_up(len(bins), len(given))
-        return bins if len(bins) == count else split_to(bins, given, count)
+            return algorithms.balanced(given, self.bin_capacity, lambda count: self._round_up(count, len(given)))
+        seed = (self.seed,) if self.algorithm == "first_fit_shuffle" else ()
+        bins = getattr(algorithms, self.algorithm)(given, self.bin_capacity, *seed)
+        return algorithms.split_to(bins, given, self._round_up(len(bins), len(given)))
 
     def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> PackingMetrics:
         """Return the quality of ``bins``, given the packed lengths; ValueError unless every index is in one bin.
@@ -171,8 +167,7 @@ class PackingMetrics:
                 f"The bins must hold each of the {numbers.size} sequences once, found {indices.size} indices."
             )
         tokens = int(numbers.sum())
-        given: list[int] = numbers.tolist()
-        largest = max(sum(given[index] for index in bin_) for bin_ in bins)
+        largest = algorithms.find_largest(bins, numbers.tolist())
         bound = max(1, -(-tokens // capacity))
         return cls(
             sequences=numbers.size,
