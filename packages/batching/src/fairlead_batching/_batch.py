@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Self, overload
 
-from . import _leaf, _microbatches, _padding, _plan
+import numpy as np
+
+from . import _gathering, _interop, _leaf, _microbatches, _plan
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._samples import Content, Samples
 
@@ -46,18 +49,12 @@ class BatchedDataDict(Samples[Content]):
         body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
         return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
 
-    def _make_part(self, transform: Callable[[Any], Any]) -> SlicedDataDict[Content]:
-        leaves, padding = self._transform(transform)
-        part: SlicedDataDict[Content] = SlicedDataDict(leaves)
-        part.padding = padding
-        return part
-
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
         """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
         size = self.size
         if not 0 <= start <= end <= size:
             raise ValueError(f"There is no slice from {start} to {end} of {size} samples.")
-        return self._make_part(lambda leaf: leaf[start:end])
+        return self._derive(lambda leaf: leaf[start:end], SlicedDataDict)
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
         """Return piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece.
@@ -80,7 +77,7 @@ class BatchedDataDict(Samples[Content]):
         if where.size and (where.min() < 0 or where.max() >= size):
             wrong = where[(where < 0) | (where >= size)].tolist()
             raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
-        return self._make_part(lambda leaf: _leaf.take(leaf, where))
+        return self._derive(lambda leaf: _leaf.take(leaf, where), SlicedDataDict)
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[Content]:
         """Return group ``batch_idx`` of a shard, or the samples from ``batch_idx * batch_size`` on, as views.
@@ -107,13 +104,10 @@ class BatchedDataDict(Samples[Content]):
         counts = [group[-1][1] for group in cuts]
         start = sum(counts[:batch_idx])
         group = self.slice(start, start + counts[batch_idx])
-        group.micro_batch_indices = [cuts[batch_idx]]
-        group.micro_batch_lengths = [lengths[batch_idx]]
+        group.micro_batch_indices, group.micro_batch_lengths = [cuts[batch_idx]], [lengths[batch_idx]]
+        group.elem_counts_per_gb = None if self.elem_counts_per_gb is None else [counts[batch_idx]]
+        group.shard_sizes = self.shard_sizes if len(cuts) == 1 else None
         group.input_key = self.input_key
-        if len(cuts) == 1:
-            group.shard_sizes = self.shard_sizes
-        if self.elem_counts_per_gb is not None:
-            group.elem_counts_per_gb = [counts[batch_idx]]
         return group
 
     @overload
@@ -197,15 +191,14 @@ class BatchedDataDict(Samples[Content]):
         return parts if plan.cuts is None else (parts, Order(plan.order.tolist()))
 
     def _apply(self, plan: _plan.ShardPlan) -> list[SlicedDataDict[Content]]:
-        gathered = self._make_part(lambda leaf: _leaf.take(leaf, plan.order))
+        gathered = self._derive(lambda leaf: _leaf.take(leaf, plan.order), SlicedDataDict)
         shards = []
-        start = 0
-        for number, size in enumerate(plan.sizes):
-            shard = gathered.slice(start, start + size)
-            start += size
-            shard.micro_batch_indices = None if plan.cuts is None else plan.cuts[number]
-            shard.micro_batch_lengths = None if plan.lengths is None else plan.lengths[number]
-            shard.elem_counts_per_gb = None if plan.counts is None else plan.counts[number]
+        for number, (start, end) in enumerate(pairwise(accumulate(plan.sizes, initial=0))):
+            shard = gathered.slice(start, end)
+            if plan.cuts is not None:
+                shard.micro_batch_indices, shard.micro_batch_lengths = plan.cuts[number], plan.lengths[number]
+                if plan.packed:
+                    shard.elem_counts_per_gb = [group[-1][1] for group in plan.cuts[number]]
             shard.shard_sizes = list(plan.sizes) if len(set(plan.sizes)) > 1 else None
             shard.input_key = plan.input_key
             shards.append(shard)
@@ -223,8 +216,7 @@ class BatchedDataDict(Samples[Content]):
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).make_microbatch_iterator(2)]
         [[1, 2], [3, 4]]
         """
-        limits = self.elem_counts_per_gb, self.shard_sizes
-        return self._cut(_microbatches.find_equal_spans(self.size, microbatch_size, *limits))
+        return self._cut(_microbatches.find_equal_spans(self, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1, *, sequence_keys: Iterable[str] | None = None
@@ -253,9 +245,8 @@ class BatchedDataDict(Samples[Content]):
         SlicedDataDict(size=2, tokens: numpy float64[2, 3], image: numpy float64[2, 768], length: numpy int64[2])
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
-        spans = self._find_spans("dynamic_batching_args")
-        keys = _microbatches.find_sequence_keys(self.data, self.input_key, sequence_dim, sequence_keys)
-        return self._cut(spans, sequence_dim, keys)
+        spans = _microbatches.find_spans(self, "dynamic_batching_args")
+        return self._cut(spans, sequence_dim, _microbatches.find_sequence_keys(self, sequence_dim, sequence_keys))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of microbatches of `make_microbatch_iterator_with_dynamic_shapes`, equal on all shards.
@@ -263,7 +254,7 @@ class BatchedDataDict(Samples[Content]):
         Raises:
             ValueError: the batch was not planned by dynamic batching, or has been changed since.
         """
-        return len(self._find_spans("dynamic_batching_args"))
+        return len(_microbatches.find_spans(self, "dynamic_batching_args"))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
         """Return the microbatches of packing, as views: the samples of one bin each, padded and not concatenated.
@@ -289,7 +280,7 @@ class BatchedDataDict(Samples[Content]):
         >>> shard.get_microbatch_iterator_for_packable_sequences_len(), order
         ((2, 8), [0, 1, 3, 2])
         """
-        return self._cut(self._find_spans("sequence_packing_args"))
+        return self._cut(_microbatches.find_spans(self, "sequence_packing_args"))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Return the number of microbatches, which is equal on all shards, and the tokens of this shard's fullest bin.
@@ -297,12 +288,8 @@ class BatchedDataDict(Samples[Content]):
         Raises:
             ValueError: the batch was not planned by packing, or has been changed since.
         """
-        spans = self._find_spans("sequence_packing_args")
+        spans = _microbatches.find_spans(self, "sequence_packing_args")
         return len(spans), max(tokens for _, _, tokens in spans)
-
-    def _find_spans(self, planned_by: _microbatches.PlannedBy) -> list[_microbatches.Span]:
-        planned = self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb
-        return _microbatches.find_spans(self.data, *planned, planned_by)
 
     def _cut(
         self, spans: Iterable[_microbatches.Span], dim: int = 1, keys: Iterable[str] = ()
@@ -328,7 +315,21 @@ class BatchedDataDict(Samples[Content]):
         >>> padded["x"].tolist(), padded["sample_mask"].tolist(), padded.drop_padding()["x"].tolist()
         ([1, 2, 3, 3], [1.0, 1.0, 1.0, 0.0], [1, 2, 3])
         """
-        return BatchedDataDict._from_parts(*_padding.pad(self.data, self.padding, n, mask_key))
+        n, size = as_int("n", n, at_least=1), self.size
+        if not size:
+            raise ValueError("An empty batch cannot be padded: it has no sample to copy.")
+        extra = -size % n
+        # A copy of a sample is valid input for any model; zeros are not.
+        indices = np.minimum(np.arange(size + extra), size - 1)
+        padded = self._derive(lambda leaf: _leaf.repeat(leaf, indices), BatchedDataDict)
+        if mask_key not in padded:
+            tensor = next(filter(_interop.is_tensor, self.data.values()), None)
+            ones = np.ones(size + extra, dtype=np.float32)
+            padded[mask_key] = ones if tensor is None else _interop.from_numpy(ones, like=tensor)
+        padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
+        padded.padding = np.arange(size + extra) >= size
+        padded.padding[:size] = False if self.padding is None else self.padding
+        return padded
 
     def drop_padding(
         self, *, like: Samples[Any] | None = None, mask_key: str | None = None
@@ -345,10 +346,35 @@ class BatchedDataDict(Samples[Content]):
         Raises:
             ValueError: it is unknown which rows are dummies, or known for another number of rows.
         """
-        record = (self if like is None else like).padding
-        real = _padding.find_real_rows(self.data, record, mask_key)
-        new: BatchedDataDict[Content] = BatchedDataDict(self.select_indices(real).data)
-        return new
+        padding = (self if like is None else like).padding
+        if mask_key is not None:
+            if mask_key not in self:
+                raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
+            mask = self[mask_key]
+            values = _interop.to_numpy(mask.bool()) if _interop.is_tensor(mask) else np.asarray(mask)
+            real = np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
+        elif padding is None:
+            raise ValueError(
+                "There is no record of which rows are padding. Pass the padded batch that has the same rows, "
+                "drop_padding(like=padded), or drop rows by their mask, drop_padding(mask_key='sample_mask')."
+            )
+        elif len(padding) != self.size:
+            raise ValueError(f"The batch has {self.size} samples, but the record of padding has {len(padding)}.")
+        else:
+            real = np.flatnonzero(~padding)
+        return BatchedDataDict(self.select_indices(real).data)
+
+    def all_gather(self, group: Any = None) -> Self:
+        """Return the samples of all ranks of a torch process group, in the order of ranks, on every rank.
+
+        Ranks may have different numbers of samples; leaves that differ in dim 1 are padded as in `from_batches`.
+
+        Raises:
+            ValueError: ranks have different keys, or a key with different kinds, dims, dtypes or devices; or a rank
+                cannot send its leaves, or cannot receive those of others. Every rank raises it, and it names the
+                ranks that failed.
+        """
+        return self.from_batches(_gathering.gather(self, group))
 
 
 class SlicedDataDict(BatchedDataDict[Content]):
@@ -385,8 +411,8 @@ class Order(list[int]):
         """
         batch: BatchedDataDict[Any] = BatchedDataDict.from_batches(results, pad_value_dict)
         if batch.size != len(self):
-            sizes = [BatchedDataDict(result).size for result in results]
             raise ValueError(
-                f"The shards had {len(self)} samples, but the results have {batch.size}: {sizes} by shard."
+                f"The shards had {len(self)} samples, but the results have {batch.size}: "
+                f"{[BatchedDataDict(result).size for result in results]} by shard."
             )
         return batch.reorder_data(self)

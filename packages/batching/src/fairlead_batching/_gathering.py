@@ -7,43 +7,53 @@ the ranks exchange their failures, and all of them raise.
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from . import _interop, _leaf
-from ._leaf import BoolArray
-
-_T = TypeVar("_T")
+from ._samples import Samples
 
 
-def gather(
-    leaves: Mapping[str, Any], padding: BoolArray | None, group: Any
-) -> list[tuple[dict[str, Any], BoolArray | None]]:
-    """Return the leaves and the padding of each rank, on every rank; for errors see `BatchedDataDict.all_gather`."""
+def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
+    """Return the samples of each rank, on every rank; for errors see `BatchedDataDict.all_gather`."""
+    torch = _interop.require_torch()
     flat: dict[str, Any] = {}
 
     def describe() -> tuple[Any, ...]:
-        _leaf.count_samples(leaves)  # raises if leaves disagree
-        signatures = {key: _leaf.signature(leaf) for key, leaf in leaves.items()}
-        tensors = {key: leaf for key, leaf in leaves.items() if _interop.is_tensor(leaf)}
-        flat.update((key, _interop.flat_bytes(leaf)) for key, leaf in tensors.items())
-        others = {key: pickle.dumps(leaf, protocol=5) for key, leaf in leaves.items() if key not in tensors}
-        return signatures, padding, others
+        _leaf.count_samples(batch.data)  # raises if leaves disagree
+        signatures, others = {}, {}
+        for key, leaf in batch.data.items():
+            # All ranks have to agree on these, except for the sizes.
+            device = leaf.device.type if _interop.is_tensor(leaf) else ""
+            dtype, shape = str(getattr(leaf, "dtype", "")), tuple(getattr(leaf, "shape", ()))
+            signatures[key] = type(leaf).__name__, dtype, device, shape
+            if device:
+                # No backend supports every dtype, so bytes are gathered.
+                dense = leaf.detach().resolve_conj().resolve_neg().contiguous()
+                # contiguous() and reshape() keep the stride of a dim of size 1, and view() refuses one that is not 1.
+                flat[key] = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+            else:
+                others[key] = pickle.dumps(leaf, protocol=5)
+        return signatures, batch.padding, others
 
     signatures, paddings, pickles = zip(*_exchange(describe, group), strict=True)
     _check_alike(signatures)
-    ranks: list[dict[str, Any]] = [{} for _ in signatures]
+    ranks: list[Samples[Any]] = [Samples() for _ in signatures]
     memory: dict[str, tuple[Any, list[Any]]] = {}
 
     def allocate() -> None:
         for key in signatures[0]:
-            leaf = leaves[key]
+            leaf = batch[key]
             if key in flat:
                 shapes = [other[key][-1] for other in signatures]
-                memory[key] = _interop.gathering_memory(flat[key], leaf.element_size(), shapes)
-                for rank, data, shape in zip(ranks, memory[key][1], shapes, strict=True):
-                    rank[key] = _interop.from_bytes(data, leaf, shape)
+                sizes = [math.prod(shape) * leaf.element_size() for shape in shapes]
+                # Some backends require tensors of one size.
+                sent = torch.nn.functional.pad(flat[key], (0, max(sizes) - flat[key].numel()))
+                memory[key] = sent, [flat[key].new_empty(max(sizes)) for _ in shapes]
+                for rank, data, size, shape in zip(ranks, memory[key][1], sizes, shapes, strict=True):
+                    rank[key] = data[:size].view(leaf.dtype).reshape(shape)
             else:
                 for rank, others in zip(ranks, pickles, strict=True):
                     rank[key] = pickle.loads(others[key])
@@ -52,24 +62,28 @@ def gather(
     # Every rank gathers in the order of rank 0, so that all of them gather the same tensor at the same time.
     for key in signatures[0]:
         if key in memory:
-            _interop.all_gather(*memory[key], group)
-    return list(zip(ranks, paddings, strict=True))
+            sent, received = memory[key]
+            torch.distributed.all_gather(received, sent, group=group)
+    for rank, padding in zip(ranks, paddings, strict=True):
+        rank.padding = padding
+    return ranks
 
 
-def _exchange(step: Callable[[], _T], group: Any) -> list[_T]:
+def _exchange(step: Callable[[], Any], group: Any) -> list[Any]:
     """Run ``step`` and return its value on each rank.
 
     Raises:
         ValueError: the step failed on some rank; every rank raises this.
     """
-    failure: Exception | None = None
-    mine: tuple[_T | None, str | None]
+    value = failure = None
     try:
-        mine = step(), None
+        value = step()
     except Exception as error:  # noqa: BLE001 - the other ranks have to learn of any error
         failure = error
-        mine = None, f"{type(error).__name__}: {error}"
-    results = _interop.all_gather_objects(mine, group)
+    mine = value, None if failure is None else f"{type(failure).__name__}: {failure}"
+    dist = _interop.require_torch().distributed
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, mine, group=group)
     failed = [f"rank {rank} ({text})" for rank, (_, text) in enumerate(results) if text is not None]
     if failed:
         raise ValueError(f"all_gather failed before any tensor was sent, on {', '.join(failed)}.") from failure

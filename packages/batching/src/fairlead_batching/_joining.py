@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,6 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
     if kinds == {"list"}:
         return [value for leaf in leaves for value in leaf]
     shapes = [tuple(leaf.shape) for leaf in leaves]
-    if not all(shapes):
-        raise _leaf.dimless_error(key)
     if len({(len(shape), shape[2:]) for shape in shapes}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: only dims 0 and 1 may differ, found shapes {shapes}.")
     arrays = kinds == {"numpy"}
@@ -71,14 +70,15 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
     if len({shape[1:] for shape in shapes}) == 1:
         if masked:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
-        return np.concatenate(leaves) if arrays else _interop.concatenate(leaves)
+        return np.concatenate(leaves) if arrays else _interop.require_torch().cat(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
     if not _is_held(pad_value, dtype):
         raise ValueError(
             f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}. "
             f"Give pad_value_dict[{key!r}] a value that this dtype holds."
         )
-    joined: Any = np.full(total, pad_value, dtype) if arrays else _interop.full(total, pad_value, dtype, leaves[0])
+    like = {} if arrays else {"device": leaves[0].device}
+    joined: Any = (np if arrays else _interop.require_torch()).full(total, pad_value, dtype=dtype, **like)
     if masked:
         joined = np.ma.array(joined)
     start = 0
@@ -101,7 +101,7 @@ def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
     if arrays and len({_family(dtype) for dtype in dtypes} - {"O"}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {[str(dtype) for dtype in dtypes]}.")
     try:
-        dtype = np.result_type(*dtypes) if arrays else _interop.common_dtype(dtypes)
+        dtype = np.result_type(*dtypes) if arrays else reduce(_interop.require_torch().promote_types, dtypes)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"Leaf {key!r} cannot be joined: {error}. Convert it to one dtype first.") from error
     for leaf in leaves:
@@ -120,16 +120,14 @@ def _family(dtype: np.dtype[Any]) -> str:
 
 def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
     """Return a whole number of the leaf that the dtype does not hold; None if it holds all."""
+    if _kind_of(leaf.dtype) != "i" or _kind_of(dtype) not in "fc":
+        return None
     if isinstance(dtype, np.dtype):
-        if leaf.dtype.kind not in "iu" or dtype.kind not in "fc":
-            return None
         values = np.asarray(leaf)
         with np.errstate(over="ignore"):
             converted = values.astype(dtype).real
-    elif (both := _interop.convert_integers(leaf, dtype)) is not None:
-        values, converted = both
     else:
-        return None
+        values, converted = _interop.convert_integers(leaf, dtype)
     limit = float(int(np.iinfo(values.dtype).max) + 1)
     with np.errstate(invalid="ignore"):
         # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
@@ -137,39 +135,33 @@ def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
     return int(values[lost][0]) if lost.any() else None
 
 
+def _kind_of(dtype: Any) -> str:
+    return dtype.kind.replace("u", "i") if isinstance(dtype, np.dtype) else _interop.kind_of(dtype)
+
+
 def _is_held(value: Any, dtype: Any) -> bool:
     """Return whether an array or tensor of the dtype holds the value unchanged."""
     of_numpy = isinstance(dtype, np.dtype)
-    limits = _numpy_limits(dtype) if of_numpy else _interop.limits(dtype)
-    if limits is None:
-        return of_numpy and _is_held_as_object(value, dtype)
-    kind, least, most = limits
+    kind = _kind_of(dtype)
+    if kind not in _NUMBERS:
+        given = np.asarray(value).dtype
+        alike = given.kind == kind or given.kind + kind == "UT"
+        return kind == "O" or dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
+    library: Any = np if of_numpy else _interop.require_torch()
     try:
-        if kind in "bi":
-            return bool(least <= value <= most and value == int(value))
+        if kind == "b":
+            return bool(value in (0, 1))
+        if kind == "i":
+            whole = library.iinfo(dtype)
+            return bool(whole.min <= value <= whole.max and value == int(value))
         if isinstance(value, (str, bytes)) or (kind == "f" and isinstance(value, (complex, np.complexfloating))):
             return False
         parts = [float(value)] if kind == "f" else [complex(value).real, complex(value).imag]
-    except (TypeError, ValueError, OverflowError):  # None, a string, an array, or a number beyond all floats
+        least, most = float(library.finfo(dtype).min), float(library.finfo(dtype).max)
+    except (TypeError, ValueError, OverflowError):
+        # The value is None, a string, an array or beyond all floats, or torch does not know the limits of the dtype.
         return False
     return all(
         least <= part <= most if math.isfinite(part) else of_numpy or kind == "c" or _interop.keeps(part, dtype)
         for part in parts
     )
-
-
-def _numpy_limits(dtype: np.dtype[Any]) -> tuple[str, float, float] | None:
-    if dtype.kind == "b":
-        return "b", 0, 1
-    if dtype.kind in "iu":
-        return "i", int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-    if dtype.kind in "fc":
-        return dtype.kind, -float(np.finfo(dtype).max), float(np.finfo(dtype).max)
-    return None
-
-
-def _is_held_as_object(value: Any, dtype: np.dtype[Any]) -> bool:
-    if dtype.kind == "O" or dtype.isbuiltin == 2:
-        return True
-    given = np.asarray(value).dtype
-    return (given.kind == dtype.kind or given.kind + dtype.kind == "UT") and np.can_cast(given, dtype, "safe")

@@ -39,12 +39,8 @@ def _rows(key: str, leaf: Any) -> int:
     if kind(key, leaf) == "list":
         return len(leaf)
     if not leaf.ndim:
-        raise dimless_error(key)
+        raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
     return len(leaf) if isinstance(leaf, np.ndarray) else int(leaf.size(0))  # a nested tensor has no len
-
-
-def dimless_error(key: str) -> ValueError:
-    return ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
 
 
 def take(leaf: Any, indices: IntArray) -> Any:
@@ -56,11 +52,13 @@ def take(leaf: Any, indices: IntArray) -> Any:
     return _interop.take(leaf, indices)
 
 
-def repeat(leaf: Any, times: int) -> Any:
-    """Repeat each sample ``times`` times in a row. Objects in lists are copied, so that no two samples share one."""
+def repeat(leaf: Any, indices: IntArray) -> Any:
+    """Copy the samples at ascending ``indices``. Objects in lists are copied too, so that no two samples share one."""
+    taken = take(leaf, indices)
     if isinstance(leaf, list):
-        return [copy.deepcopy(value) if number else value for value in leaf for number in range(times)]
-    return take(leaf, np.repeat(np.arange(len(leaf)), times))
+        for position in (np.flatnonzero(indices[1:] == indices[:-1]) + 1).tolist():
+            taken[position] = copy.deepcopy(taken[position])
+    return taken
 
 
 def truncate(leaf: Any, dim: int, length: int) -> Any:
@@ -95,14 +93,7 @@ def describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray):
         return f"numpy {leaf.dtype}{list(leaf.shape)}"
     if _interop.is_tensor(leaf):
-        return f"torch {_interop.dtype_name(leaf)}{_interop.known_shape(leaf)}"
+        # The parts of a nested tensor differ.
+        shape = [leaf.size(0), *[None] * (leaf.ndim - 1)] if leaf.is_nested else list(leaf.shape)
+        return f"torch {_interop.dtype_name(leaf)}{shape}"
     return type(leaf).__name__
-
-
-def signature(leaf: Any) -> tuple[str, str, str, tuple[int, ...]]:
-    """Return the kind, dtype, device and shape of a leaf. All ranks have to agree on them, except for the sizes."""
-    if isinstance(leaf, np.ndarray):
-        return type(leaf).__name__, str(leaf.dtype), "", tuple(leaf.shape)
-    if _interop.is_tensor(leaf):
-        return type(leaf).__name__, str(leaf.dtype), leaf.device.type, tuple(leaf.shape)
-    return type(leaf).__name__, "", "", ()

@@ -3,30 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from ._args import as_int
-from ._leaf import count_samples
-from ._plan import Cuts, Lengths
+from ._samples import Samples
 
 PlannedBy = Literal["dynamic_batching_args", "sequence_packing_args"]
 Span = tuple[int, int, int]  # start, end, and padded length or tokens
 
 
-def find_spans(
-    leaves: Mapping[str, Any],
-    cuts: Cuts | None,
-    lengths: Lengths | None,
-    counts: list[int] | None,
-    planned_by: PlannedBy,
-) -> list[Span]:
-    """Return all planned microbatches of a shard, over all groups, given the attributes that its plan has set."""
+def find_spans(batch: Samples[Any], planned_by: PlannedBy) -> list[Span]:
+    """Return all planned microbatches of a shard, over all groups."""
+    cuts, lengths = batch.micro_batch_indices, batch.micro_batch_lengths
     if cuts is None or lengths is None:
         raise ValueError(
             f"The batch has no planned microbatches: get it by shard_by_batch_size(..., {planned_by}=...)."
         )
-    actual = "dynamic_batching_args" if counts is None else "sequence_packing_args"
+    actual = "dynamic_batching_args" if batch.elem_counts_per_gb is None else "sequence_packing_args"
     if actual != planned_by:
         raise ValueError(f"The microbatches of this batch were planned by {actual}, not by {planned_by}.")
     spans: list[Span] = []
@@ -36,22 +30,21 @@ def find_spans(
             (first + start, first + end, length) for (start, end), length in zip(group_cuts, group_lengths, strict=True)
         ]
         first = spans[-1][1]
-    size = count_samples(leaves)
-    if first != size:
-        raise ValueError(f"Microbatches were planned for {first} samples, and the batch has {size}.")
+    if first != batch.size:
+        raise ValueError(f"Microbatches were planned for {first} samples, and the batch has {batch.size}.")
     return spans
 
 
-def find_equal_spans(size: int, samples: int, counts: list[int] | None, shard_sizes: list[int] | None) -> list[Span]:
+def find_equal_spans(batch: Samples[Any], samples: int) -> list[Span]:
     """Return microbatches of ``samples`` samples each, after checking that every shard has as many."""
-    samples = as_int("microbatch_size", samples, at_least=1)
-    if counts is not None:
+    size, samples = batch.size, as_int("microbatch_size", samples, at_least=1)
+    if batch.elem_counts_per_gb is not None:
         raise ValueError(
             "After packing, shards have different numbers of samples, so ranks would have different numbers of "
             "microbatches and wait for each other for ever: use make_microbatch_iterator_for_packable_sequences()."
         )
-    if shard_sizes is not None:
-        least, most = min(shard_sizes), max(shard_sizes)
+    if batch.shard_sizes is not None:
+        least, most = min(batch.shard_sizes), max(batch.shard_sizes)
         if -(-least // samples) != -(-most // samples):
             raise ValueError(
                 f"Shards of {least} to {most} samples have different numbers of microbatches of {samples}, so ranks "
@@ -66,11 +59,9 @@ def find_equal_spans(size: int, samples: int, counts: list[int] | None, shard_si
     return [(start, min(start + samples, size), 0) for start in range(0, size, samples)]
 
 
-def find_sequence_keys(
-    leaves: Mapping[str, Any], input_key: str | None, dim: int, named: Iterable[str] | None
-) -> list[str]:
+def find_sequence_keys(batch: Samples[Any], dim: int, named: Iterable[str] | None) -> list[str]:
     """Return the keys of the leaves whose ``dim`` is the sequence: those named, else those as wide as ``input_key``."""
-    dims = {key: getattr(leaf, "ndim", 0) for key, leaf in leaves.items()}
+    dims = {key: getattr(leaf, "ndim", 0) for key, leaf in batch.data.items()}
     if named is not None:
         keys = [named] if isinstance(named, str) else list(named)
         if unknown := [key for key in keys if key not in dims]:
@@ -78,10 +69,10 @@ def find_sequence_keys(
         if flat := [key for key in keys if dims[key] <= dim]:
             raise ValueError(f"Leaves {flat} in sequence_keys have no dim {dim}, so no sequences to truncate.")
         return keys
-    if input_key is None or dims.get(input_key, 0) < 2:
+    if batch.input_key is None or dims.get(batch.input_key, 0) < 2:
         raise ValueError(
             f"The width of sequences is unknown: the batch has no array or tensor of (samples, width, ...) at the "
-            f"plan's input_key, {input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
+            f"plan's input_key, {batch.input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
         )
-    width = leaves[input_key].shape[1]
-    return [name for name, leaf in leaves.items() if dims[name] > dim and leaf.shape[dim] == width]
+    width = batch[batch.input_key].shape[1]
+    return [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from . import _leaf
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._args import Args, DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaf import IntArray
 from ._packing.packer import get_packer
 
@@ -22,15 +23,15 @@ Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens
 class ShardPlan:
     """The samples of all shards, shard after shard: position i holds sample ``order[i]``.
 
-    The lists have one entry per shard. Without microbatches, ``cuts`` and ``lengths`` are None. Packing also sets
-    ``counts``, the samples of each group; dynamic batching sets ``input_key``, the leaf with the sequences.
+    The lists have one entry per shard. Without microbatches, ``cuts`` is None. Dynamic batching sets ``input_key``,
+    the leaf with the sequences.
     """
 
     order: IntArray
     sizes: list[int]
     cuts: list[Cuts] | None = None
-    lengths: list[Lengths] | None = None
-    counts: list[list[int]] | None = None
+    lengths: Sequence[Lengths] = ()
+    packed: bool = False
     input_key: str | None = None
 
 
@@ -44,19 +45,19 @@ def plan_shards(
 ) -> ShardPlan:
     """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
     shards = as_int("shards", shards, at_least=1)
-    if batch_size is not None:
-        batch_size = as_int("batch_size", batch_size, at_least=1)
     if dynamic is not None and packing is not None:
         raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
     size = _leaf.count_samples(leaves)
     group = _group_size(size, shards, batch_size, allow_uneven_shards)
     if dynamic is not None:
         dynamic = read_args(DynamicBatchingArgs, dynamic)
-        return _plan_dynamic(*_sequence_lengths(leaves, dynamic), group, shards, dynamic)
+        return _plan_dynamic(*_read_lengths(leaves, dynamic), group, shards, dynamic)
     if packing is not None:
         packing = read_args(SequencePackingArgs, packing)
-        return _plan_packed(_sequence_lengths(leaves, packing)[0], group, shards, packing)
-    return _plan_plain(size, group, shards)
+        return _plan_packed(_read_lengths(leaves, packing)[1], group, shards, packing)
+    # In uneven shards the leading ones have one sample more.
+    pieces = np.array_split(np.arange(size).reshape(-1, group), shards, axis=1)
+    return ShardPlan(np.concatenate([piece.ravel() for piece in pieces]), [piece.size for piece in pieces])
 
 
 def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
@@ -67,7 +68,7 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
     """
     if not size:
         raise ValueError("An empty batch cannot be sharded: it has 0 samples.")
-    group = size if batch_size is None else batch_size
+    group = size if batch_size is None else as_int("batch_size", batch_size, at_least=1)
     if allow_uneven_shards:
         if group != size:
             raise ValueError(f"allow_uneven_shards needs batch_size to be the size, {size}, or None; got {batch_size}.")
@@ -81,10 +82,8 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
     return group
 
 
-def _sequence_lengths(
-    leaves: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs
-) -> tuple[IntArray, int]:
-    """Return the lengths of all samples, and the width of the tensor that holds the sequences, after checking both."""
+def _read_lengths(leaves: Mapping[str, Any], args: Args) -> tuple[IntArray, IntArray]:
+    """Return the lengths of all samples, and their padded lengths, after checking both."""
     for name in ("input_key", "input_lengths_key"):
         if (key := getattr(args, name)) not in leaves:
             raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
@@ -100,38 +99,23 @@ def _sequence_lengths(
             f"{args.input_lengths_key!r} says that sample {index} has {lengths[index]} tokens; "
             f"{args.input_key!r} has width {width}."
         )
-    return lengths, width
-
-
-def _round_up(lengths: IntArray, multiple: int) -> IntArray:
-    return -(-lengths // multiple) * multiple
-
-
-def _check_longest(
-    lengths: IntArray, padded: IntArray, args: DynamicBatchingArgs | SequencePackingArgs, holder: str
-) -> None:
+    if isinstance(args, DynamicBatchingArgs):
+        holder, multiple, most = "", args.sequence_length_round, width
+    else:
+        holder, multiple, most = "a bin of ", args.sequence_length_pad_multiple, np.iinfo(np.int64).max
+    padded = np.minimum(-(-lengths // multiple) * multiple, most)
     if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
         index = int(padded.argmax())
         raise ValueError(
             f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
             f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
         )
+    return lengths, padded
 
 
-def _plan_plain(size: int, group: int, shards: int) -> ShardPlan:
-    """Split each group into ``shards`` equal pieces; in uneven shards the leading ones have one sample more."""
-    if group % shards:
-        sizes = [size // shards + (shard < size % shards) for shard in range(shards)]
-        return ShardPlan(np.arange(size), sizes)
-    order = np.arange(size).reshape(size // group, shards, group // shards).swapaxes(0, 1)
-    return ShardPlan(order.ravel(), [size // shards] * shards)
-
-
-def _plan_dynamic(lengths: IntArray, width: int, group: int, shards: int, args: DynamicBatchingArgs) -> ShardPlan:
+def _plan_dynamic(lengths: IntArray, padded: IntArray, group: int, shards: int, args: DynamicBatchingArgs) -> ShardPlan:
     """Sort each group by length, deal it to the shards in turn, and cut all shards at the same positions."""
     limit = args.max_tokens_per_microbatch
-    padded = np.minimum(_round_up(lengths, args.sequence_length_round), width)
-    _check_longest(lengths, padded, args, "")
     if group < shards:
         raise ValueError(
             f"{group} samples cannot give each of {shards} shards a microbatch: pad_to_multiple({shards})."
@@ -144,25 +128,25 @@ def _plan_dynamic(lengths: IntArray, width: int, group: int, shards: int, args: 
     # Lengths ascend, so the longest sample of all shards at a position is the last one dealt for it.
     last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
     longest_at = padded[ranked[:, last]].tolist()
-    starts = [_find_starts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
-    widths = [[at[end - 1] for _, end in _pair(own, len(at))] for own, at in zip(starts, longest_at, strict=True)]
+    starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
+    widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
     return ShardPlan(
         order=np.concatenate([piece.ravel() for piece in dealt]),
         sizes=[piece.size for piece in dealt],
         # A shard may lack the last position.
-        cuts=[[_pair(own, piece.shape[1]) for own in starts] for piece in dealt],
+        cuts=[[_pair([*own, piece.shape[1]]) for own in starts] for piece in dealt],
         lengths=[[list(own) for own in widths] for _ in dealt],
         input_key=args.input_key,
     )
 
 
-def _pair(starts: list[int], end: int) -> list[list[int]]:
-    """Return ``[start, end]`` of consecutive parts, the last of which ends at ``end``."""
-    return [[one, other] for one, other in zip(starts, [*starts[1:], end], strict=True)]
+def _pair(ends: Iterable[int]) -> list[list[int]]:
+    """Return ``[start, end]`` of consecutive parts, given their ends."""
+    return [list(pair) for pair in pairwise([0, *ends])]
 
 
-def _find_starts(longest_at: list[int], limit: int, only_some_have_last: bool) -> list[int]:
-    """Return where microbatches start; a last position that only some shards have cannot be one of its own."""
+def _find_cuts(longest_at: list[int], limit: int, only_some_have_last: bool) -> list[int]:
+    """Return where microbatches after the first start; a last position that only some shards have is not one."""
     starts = [0]
     for position, length in enumerate(longest_at):
         if (position + 1 - starts[-1]) * length > limit:
@@ -176,30 +160,29 @@ def _find_starts(longest_at: list[int], limit: int, only_some_have_last: bool) -
                 f"sample before. Use pad_to_multiple to make shards even, or more tokens."
             )
         starts[-1] -= 1
-    return starts
+    return starts[1:]
 
 
-def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
+def _plan_packed(padded: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
     """Pack each group into a multiple of ``shards`` bins, and deal these to the shards in turn."""
-    padded = _round_up(lengths, args.sequence_length_pad_multiple)
-    _check_longest(lengths, padded, args, "a bin of ")
     limit = args.max_tokens_per_microbatch
     packer = get_packer(args.algorithm, limit, min_bin_count=shards, bin_count_multiple=shards)
-    orders: list[list[int]] = [[] for _ in range(shards)]
-    cuts: list[Cuts] = [[] for _ in range(shards)]
-    tokens: list[Lengths] = [[] for _ in range(shards)]
-    counts: list[list[int]] = [[] for _ in range(shards)]
-    for first in range(0, len(lengths), group):
-        here = padded[first : first + group].tolist()
-        bins = packer.pack(here)
+    tokens = padded.tolist()
+
+    def count_tokens(bin_: list[int]) -> int:
+        return sum(map(tokens.__getitem__, bin_))
+
+    groups = []
+    for first in range(0, len(padded), group):
+        groups.append([[first + index for index in bin_] for bin_ in packer.pack(padded[first : first + group])])
         if args.microbatch_order == "largest_first":
-            bins.sort(key=lambda bin_: -sum(here[index] for index in bin_))
-        for shard in range(shards):
-            mine = bins[shard::shards]
-            ends = np.cumsum([len(bin_) for bin_ in mine]).tolist()
-            orders[shard] += [first + index for bin_ in mine for index in bin_]
-            cuts[shard].append(_pair([0, *ends[:-1]], ends[-1]))
-            tokens[shard].append([sum(here[index] for index in bin_) for bin_ in mine])
-            counts[shard].append(ends[-1])
-    order = np.array([index for part in orders for index in part], dtype=np.int64)
-    return ShardPlan(order, [len(part) for part in orders], cuts, tokens, counts)
+            groups[-1].sort(key=count_tokens, reverse=True)
+    dealt = [[bins[shard::shards] for bins in groups] for shard in range(shards)]
+    samples = [[index for bins in mine for bin_ in bins for index in bin_] for mine in dealt]
+    return ShardPlan(
+        order=np.concatenate(samples),
+        sizes=[len(part) for part in samples],
+        cuts=[[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
+        lengths=[[[count_tokens(bin_) for bin_ in bins] for bins in mine] for mine in dealt],
+        packed=True,
+    )

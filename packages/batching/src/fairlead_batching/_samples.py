@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import numpy as np
 
-from . import _gathering, _interop, _joining, _leaf, _transport
+from . import _interop, _joining, _leaf, _transport
 from ._args import as_int
 from ._leaf import BoolArray
 from ._plan import Cuts, Lengths
@@ -24,39 +25,32 @@ else:
     from typing import TypeVar
 
     Content = TypeVar("Content")
+Batch = TypeVar("Batch", bound="Samples[Any]")
 
 
 class Samples(UserDict[str, Any], Generic[Content]):
     """The base of `BatchedDataDict`: operations on all samples that return a batch of the same class, or change it."""
 
     data: dict[str, Any]
-    micro_batch_indices: Cuts | None
-    micro_batch_lengths: Lengths | None
-    elem_counts_per_gb: list[int] | None
-    shard_sizes: list[int] | None
-    input_key: str | None
-    padding: BoolArray | None
 
     def __init__(self, data: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None, /, **kw: Any) -> None:
         super().__init__(data, **kw)
         self._clear_plan()
-        self.padding = data.padding if isinstance(data, Samples) else None
+        self.padding: BoolArray | None = data.padding if isinstance(data, Samples) else None
         self._views = False
 
-    @classmethod
-    def _from_parts(cls, leaves: dict[str, Any], padding: BoolArray | None) -> Self:
-        new = cls(leaves)
-        new.padding = padding
+    def _derive(self, transform: Callable[[Any], Any], kind: type[Batch]) -> Batch:
+        """Return a batch of the given class, with all leaves and the padding transformed alike."""
+        new = kind({key: transform(leaf) for key, leaf in self.data.items()})
+        new.padding = None if self.padding is None else transform(self.padding)
         return new
 
-    def _transform(self, transform: Callable[[Any], Any]) -> tuple[dict[str, Any], BoolArray | None]:
-        """Return all leaves and the padding, transformed alike."""
-        leaves = {key: transform(leaf) for key, leaf in self.data.items()}
-        return leaves, None if self.padding is None else transform(self.padding)
-
     def _clear_plan(self) -> None:
-        self.micro_batch_indices = self.micro_batch_lengths = None
-        self.elem_counts_per_gb = self.shard_sizes = self.input_key = None
+        self.micro_batch_indices: Cuts | None = None
+        self.micro_batch_lengths: Lengths | None = None
+        self.elem_counts_per_gb: list[int] | None = None
+        self.shard_sizes: list[int] | None = None
+        self.input_key: str | None = None
 
     def __repr__(self) -> str:
         try:
@@ -74,9 +68,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        left_out = ("data", "_views", "__orig_class__")
-        attributes = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return _rebuild, (type(self), _transport.pack(self.data, self._views), attributes)
+        state = {**self.__dict__, "data": _transport.pack(self.data, self._views), "_views": False}
+        state.pop("__orig_class__", None)
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     @property
     def size(self) -> int:
@@ -115,8 +109,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if not given:
             raise ValueError("There are no batches to join.")
         sizes = [batch.size for batch in given]
-        leaves = _joining.join([batch.data for batch in given], sizes, pad_value_dict or {})
-        return cls._from_parts(leaves, _joining.join_padding([batch.padding for batch in given], sizes))
+        joined = cls(_joining.join([batch.data for batch in given], sizes, pad_value_dict or {}))
+        joined.padding = _joining.join_padding([batch.padding for batch in given], sizes)
+        return joined
 
     @overload
     def repeat_interleave(self, num_repeats: int) -> Self: ...
@@ -140,8 +135,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if (num_repeats is None) == (repeats is None):
             raise TypeError("repeat_interleave() needs one number: num_repeats or repeats, which mean the same.")
         times = as_int("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
-        _leaf.count_samples(self.data)  # raises if leaves disagree
-        return self._from_parts(*self._transform(lambda leaf: _leaf.repeat(leaf, times)))
+        indices = np.repeat(np.arange(self.size), times)
+        return self._derive(lambda leaf: _leaf.repeat(leaf, indices), type(self))
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
         """Put sample i at position ``indices[i]``, in place, and return the batch itself.
@@ -157,15 +152,13 @@ class Samples(UserDict[str, Any], Generic[Content]):
         [30, 10, 20]
         """
         where = _leaf.to_integers("indices", indices)
-        size = self.size
-        inverse = np.full(size, -1)
-        if where.size == size and size and where.min() >= 0 and where.max() < size:
-            inverse[where] = np.arange(size)
-        if where.size != size or (inverse < 0).any():
+        if not np.array_equal(np.sort(where), np.arange(self.size)):
             raise ValueError(
-                f"indices must hold each of 0 to {size - 1} once, found {where.size}: {where[:10].tolist()}."
+                f"indices must hold each of 0 to {self.size - 1} once, found {where.size}: {where[:10].tolist()}."
             )
-        self.data, self.padding = self._transform(lambda leaf: _leaf.take(leaf, inverse))
+        inverse = where.argsort()
+        moved = self._derive(lambda leaf: _leaf.take(leaf, inverse), Samples)
+        self.data, self.padding = moved.data, moved.padding
         self._clear_plan()
         return self
 
@@ -206,22 +199,3 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """
         self._views = True
         return self
-
-    def all_gather(self, group: Any = None) -> Self:
-        """Return the samples of all ranks of a torch process group, in the order of ranks, on every rank.
-
-        Ranks may have different numbers of samples; leaves that differ in dim 1 are padded as in `from_batches`.
-
-        Raises:
-            ValueError: ranks have different keys, or a key with different kinds, dims, dtypes or devices; or a rank
-                cannot send its leaves, or cannot receive those of others. Every rank raises it, and it names the
-                ranks that failed.
-        """
-        ranks = _gathering.gather(self.data, self.padding, group)
-        return self.from_batches([Samples._from_parts(*rank) for rank in ranks])
-
-
-def _rebuild(cls: type[Any], data: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    batch: Any = object.__new__(cls)
-    batch.__dict__.update(attributes, data=data, _views=False)
-    return batch

@@ -69,9 +69,8 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
     if tensor.is_nested:
-        ragged = _interop.ragged_dim(tensor)
-        parts = [_pack_tensor(key, part, views) for part in _interop.parts(tensor, ragged)]
-        return _Sent(_interop.nest, parts, str(tensor.layout).removeprefix("torch."), ragged)
+        parts, *rest = _interop.unnest(tensor)
+        return _Sent(_interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
     if not _interop.is_plain(tensor):
         return tensor  # sparse, quantized and subclassed tensors have their own pickling
     return _Sent(_read, _interop.memory(tensor), _interop.dtype_name(tensor), views)
@@ -96,10 +95,9 @@ def _read(array: Array, dtype: str, view: bool) -> Any:
         array = array.copy(order="K")
     elif not array.flags.writeable:
         array = np.asarray(_Window(array))
+    tensor = _interop.from_carrier(_interop.require_torch().from_numpy(array), dtype)
     # An older protocol has made an array that owns its memory for this reader.
-    private = view or array.flags.owndata
-    tensor = _interop.tensor_over(array, dtype)
-    return tensor if private else tensor.clone()
+    return tensor if view or array.flags.owndata else tensor.clone()
 
 
 class _Window:
