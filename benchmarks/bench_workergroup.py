@@ -25,7 +25,7 @@ from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import Mesh, _pieces, _planned, plan_call
+from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
 from fairlead_workergroup._calls.sender import make_requests
 from fairlead_workergroup._members import WorkerFacts
 from fairlead_workergroup._observe.query import ask_nodes
@@ -158,17 +158,14 @@ def _plan_rows() -> Iterator[Row]:
             def plan(again: bool = how != "a new plan") -> None:
                 nonlocal mesh
                 if not again:
-                    _planned.cache_clear()
-                    _pieces.cache_clear()
+                    _make_plan.cache_clear()
+                    _piece_index.cache_clear()
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = plan_call(mesh, collect=("dp", "pp"))
                 batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
                 arguments = Arguments(put=lambda value: value)
                 rate = {"lr": plan.column("lr", 0.1)}
-                asked = make_requests(
-                    len(plan.called), method, [batch], rate, answers=plan.answers, arguments=arguments
-                )
-                for _ in asked:
+                for _ in make_requests(method, plan, [batch], rate, arguments):
                     pass
 
             (timing,) = interleaved(plan, repeats=11)

@@ -18,7 +18,7 @@
 from ._arguments import PerWorker, Shard
 from ._builder import RayWorkerBuilder
 from ._calls.call import Call
-from ._calls.explain import CallExplanation
+from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
 from ._calls.view import GroupView
 from ._calls.wait import ResultStream

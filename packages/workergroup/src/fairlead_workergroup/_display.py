@@ -23,12 +23,14 @@ def table_html(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]
     def line(tag: str, values: Sequence[Any]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(_text(value))}</{tag}>" for value in values) + "</tr>"
 
-    shown = list(rows)
-    if len(shown) > MOST_ROWS:
-        half = MOST_ROWS // 2
-        shown = [*shown[:half], ("...",) * len(header), *shown[-half:]]
-    body = "".join(line("td", row) for row in shown)
+    body = "".join(line("td", row) for row in shorten_rows(rows, len(header)))
     return f"<p>{html.escape(caption)}</p><table>{line('th', header)}{body}</table>"
+
+
+def shorten_rows(rows: Sequence[Sequence[Any]], columns: int) -> list[Sequence[Any]]:
+    """Return the rows of a table; of more than `MOST_ROWS` rows, the first and the last ones with dots between them."""
+    half = MOST_ROWS // 2
+    return list(rows) if len(rows) <= MOST_ROWS else [*rows[:half], ("...",) * columns, *rows[-half:]]
 
 
 def record_html(record: Any) -> str:

@@ -5,11 +5,10 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, overload
-
-from ray import ObjectRef
+from typing import Any, Literal, NoReturn
 
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement.spi import release_when_dropped
@@ -17,17 +16,13 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._builder import ClassLike, RayWorkerBuilder
-from ._calls.call import Call
+from ._calls.call import dispatch
 from ._calls.classic import ClassicCalls
-from ._calls.dispatch import dispatch
-from ._calls.errors import short_traceback
-from ._calls.explain import CallExplanation
 from ._calls.map import Strategy, check_strategy
-from ._calls.plan import Axes, Mesh
-from ._calls.results import MultiWorkerFuture
+from ._calls.plan import CallOptions, Mesh, Recipients
+from ._calls.results import ClassicFutures
 from ._calls.sender import Sender
-from ._calls.view import Addressed, Balancing, CallOptions, GroupView
-from ._calls.wait import ResultStream
+from ._calls.view import Balancing, Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
@@ -46,14 +41,11 @@ from ._ray_private import actor_id_of, dead_actors
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
 
-Result = TypeVar("Result")
-Item = TypeVar("Item")
-
 # How long the shutdown of another thread may take once its workers are gone: it waits for nothing any more.
 CLEANED_S = 10.0
 
 
-class RayWorkerGroup:
+class RayWorkerGroup(TypedCalls, ClassicCalls):
     """A process per slot, all made from one class, addressed by rank or along named axes.
 
     Args:
@@ -183,9 +175,9 @@ class RayWorkerGroup:
             self._verdicts,
             self._counters,
             call_timeout_s=call_timeout_s,
-            after_restart=_RunAfterRestart(on_restart, float(start_timeout_s)),
+            after_restart=partial(_run_after_restart, on_restart, float(start_timeout_s)),
         )
-        self._classic = ClassicCalls(self._sender, self.sharding_annotations)
+        self._futures = ClassicFutures(self._sender)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         # Held by the thread that runs the cleanup. Reentrant: a signal's handler may shut down in the middle of it.
         self._cleaning = threading.RLock()
@@ -237,19 +229,13 @@ class RayWorkerGroup:
         return self._launcher.master[1]
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks of its workers, ascending."""
-        return self._mesh.ranks
+    def _target(self) -> Target:
+        # It is not stored: it refers to the group, which must be released when its last reference is.
+        return Target(self._sender, self, self._mesh, self._balancing)
 
     @property
-    def coords(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank."""
-        return self._everybody.coords
-
-    @property
-    def _everybody(self) -> Addressed:
-        # Not kept: it refers to the group, which must go as soon as nobody holds it.
-        return Addressed(self._sender, self, self._mesh, self._balancing)
+    def _classic_futures(self) -> ClassicFutures:
+        return self._futures
 
     @property
     def dp_size(self) -> int:
@@ -271,374 +257,6 @@ class RayWorkerGroup:
         if not 0 <= dp_shard_idx < len(leaders):
             raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
         return leaders[dp_shard_idx]
-
-    def at(self, /, **coords: int | slice) -> GroupView:
-        """Return a view of the workers at these coordinates: an integer drops the axis, a slice keeps it.
-
-        As in numpy: -1 is the last, and what a slice leaves is counted from 0. The view is called as the group is.
-
-        Raises:
-            ValueError: an axis that does not exist, or a slice that selects nobody.
-            IndexError: a coordinate outside its axis; names the axis and its size.
-        """
-        return GroupView(self._everybody.at(coords))
-
-    def with_options(
-        self,
-        *,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-    ) -> GroupView:
-        """Return a view whose `call` is made with these options, and hands every keyword on to the method.
-
-        For methods whose parameters are named as our options are.
-
-        Args:
-            collect, first_along, timeout, retries, discard: as of `call`.
-
-        Raises:
-            TypeError, ValueError: an axis that does not exist, or options that contradict each other.
-        """
-        return self._everybody.with_options(CallOptions(collect, first_along, timeout, retries, discard))
-
-    @overload
-    def call(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call: ...
-    @overload
-    def call(self, method: Callable[..., Any], /, *args: Any, discard: Literal[True], **kwargs: Any) -> Call[None]: ...
-    @overload
-    def call(
-        self, method: Callable[..., Coroutine[Any, Any, Result]], /, *args: Any, collect: tuple[()], **kwargs: Any
-    ) -> Call[Result]: ...
-    @overload
-    def call(
-        self,
-        method: Callable[..., Coroutine[Any, Any, Result]],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[Result]]: ...
-    @overload
-    def call(
-        self,
-        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
-        /,
-        *args: Any,
-        collect: tuple[()],
-        **kwargs: Any,
-    ) -> Call[list[Item]]: ...
-    @overload
-    def call(
-        self,
-        method: Callable[..., Iterator[Item] | AsyncIterator[Item]],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[list[Item]]]: ...
-    @overload
-    def call(self, method: Callable[..., Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
-    @overload
-    def call(
-        self,
-        method: Callable[..., Result],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[Result]]: ...
-    def call(
-        self,
-        method: str | Callable[..., Any],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call:
-        """Call a method of all workers here, and say who gets what and who answers.
-
-        Every argument goes to all of them alike unless it is wrapped: `Shard(values, *axes)`, `PerWorker(values)`. An
-        ObjectRef or a `Call` among them is passed on; the driver sees nothing of it. Small plain values travel with
-        the call, everything else is stored once, however many workers get it.
-
-        A function is a method of the class if the class has it, inherited or decorated or under another name, and
-        the name of that method is called. Every other function is pickled: by value, or by name if it is from an
-        installed package or from the package that the workers import their class from.
-
-        On a running event loop a call that has to wait, for a restart or for calls of other threads, is sent later: it
-        is returned at once, and asking for its results raises what would be raised here otherwise.
-
-        Args:
-            method: its name; or the method itself, `Model.loss`; or any other function, which runs in each worker with
-                the user's instance as its first argument: `f(worker, *args, **kwargs)`.
-            args: positional arguments of the method.
-            collect: None: everybody called answers, a list by rank. Axes: one answer for each coordinate along them,
-                row-major in the order given, by the worker at coordinate 0 of all others. `()`: one worker answers.
-            first_along: only coordinate 0 along these is called.
-            timeout: seconds until `CallTimeoutError`, from now; None: the group's `call_timeout_s`.
-            retries: how often `result` and `await` repeat it on workers that it lost, after starting them again;
-                with `restart_scope="group"`, on all. Needs a group with `restart_on_failure`.
-            discard: nobody answers, and nothing that the method returns is stored.
-            kwargs: keyword arguments of the method.
-
-        Raises:
-            AttributeError, TypeError: there is no such method, it does not take these arguments, or the function
-                cannot be pickled.
-            ValueError: an axis that does not exist, too few or too many pieces or values, or options that contradict
-                each other or the group.
-            WorkerFailureError: a worker that would be called is known to be dead, and not restarted.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._everybody.call(method, options, args, kwargs)
-
-    def explain(
-        self,
-        method: str | Callable[..., Any],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> CallExplanation:
-        """Return what `call` with these arguments would do: pieces, stored values and answers.
-
-        Nothing is stored or called. Print it, or look at it in a notebook.
-
-        Raises:
-            AttributeError, TypeError, ValueError: as of `call`.
-        """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._everybody.explain(method, options, args, kwargs)
-
-    def map(
-        self,
-        method: str | Callable[..., Any],
-        items: Iterable[Any],
-        /,
-        *,
-        max_in_flight: int = 2,
-        ordered: bool = True,
-        strategy: Strategy | None = None,
-        timeout: float | None = None,
-        return_exceptions: bool = False,
-    ) -> ResultStream[Any]:
-        """Call a method once for each item, each time on one worker; return the results for `for` and `async for`.
-
-        The first worker of each tied group takes part; so, without tied groups, all do. Items are taken one by one, as
-        workers become free and results are asked for. A progress bar shows on a terminal when it takes over a second.
-
-        Args:
-            method: its name, or a function, as of `call`; an item is its only argument.
-            items: what to work on.
-            max_in_flight: how many items each worker has at a time: the next one is there when one is done.
-            ordered: results in the order of the items, else as they come.
-            strategy: who gets the next item: "round_robin"; "least_loaded", whoever has fewest; or a function of the
-                number of items each worker has now, that returns which of them; None: the group's
-                `load_balancing_strategy`.
-            timeout: seconds that one item may take, its time in a worker's queue included; None: that of
-                `with_options`, or else the group's `call_timeout_s`.
-            return_exceptions: give the exception of an item that fails as its result and go on with the others. An item
-                that runs out of time runs on, and its value is dropped. The loss of the last worker is raised.
-
-        The `retries` of `with_options` hold for each item; its other options have no meaning here.
-
-        Raises:
-            AttributeError, TypeError, ValueError: there is no such method, or a bad argument, or an option of
-                `with_options` that has no meaning here.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-            CallTimeoutError: an item took longer than `timeout`.
-            WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
-                so that an item may be worked on twice; an item that three workers were lost with is given up.
-            Exception: a worker's own exception, with its type and a note that names the item. What other workers have
-                been given is cancelled.
-        """
-        return self._everybody.map(
-            method,
-            items,
-            CallOptions(),
-            max_in_flight=max_in_flight,
-            ordered=ordered,
-            strategy=strategy,
-            timeout=timeout,
-            return_exceptions=return_exceptions,
-        )
-
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
-    ) -> ObjectRef[Any]:
-        """Call a method of one worker.
-
-        Compatible with the original system; new code uses `call`.
-
-        Args:
-            method_name: the method's name.
-            worker_idx: the worker's rank.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            The result's ref; for a generator method, a generator of refs.
-
-        Raises:
-            IndexError: there is no such rank.
-            AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            WorkerFailureError: the worker is known to be dead, and not restarted.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        future: ObjectRef[Any] = self._classic.call_one(self, method_name, worker_idx, args, kwargs)
-        return future
-
-    def run_all_workers_single_data(
-        self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
-    ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers with the same arguments.
-
-        Compatible with the original system; new code uses `call`.
-
-        Args:
-            method_name: the method's name.
-            args: positional arguments of the method.
-            run_rank_0_only_axes: along these axes only coordinate 0 is called.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            The refs of the workers called, by rank.
-
-        Raises:
-            ValueError: an axis that does not exist.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        return self._classic.call_all(self, method_name, args, kwargs, leaders_on=run_rank_0_only_axes)
-
-    def run_all_workers_multiple_data(
-        self,
-        method_name: str,
-        *args: Sequence[Any],
-        run_rank_0_only_axes: Axes = None,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Sequence[Any],
-    ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers, each with arguments of its own.
-
-        Compatible with the original system; new code uses `call`.
-
-        Args:
-            method_name: the method's name.
-            args: a list per positional argument, with one value for each worker called, by rank.
-            run_rank_0_only_axes: along these axes only coordinate 0 is called, and has a value.
-            common_kwargs: keyword arguments that are the same for all.
-            kwargs: a list per keyword argument, as `args`.
-
-        Returns:
-            The refs of the workers called, by rank.
-
-        Raises:
-            ValueError: a list with too few or too many values, or a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        return self._classic.call_each(
-            self, method_name, args, kwargs, leaders_on=run_rank_0_only_axes, common=common_kwargs
-        )
-
-    def run_all_workers_sharded_data(
-        self,
-        method_name: str,
-        *args: Any,
-        in_sharded_axes: Axes = None,
-        replicate_on_axes: Axes = None,
-        output_is_replicated: Axes = None,
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Call:
-        """Call a method of workers with the pieces of the data at their coordinates.
-
-        Compatible with the original system; new code uses `call`.
-
-        Args:
-            method_name: the method's name.
-            args: a nested sequence per positional argument: one level for each of `in_sharded_axes`.
-            in_sharded_axes: the worker at coordinate c along them gets piece c.
-            replicate_on_axes: everybody along them gets the same piece. Along axes in neither, only coordinate 0 is
-                called.
-            output_is_replicated: of the workers called, only coordinate 0 along these answers.
-            make_dummy_calls_to_free_axes: call the others too, with None for every piece; they do not answer.
-            common_kwargs: keyword arguments that are the same for all, dummy calls included.
-            kwargs: a nested sequence per keyword argument, as `args`.
-
-        Returns:
-            The call, a `MultiWorkerFuture` of the answers by rank; `get_all_worker_results` fetches them.
-
-        Raises:
-            ValueError: an axis that does not exist or is both sharded and replicated; too few or too many pieces, at
-                any depth; a name in both `kwargs` and `common_kwargs`.
-            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as of `run_single_worker_single_data`.
-        """
-        return self._classic.call_sharded(
-            self,
-            method_name,
-            args,
-            kwargs,
-            sharded=in_sharded_axes,
-            replicated=replicate_on_axes,
-            output_replicated=output_is_replicated,
-            dummy_calls=make_dummy_calls_to_free_axes,
-            common=common_kwargs,
-        )
-
-    def get_all_worker_results(
-        self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
-    ) -> list[Any]:
-        """Wait for a call and fetch its results, and nothing else.
-
-        Compatible with the original system; new code uses `Call.result`.
-
-        Args:
-            future_bundle: what a classic method returned.
-            return_generators_as_proxies: leave generators as they are instead of collecting their items.
-
-        Raises:
-            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
-                ObjectRefs that the group did not make, from now.
-            WorkerFailureError: a worker was lost.
-            Exception: a worker's own exception, with its type and a note for each failing rank.
-        """
-        with short_traceback():
-            return self._classic.fetch(future_bundle, proxies=return_generators_as_proxies)
 
     def statistics(self) -> GroupStatistics:
         """Return the counts of what has been stored, sent and fetched so far."""
@@ -813,31 +431,14 @@ class RayWorkerGroup:
         raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
 
 
-class _RunAfterRestart:
-    """Runs `on_restart` on workers that have been started again."""
-
-    def __init__(self, method: str | None, timeout_s: float) -> None:
-        self._method = method
-        self._timeout_s = timeout_s
-
-    def __call__(self, sender: Sender, ranks: list[int]) -> None:
-        """Run it on these ranks, and wait for it."""
-        if self._method is None:
-            return
-        call = dispatch(
-            sender,
-            None,
-            self._method,
-            ranks,
-            [],
-            {},
-            answers=[False] * len(ranks),
-            returned=[],
-            timeout_s=self._timeout_s,
-            discard=True,
-            may_wait=False,  # the calls that wait do so for this restart
-        )
-        call.result()
+def _run_after_restart(method: str | None, timeout_s: float, sender: Sender, ranks: list[int]) -> None:
+    """Run the `on_restart` method of a group on restarted ranks, and wait for it."""
+    if method is None:
+        return
+    options = CallOptions(timeout=timeout_s, discard=True)
+    recipients = Recipients(ranks, [], [False] * len(ranks))
+    # The calls that wait do so for this restart, so this one must not wait behind them.
+    dispatch(sender, None, method, recipients, [], {}, options, may_wait=False).result()
 
 
 def _check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:

@@ -164,10 +164,10 @@ def test_ray_is_shut_down_while_errors_are_late():
 
         import ray
 
-        from fairlead_workergroup._calls import errors as _errors
+        from fairlead_workergroup._calls import errors
 
-        class Late(_errors._Late):
-            def has_ended(self):
+        class Late(errors._LateErrors):
+            def retrieve(self):
                 looking.set()
                 while self._refs:
                     self._refs.pop()
@@ -177,7 +177,7 @@ def test_ray_is_shut_down_while_errors_are_late():
         ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
         looking, owner = threading.Event(), threading.Event()
         late = Late([ray.put(number) for number in range(1000)], owner)
-        _errors._looking.add(late)
+        errors._retriever.add(late)
         looking.wait(30)
         ray.shutdown()
         print(len(late._refs), "references are left")

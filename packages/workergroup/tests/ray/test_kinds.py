@@ -116,7 +116,7 @@ class TestStreams:
         assert isinstance(call.outcomes()[0].error, KeyError)
         with pytest.raises(KeyError, match="no more"):
             group.call("items_then_fail", 2).result()
-        with pytest.raises(TypeError, match="'rank' is no generator method"):
+        with pytest.raises(TypeError, match="'rank' is not a generator method"):
             group.call("rank").stream()
         with pytest.raises(CallTimeoutError):
             list(group.at(dp=0, tp=0).call("items", 2, pause_s=1.0).stream(timeout=0.2))

@@ -114,7 +114,7 @@ class TestWaiting:
         """A call that waits for another one's answer says which call, of which group, and which ranks are late."""
         made = doomed.call("sleep", 3.0, ranks=[2], tag="made")
         expected = (
-            r"not there yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
+            r"does not exist yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
             r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'sleep' for \d"
         )
         for view, argument in [(group, made), (group.at(dp=0), PerWorker(made))]:
@@ -167,7 +167,7 @@ class TestWaiting:
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
         """A call without a deadline says now and then whom it waits for."""
-        monkeypatch.setattr("fairlead_workergroup._calls.execution.REPORT_EVERY_S", 0.3)
+        monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.3)
         assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
         assert "1 of 8 workers have not finished 'sleep'" in caplog.text
         assert "rank 2 (dp=0, tp=3)" in caplog.text

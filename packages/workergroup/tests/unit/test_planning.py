@@ -94,11 +94,11 @@ def test_who_gets_which_piece(drawn, data):
     pieces = np.empty([view.sharding.get_axis_size(axis) for axis in axes], dtype=object)
     for at in np.ndindex(pieces.shape):
         pieces[at] = at
-    got = plan.column("x", Shard(pieces.tolist(), *axes)).over(len(plan.called))
+    got = plan.column("x", Shard(pieces.tolist(), *axes)).expand(len(plan.called))
     assert got == [tuple(coords_of[rank][axis] for axis in axes) for rank in plan.called]
-    own = plan.column("x", PerWorker([f"of {rank}" for rank in plan.called])).over(len(plan.called))
+    own = plan.column("x", PerWorker([f"of {rank}" for rank in plan.called])).expand(len(plan.called))
     assert own == [f"of {rank}" for rank in plan.called]
-    assert plan.column("x", "all").over(len(plan.called)) == ["all"] * len(plan.called)
+    assert plan.column("x", "all").expand(len(plan.called)) == ["all"] * len(plan.called)
 
 
 MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of one call: its results, outcomes, cancellation, and its use as an argument of other calls."""
+"""The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
-from collections.abc import AsyncIterator, Generator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 import ray
 from ray import ObjectRef
 
-from .._arguments import Answer, Gathered, PassedOn
-from .._deadline import check_timeout
+from .._arguments import Answer, Arguments, Gathered, PassedOn
+from .._deadline import Deadline, check_timeout
 from .._display import table_html
 from .._observe.statistics import CallStatistics, Outcome
+from .._start.worker_class import Method
 from .errors import short_traceback
 from .execution import Execution, SendState
-from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher
-from .wait import ResultStream, iterate_outcomes, stream_items, wait_for
+from .plan import CallOptions, Column, Recipients
+from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher, wait_for_some
+from .sender import Order, Sender, is_on_event_loop, make_requests
+from .wait import ResultStream, iterate_outcomes, stream_items, wait_for_result
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -27,19 +31,69 @@ else:
     Result = TypeVar("Result", covariant=True)
 
 
-class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
-    """A call under way. `RayWorkerGroup.call` makes it; it is also a value that can be passed to another call.
+def dispatch(
+    sender: Sender,
+    owner: object,
+    method: str | Callable[..., Any] | Method,
+    recipients: Recipients,
+    args: Sequence[Column],
+    kwargs: Mapping[str, Column],
+    options: CallOptions,
+    *,
+    may_wait: bool = True,
+) -> Execution:
+    """Store the values that have to be stored, and send a call.
 
-    `result()` waits; `outcomes()` tells about every worker; iterating, also with `async for`, gives an `Outcome` as
-    each worker finishes; `await` gives what `result()` would, and cancelling the task that awaits cancels the call.
-    None of them consumes anything: what timed out can be asked for again. As an argument of another call it stands for
-    its answers, which go from worker to worker: a `Call` made with `collect=()` for the one answer,
-    `Shard(call, axis)` and `PerWorker(call)` for a piece each, and any other for the list of them.
+    Args:
+        sender: the sender of the group.
+        owner: the group, which stays alive as long as a caller waits for the call.
+        method: the name of the method, a function, or a method that was looked up before.
+        recipients: the workers that are called.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        options: the timeout, retries and shape of the result.
+        may_wait: on an event loop, send the call later instead of blocking the loop.
+
+    Raises:
+        AttributeError, TypeError, ValueError: the method or its arguments are wrong.
+        CallTimeoutError, WorkerFailureError, WorkerGroupError: the call could not be sent.
+    """
+    began = time.monotonic()
+    sender.check_retries(options.retries)
+    method = sender.method(method)
+    timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
+    sender.check_callable(recipients.called)
+    stored = Arguments()
+    # Before this call's turn: storing a large value must not delay the calls of other threads.
+    requests = make_requests(method, recipients, args, kwargs, stored)
+    order = Order(
+        method,
+        recipients.called,
+        list(requests) if options.retries else requests,
+        began,
+        Deadline(None if timeout_s is None else began + timeout_s),
+        {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
+        stored.sources,
+    )
+    sent = sender.send_or_queue(order) if may_wait and is_on_event_loop() else sender.send(order)
+    return Execution(sender, owner, order, sent, recipients.returned, options)
+
+
+class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
+    """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
+
+    `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
+    yields an `Outcome` as each worker finishes. `await` returns what `result()` returns, and the cancellation of the
+    awaiting task cancels the call. None of these consumes anything: after a timeout you can ask again.
+
+    A call can be an argument of another call. Then it stands for its results, which go from worker to worker: a `Call`
+    made with `collect=()` stands for its one result, `Shard(call, axis)` and `PerWorker(call)` for one result each, and
+    any other `Call` for the list of results.
     """
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        # Copies: a plan is kept for later calls, and a user may change the lists of this one.
+        # Copies: a plan is cached for later calls, and a user may change the lists of this one.
         ranks = execution.ranks
         self.return_from_workers: list[int] | None = [ranks[at] for at in execution.positions]
         self.called_workers: list[int] | None = list(ranks)
@@ -84,25 +138,25 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
 
     @property
     def refs(self) -> list[Any]:
-        """The ObjectRefs of the answers, in the order of `result()`; of a generator method, its generators."""
+        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
         return [self.futures[at] for at in self._execution.positions]
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for all workers called and fetch the answers, and nothing else.
+        """Wait for all called workers and fetch the results, and nothing else.
 
         Args:
-            timeout: seconds to wait for the workers from now; None: until the deadline the call was made with, if
-                any. Asking again later goes on waiting.
+            timeout: the seconds to wait for the workers from now; None to wait until the deadline of the call, if it
+                has one. After a timeout you can ask again.
 
         Returns:
-            A list of answers, by rank or row-major over the collected axes; with `collect=()` the one answer; with
-            `discard=True` None. A generator method's answer is the list of its items.
+            A list of results, by rank or row-major over the collected axes; with `collect=()` the one result; with
+            `discard=True` None. The result of a generator method is the list of its items.
 
         Raises:
             CallTimeoutError: some workers have not finished by then.
             WorkerFailureError: a worker was lost. The first failure ends the wait.
-            CallCancelledError: it was cancelled before all workers had finished.
-            WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out a part of the items.
+            CallCancelledError: the call was cancelled before all workers had finished.
+            WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out some of the items.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
@@ -110,35 +164,36 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
-        """What every worker made of the call; never raises what a worker raised.
+        """Return the outcome of every worker; never raise the exception of a worker.
 
         Args:
-            timeout: as of `result`. The error of a worker that has not finished is a `CallTimeoutError`.
+            timeout: as for `result`. The error of a worker that has not finished is a `CallTimeoutError`.
 
         Returns:
-            The outcomes of the workers that answer, in the order of `result()`, then those of others that failed.
+            The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
+            that failed.
         """
         execution = self._execution
         self.wait(timeout)
         unfinished = execution.unfinished_errors()
-        wanted, others = execution.positions, execution.others
-        of_others = [execution.outcome(at, unfinished) for at in others]
-        return [
-            *(execution.outcome(at, unfinished) for at in wanted),
-            *(one for one in of_others if one.error is not None),
-        ]
+        outcomes = [execution.outcome(at, unfinished) for at in (*execution.positions, *execution.others)]
+        wanted = len(execution.positions)
+        return outcomes[:wanted] + [outcome for outcome in outcomes[wanted:] if outcome.error is not None]
 
     def done(self) -> bool:
-        """Whether all workers called have finished, or failed, or could not be called."""
+        """Return whether all called workers have finished or failed, or could not be called."""
         return (state := self._execution.send_state) is SendState.FAILED or (
             state is SendState.SENT and not self._execution.pending()
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all workers called have finished, or failed; whether they have within `timeout` seconds.
+        """Wait until all called workers have finished or failed.
 
         Args:
-            timeout: as of `result`.
+            timeout: as for `result`.
+
+        Returns:
+            Whether they have within that time.
         """
         execution = self._execution
         deadline = execution.until(timeout)
@@ -155,96 +210,97 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         return True
 
     def __iter__(self) -> Iterator[Outcome]:
-        """Outcomes as workers finish: of those that answer, and of others that failed.
+        """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
 
         Raises:
-            CallTimeoutError: the deadline the call was made with has passed.
+            CallTimeoutError: the deadline of the call has passed.
         """
-        execution = self._execution
+        execution, deadline = self._execution, self._execution.order.deadline
         execution.sender.roster.check_connected()
-        execution.wait_until_sent(execution.deadline)
-        answering = set(execution.positions)
+        execution.wait_until_sent(deadline)
         pending = dict.fromkeys(range(len(self.futures)))
-        for at in execution.drain_limited(execution.deadline):
+        for at in execution.drain_limited(deadline):
             del pending[at]
             yield execution.outcome(at, {})
         while pending:
             refs = {execution.completions[at]: at for at in pending}
-            done, _ = ray.wait(
-                list(refs), num_returns=1, timeout=execution.deadline.left(at_most=REPORT_EVERY_S), fetch_local=False
-            )
-            if not done:
-                execution.check_late(execution.deadline)
-            more, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-            for ref in dict.fromkeys([*done, *more]):
+            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+            for ref in ready or wait_for_some(list(refs), deadline, execution.check_late):
                 del pending[refs[ref]]
                 outcome = execution.outcome(refs[ref], {})
-                if refs[ref] in answering or outcome.error is not None:
+                if refs[ref] in execution.answering or outcome.error is not None:
                     yield outcome
 
     def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
         """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
 
-        All workers are served in turn. Each item is handed out once, and nothing keeps it in the object store
-        afterwards: `result()` then raises instead of returning a part of the items. An error is raised again each time.
+        All workers are served in turn. Each item is handed out once and then released from the object store, so that
+        `result()` raises afterwards instead of returning some of the items. An error is raised again each time.
 
         Args:
-            timeout: seconds to wait for the next item; None: until the deadline the call was made with, if any.
+            timeout: the seconds to wait for the next item; None to wait until the deadline of the call, if it has one.
+
+        Returns:
+            A stream that can be iterated once.
 
         Raises:
-            TypeError: the method is no generator.
-            CallTimeoutError: no item came in time; streaming again goes on where this ended.
-            WorkerFailureError, Exception: as of `result`.
+            TypeError: the method is not a generator.
+            CallTimeoutError: no item arrived in time. A new stream continues at the same item.
+            WorkerFailureError, Exception: as `result` does.
         """
         check_timeout("timeout", timeout)
         execution = self._execution
         if not execution.yields_items:
-            raise TypeError(f"{execution.method.name!r} is no generator method; its result comes in one piece")
+            raise TypeError(f"{execution.method.name!r} is not a generator method: it returns its result in one piece")
         return ResultStream(lambda: execution.iterate_items(timeout), lambda: stream_items(execution, timeout))
 
     def __await__(self) -> Generator[Any, None, Result]:
-        return wait_for(self._execution).__await__()
+        return wait_for_result(self._execution).__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
         return iterate_outcomes(self._execution)
 
     def cancel(self, force: bool = False) -> list[int]:
-        """Give the call up: what is queued is dropped, async methods that overlap with others are cancelled.
+        """Give the call up: drop its queued requests, and cancel async methods that overlap with others.
 
-        A method that is running otherwise cannot be interrupted: it runs on and its value is dropped.
+        Any other running method cannot be interrupted: it runs to its end, and its value is dropped.
 
         Args:
-            force: end the workers that are running it (kind "cancelled"); the group has lost them then.
+            force: kill the workers that are running the method. The group has lost them then, with kind "cancelled".
 
         Returns:
-            The ranks that are still running it; with `force`, those that were, and have been ended.
+            The ranks that are still running the method; with `force`, the ranks that were killed.
         """
         return self._execution.cancel(force=force)
 
     def statistics(self) -> CallStatistics:
-        """What it has cost so far."""
-        execution = self._execution
-        puts, bytes_put = execution.stored
-        return CallStatistics(len(execution.ranks), puts, bytes_put, *execution.fetched, execution.submit_s)
+        """Return what the call has cost so far."""
+        execution, counts = self._execution, self._execution.order.counts
+        return CallStatistics(
+            len(execution.ranks), counts["puts"], counts["bytes_put"], *execution.fetched, execution.submit_s
+        )
 
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """What `result` fetches, as a list however few answer; a generator's items stand at its place, flat.
+        """Return what `result` fetches, always as a flat list; compatible with the original system.
 
         Args:
-            worker_group: not needed: a call knows its group.
-            return_generators_as_proxies: leave generators as they are: each an iterator of ObjectRefs.
+            worker_group: not needed, because a call knows its group.
+            return_generators_as_proxies: return each generator as it is, an iterator of ObjectRefs.
+
+        Returns:
+            The results in order. The items of a generator stand at its place.
 
         Raises:
-            Exception: as of `result`.
+            Exception: as `result` does.
         """
         execution = self._execution
         if execution.yields_items and return_generators_as_proxies:
             execution.check_open()
             return self.refs
         values: Any = self.result()
-        values = [] if execution.discard else [values] if execution.single else values
+        values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values
 
     def made_by(self) -> str:
@@ -252,31 +308,39 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         return self._execution.method.name
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
-        """What travels to another call's workers in its place; ValueError, TypeError: nothing that could."""
+        """Return the reference that travels to the workers of another call.
+
+        Raises:
+            ValueError, TypeError: the call has no result that can be passed on.
+        """
         self._check_passable()
-        return self.refs[0] if self._execution.single else Gathered(tuple(self.refs))
+        return self.refs[0] if self._execution.is_single else Gathered(tuple(self.refs))
 
     def as_pieces(self) -> list[ObjectRef[Any]]:
-        """What travels to another call's workers in place of each answer; ValueError, TypeError: nothing that could."""
+        """Return the references that travel to the workers of another call, one for each result.
+
+        Raises:
+            ValueError, TypeError: as `answers` does.
+        """
         return [answer.ref for answer in self.answers()]
 
     def answers(self) -> list[Answer]:
-        """Return each answer as an argument of another call.
+        """Return each result as an argument of another call.
 
         Raises:
-            ValueError, TypeError: there is nothing to pass on.
+            ValueError, TypeError: the call has no results that can be passed on, or only one.
         """
         execution = self._execution
         self._check_passable()
-        if execution.single:
+        if execution.is_single:
             raise ValueError(f"the call of {execution.method.name!r} has one answer (collect=()): pass it as it is")
         return [Answer(execution.method.name, ref) for ref in self.refs]
 
     def _check_passable(self) -> None:
         execution = self._execution
-        if execution.discard:
+        if execution.options.discard:
             raise ValueError(f"the call of {execution.method.name!r} has no answer to pass on (discard=True)")
         if execution.yields_items:
             raise TypeError(
-                f"{execution.method.name!r} is a generator method: stream or collect its items, pass these on"
+                f"{execution.method.name!r} is a generator method: stream or collect its items, and pass these on"
             )

@@ -1,155 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling methods of the original system: thin layers over the planning and sending of every call."""
+"""The calling methods of the original system, on top of the planning and sending of every call."""
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fairlead_sharding import NamedSharding
+from ray import ObjectRef
 
-from .call import Call
-from .dispatch import dispatch
+from .call import Call, dispatch
+from .errors import short_traceback
 from .execution import Execution
-from .plan import Axes, Column, as_axes
+from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
-from .sender import Sender
+from .view import AddressedWorkers
 
 
-class ClassicCalls:
-    """Makes the classic calls of a group; `RayWorkerGroup` says what each of them does.
+class ClassicCalls(AddressedWorkers):
+    """The calling methods of the original system. It has no state."""
 
-    The `owner` that they take is the group, which must live as long as somebody waits for a call.
+    @property
+    @abstractmethod
+    def _classic_futures(self) -> ClassicFutures:
+        """The futures that these methods have returned."""
 
-    Args:
-        sender: of the group.
-        sharding: the axes over its ranks.
-    """
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> ObjectRef[Any]:
+        """Call a method of one worker.
 
-    def __init__(self, sender: Sender, sharding: NamedSharding) -> None:
-        self._sender = sender
-        self._sharding = sharding
-        self._futures = ClassicFutures(sender)
+        Compatible with the original system; new code uses `call`.
 
-    def call_one(self, owner: object, name: str, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call one worker; return its future."""
-        size = self._sharding.size
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"worker_idx must be an int, got {rank!r}")
-        if not 0 <= rank < size:
-            raise IndexError(f"worker_idx {rank} is out of range: the group has ranks 0 to {size - 1}")
-        columns, named = _replicate(args, kwargs)
-        (future,) = self._dispatch(owner, name, [rank], columns, named, returned=[rank]).futures
+        Args:
+            method_name: the method's name.
+            worker_idx: the worker's rank.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+
+        Returns:
+            The result's ref; for a generator method, a generator of refs.
+
+        Raises:
+            IndexError: there is no such rank.
+            AttributeError, TypeError: there is no such method, or it does not take these arguments.
+            WorkerFailureError: the worker is known to be dead, and the group does not restart it.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        size = self._target.mesh.sharding.size
+        if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
+            raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
+        if not 0 <= worker_idx < size:
+            raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
+        recipients = Recipients([worker_idx], [worker_idx], None)
+        future: ObjectRef[Any]
+        (future,) = self._dispatch(method_name, recipients, args, kwargs, _replicate).futures
         return future
 
-    def call_all(
-        self, owner: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, leaders_on: Axes
-    ) -> list[Any]:
-        """Call all workers, or those at coordinate 0 of some axes, with the same arguments; return the futures."""
-        ranks = self._leaders(leaders_on)
-        columns, named = _replicate(args, kwargs)
-        return self._dispatch(owner, name, ranks, columns, named, returned=ranks).futures
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
+    ) -> list[ObjectRef[Any]]:
+        """Call a method of all workers with the same arguments.
 
-    def call_each(
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            args: positional arguments of the method.
+            run_rank_0_only_axes: along these axes only coordinate 0 is called.
+            kwargs: keyword arguments of the method.
+
+        Returns:
+            The refs of the called workers, by rank.
+
+        Raises:
+            ValueError: an axis does not exist.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
+        """
+        plan = plan_call(self._target.mesh, first_along=run_rank_0_only_axes)
+        return self._dispatch(method_name, plan, args, kwargs, _replicate).futures
+
+    def run_all_workers_multiple_data(
         self,
-        owner: object,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        leaders_on: Axes,
-        common: Mapping[str, Any] | None,
-    ) -> list[Any]:
-        """Do the same, each worker with arguments of its own; return the futures."""
-        ranks = self._leaders(leaders_on)
+        method_name: str,
+        *args: Sequence[Any],
+        run_rank_0_only_axes: Axes = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[ObjectRef[Any]]:
+        """Call a method of all workers, each with its own arguments.
+
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            args: a list for each positional argument, with one value for each called worker, by rank.
+            run_rank_0_only_axes: along these axes only coordinate 0 is called, and has a value.
+            common_kwargs: keyword arguments that are the same for all workers.
+            kwargs: a list for each keyword argument, as for `args`.
+
+        Returns:
+            The refs of the called workers, by rank.
+
+        Raises:
+            ValueError: a list has too few or too many values, or a name is in both `kwargs` and `common_kwargs`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
+        """
+        plan = plan_call(self._target.mesh, first_along=run_rank_0_only_axes)
 
         def column(what: str, values: Any) -> Column:
-            if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-                raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
-            if len(values) != len(ranks):
-                raise ValueError(f"{what} has {len(values)} values, but {len(ranks)} workers are called")
-            return Column([values[at] for at in range(len(ranks))], range(len(ranks)))
+            return column_per_worker(what, values, len(plan.called))
 
-        columns = [column(f"positional argument {at}", values) for at, values in enumerate(args)]
-        named = {key: column(f"argument {key!r}", values) for key, values in kwargs.items()}
-        return self._dispatch(owner, name, ranks, columns, _with_common(named, common), returned=ranks).futures
+        return self._dispatch(method_name, plan, args, kwargs, column, common_kwargs).futures
 
-    def call_sharded(
+    def run_all_workers_sharded_data(
         self,
-        owner: object,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        sharded: Axes,
-        replicated: Axes,
-        output_replicated: Axes,
-        dummy_calls: bool,
-        common: Mapping[str, Any] | None,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: Axes = None,
+        replicate_on_axes: Axes = None,
+        output_is_replicated: Axes = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Call:
-        """Call workers with the pieces of the data at their coordinates."""
-        plan = self._sharding.plan(
-            in_sharded_axes=as_axes(sharded),
-            replicate_on_axes=as_axes(replicated),
-            output_is_replicated=as_axes(output_replicated),
-            make_dummy_calls_to_free_axes=dummy_calls,
+        """Call a method of workers with the pieces of the data at their coordinates.
+
+        Compatible with the original system; new code uses `call`.
+
+        Args:
+            method_name: the method's name.
+            args: a nested sequence for each positional argument, with one level for each of `in_sharded_axes`.
+            in_sharded_axes: the worker at coordinate c along these axes gets piece c.
+            replicate_on_axes: all workers along these axes get the same piece. Along axes that are in neither, only
+                coordinate 0 is called.
+            output_is_replicated: of the called workers, only coordinate 0 along these axes returns a result.
+            make_dummy_calls_to_free_axes: call the other workers too, with None for every piece; they return no result.
+            common_kwargs: keyword arguments that are the same for all workers, including dummy calls.
+            kwargs: a nested sequence for each keyword argument, as for `args`.
+
+        Returns:
+            The call, a `MultiWorkerFuture` of the results by rank; `get_all_worker_results` fetches them.
+
+        Raises:
+            ValueError: an axis does not exist or is both sharded and replicated; there are too few or too many pieces,
+                at any depth; or a name is in both `kwargs` and `common_kwargs`.
+            AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
+        """
+        plan = self._target.mesh.sharding.plan(
+            in_sharded_axes=as_axes(in_sharded_axes),
+            replicate_on_axes=as_axes(replicate_on_axes),
+            output_is_replicated=as_axes(output_is_replicated),
+            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
         )
+        recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())
         index = plan.piece.tolist()
 
         def column(what: str, nested: Any) -> Column:
             try:
                 return Column(plan.pieces(nested), index)
             except (TypeError, ValueError) as error:
-                error.add_note(f"in {what} of {name!r}")
+                error.add_note(f"in {what} of {method_name!r}")
                 raise
 
-        columns = [column(f"positional argument {at}", nested) for at, nested in enumerate(args)]
-        named = {key: column(f"argument {key!r}", nested) for key, nested in kwargs.items()}
-        execution = self._dispatch(
-            owner,
-            name,
-            plan.called.tolist(),
-            columns,
-            _with_common(named, common),
-            answers=plan.answers.tolist(),
-            returned=plan.returned.tolist(),
-        )
-        return Call(execution)
+        return Call(self._dispatch(method_name, recipients, args, kwargs, column, common_kwargs))
 
-    def fetch(self, bundle: MultiWorkerFuture | Sequence[Any], *, proxies: bool) -> list[Any]:
-        """Wait for a call and fetch its results."""
-        if isinstance(bundle, Call):
-            return bundle.get_results(return_generators_as_proxies=proxies)
-        if isinstance(bundle, MultiWorkerFuture):
-            return fetch_bundle(bundle, group=self._futures, proxies=proxies)
-        return fetch(bundle, group=self._futures, proxies=proxies)
+    def get_all_worker_results(
+        self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
+    ) -> list[Any]:
+        """Wait for a call and fetch its results, and nothing else.
 
-    def _leaders(self, axes: Axes) -> list[int]:
-        sharding = self._sharding
-        return sorted(sharding.layout.ravel()[sharding.leaders(*as_axes(axes))].tolist())
+        Compatible with the original system; new code uses `Call.result`.
+
+        Args:
+            future_bundle: the value that a classic method returned.
+            return_generators_as_proxies: return generators as they are instead of collecting their items.
+
+        Returns:
+            The results in order, as a flat list.
+
+        Raises:
+            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
+                ObjectRefs that the group did not make, from now.
+            WorkerFailureError: a worker was lost.
+            Exception: a worker's own exception, with its type and a note for each failing rank.
+        """
+        futures, proxies = self._classic_futures, return_generators_as_proxies
+        with short_traceback():
+            if isinstance(future_bundle, Call):
+                return future_bundle.get_results(return_generators_as_proxies=proxies)
+            if isinstance(future_bundle, MultiWorkerFuture):
+                return fetch_bundle(future_bundle, group=futures, proxies=proxies)
+            return fetch(future_bundle, group=futures, proxies=proxies)
 
     def _dispatch(
         self,
-        owner: object,
-        name: str,
-        ranks: list[int],
-        args: Sequence[Column],
-        kwargs: Mapping[str, Column],
-        *,
-        returned: list[int],
-        answers: list[bool] | None = None,
+        method_name: str,
+        recipients: Recipients,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        column: Callable[[str, Any], Column],
+        common_kwargs: Mapping[str, Any] | None = None,
     ) -> Execution:
-        """Send a call, and note when its futures were made, which ObjectRefs do not say."""
-        execution = dispatch(self._sender, owner, name, ranks, args, kwargs, returned=returned, answers=answers)
-        self._futures.note(execution.futures, execution.method.name, execution.began)
+        """Send a call, and remember when its futures were made."""
+        target, common = self._target, common_kwargs or {}
+        columns, named = make_columns(args, kwargs, column)
+        if both := sorted(set(named) & set(common)):
+            raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
+        named |= {name: Column([value]) for name, value in common.items()}
+        execution = dispatch(target.sender, target.owner, method_name, recipients, columns, named, CallOptions())
+        self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
         return execution
 
 
-def _replicate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Column], dict[str, Column]]:
-    return [Column([value]) for value in args], {name: Column([value]) for name, value in kwargs.items()}
-
-
-def _with_common(named: dict[str, Column], common: Mapping[str, Any] | None) -> dict[str, Column]:
-    common = common or {}
-    both = sorted(set(named) & set(common))
-    if both:
-        raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
-    return {**named, **{name: Column([value]) for name, value in common.items()}}
+def _replicate(what: str, value: Any) -> Column:
+    return Column([value])

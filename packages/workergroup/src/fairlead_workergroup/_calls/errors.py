@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How errors are shown: short tracebacks, and no second report by Ray of errors that a call has already raised."""
+"""The errors of calls: the exception that is raised, its traceback, and errors that no caller asks for."""
 
 import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import ray
@@ -13,10 +13,18 @@ from ray import ObjectRef, ObjectRefGenerator
 
 from fairlead_placement.spi import block_shutdown, connection, never_connect
 
-from ..exceptions import WorkerGroupError
+from .._arguments import Source
+from .._members import Roster, WorkerFacts, find_worker
+from .._observe.failures import as_failures, explain_errors
+from .._observe.query import find_ended, late_workers
+from .._ray_private import actor_id_of_ref, still_referenced
+from ..exceptions import WorkerGroupError, format_lines
+from .sender import Sender
 
 logger = logging.getLogger(__name__)
 
+# Ray knows within a moment that a process has ended.
+KNOWN_S = 5.0
 # Packages whose frames say nothing about the user's error.
 INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 LOOK_EVERY_S = 0.5
@@ -53,23 +61,106 @@ class short_traceback:
         error.__traceback__ = kept[0]
 
 
-class _Late:
-    """Futures of one call whose errors nobody will ask for."""
+def is_not_ready(error: BaseException) -> bool:
+    """Return whether Ray itself ran out of time; a worker's own GetTimeoutError arrives as a RayTaskError."""
+    return isinstance(error, ray.exceptions.GetTimeoutError) and not isinstance(error, ray.exceptions.RayTaskError)
+
+
+def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:
+    """Return the exception to raise for a fetch that failed, with all ranks that have failed so far.
+
+    Args:
+        refs: the results of one fetch.
+        first: the exception that Ray raised.
+        sender: the sender of the group whose workers make the results; None if the group is not known.
+    """
+    if isinstance(first, ray.exceptions.RayError):
+        first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
+    if sender is None:
+        return first
+    failed: dict[int, BaseException] = {}
+    workers: dict[int, WorkerFacts] = {}
+    for ref in _find_finished(refs, first, sender.roster):
+        worker = sender.roster.find(actor_id_of_ref(ref))
+        if worker is None:
+            continue
+        try:
+            ray.get(ref, timeout=0)
+        except Exception as error:  # noqa: BLE001  any exception of a worker
+            if not is_not_ready(error):
+                failed.setdefault(worker.rank, error.with_traceback(None))
+                workers[worker.rank] = worker
+    if not failed:
+        return first
+    errors = dict(sorted(failed.items()))
+    if lost := as_failures(errors, workers):
+        failure = sender.failure_error(lost)
+        failure.__cause__ = next(iter(errors.values()))
+        return failure
+    return explain_errors(errors, workers)
+
+
+def _find_finished(refs: Sequence[ObjectRef], first: BaseException, roster: Roster) -> list[ObjectRef]:
+    """Return the refs whose workers have finished or failed, including workers whose process has just ended.
+
+    When a worker dies, the workers that communicate with it fail too, and their errors may arrive before Ray knows of
+    the death.
+    """
+    if not refs:
+        return []
+    done: list[ObjectRef]
+    done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+    if pending and isinstance(first, ray.exceptions.RayTaskError):
+        waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
+        dying = [ref for ref, ended in zip(waiting, find_ended(list(waiting.values())), strict=True) if ended]
+        if dying:
+            more, _ = ray.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            done += more
+    return done
+
+
+def describe_missing(sources: Iterable[Source]) -> str:
+    """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
+    method_of = {one: source.method for source in sources for one in source.ids}
+    refs = still_referenced(method_of) if method_of else []
+    missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
+    pending: dict[tuple[str | None, str], dict[int, WorkerFacts]] = {}
+    others = 0
+    for ref in missing:
+        if (found := find_worker(actor_id_of_ref(ref))) is None:
+            others += 1
+        else:
+            roster, facts = found
+            pending.setdefault((method_of[ref.binary()], roster.name_prefix), {})[facts.rank] = facts
+    lines = []
+    for (method, name), workers in pending.items():
+        what = "a call" if method is None else f"the call of {method!r}"
+        late = late_workers([facts for _, facts in sorted(workers.items())])
+        lines.append(f"{what} of group {name!r}, not finished by:{format_lines(late)}")
+    if others:
+        lines.append(f"{others} object(s) that no worker of a group makes")
+    return "They wait for an argument that does not exist yet, from " + "\nand from ".join(lines) if lines else ""
+
+
+class _LateErrors:
+    """The futures of one call whose errors no caller asks for."""
 
     def __init__(self, futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
         self._made_on = connection()
-        self._refs = [future for future in futures if isinstance(future, ObjectRef)]
-        self._generators = [future for future in futures if isinstance(future, ObjectRefGenerator)]
+        self._refs: list[ObjectRef] = []
+        self._generators: list[ObjectRefGenerator] = []
+        for future in futures:
+            (self._refs if isinstance(future, ObjectRef) else self._generators).append(future)
         self._owner = weakref.ref(owner)
 
-    def has_ended(self) -> bool:
-        """Look at what has failed by now; return whether there is nothing left to look at."""
+    def retrieve(self) -> bool:
+        """Retrieve the errors of the futures that have failed so far; return whether no future is left."""
         if self._made_on != connection():
             return True
         if self._refs:
-            # Ray counts this as a look at the error, and it moves no values.
+            # Ray counts this as a retrieval of the error, and it moves no values.
             _, self._refs = ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)
-        # The items are the owner's as long as it lives. Ray drops the items of a generator that still runs silently.
+        # The items belong to the owner as long as it lives. Ray drops the items of a running generator silently.
         if self._generators and self._owner() is None:
             ends = {generator.completed(): generator for generator in self._generators}
             ended, _ = ray.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)
@@ -80,67 +171,66 @@ class _Late:
         return not self._refs and not self._generators
 
 
-class _Looking:
-    """The thread that looks at late errors, as long as there may be any."""
+class _Retriever:
+    """The thread that retrieves late errors, which exists only while there may be any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self._late: list[_Late] = []
+        self._late: list[_LateErrors] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, late: _Late) -> None:
+    def add(self, late: _LateErrors) -> None:
         with self._lock:
             self._late.append(late)
             if self._thread is None and not self._end.is_set():
-                self._thread = threading.Thread(target=self._look, name="fairlead-late-errors", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="fairlead-late-errors", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
         """End the thread before Ray ends, at the exit of the interpreter."""
         self._end.set()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(timeout=5)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         never_connect()
         while not self._end.wait(LOOK_EVERY_S):
-            # Also while the references go.
+            # It covers the release of the references too.
             with block_shutdown():
-                self._late_once()
+                self._retrieve_once()
             with self._lock:
                 if not self._late:
                     self._thread = None
                     return
 
-    def _late_once(self) -> None:
-        ended = [late for late in list(self._late) if _has_ended(late)]
+    def _retrieve_once(self) -> None:
+        ended = [late for late in list(self._late) if _retrieve(late)]
         with self._lock:
             self._late = [late for late in self._late if late not in ended]
 
 
-def _has_ended(late: _Late) -> bool:
+def _retrieve(late: _LateErrors) -> bool:
     try:
-        return late.has_ended()
-    except Exception as error:  # noqa: BLE001  Ray has ended meanwhile: there is nothing to print either
-        logger.debug("cannot look at late errors: %s", error)
+        return late.retrieve()
+    except Exception as error:  # noqa: BLE001  Ray has ended in the meantime, so it prints nothing either
+        logger.debug("cannot retrieve late errors: %s", error)
         return True
 
 
-_looking = _Looking()
-atexit.register(_looking.close)
+_retriever = _Retriever()
+atexit.register(_retriever.close)
 
 
 def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
-    """Look at the errors of workers that fail later on, after the call has raised another worker's error.
+    """Retrieve the errors of workers that fail after the call has raised the error of another worker.
 
-    Ray prints an error with its traceback when its last reference goes and nobody has looked at it.
+    Ray prints an error with its traceback when the last reference to it is released before any process retrieved it.
 
     Args:
-        futures: results, and generators of them, of one call.
-        owner: whoever may still take the items of the generators.
+        futures: results, and generators of results, of one call.
+        owner: the object that may still take the items of the generators.
     """
-    late = _Late(list(futures), owner)
-    if not late.has_ended():
-        _looking.add(late)
+    late = _LateErrors(list(futures), owner)
+    if not late.retrieve():
+        _retriever.add(late)

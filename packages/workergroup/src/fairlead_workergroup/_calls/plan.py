@@ -1,58 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is called, with which of an argument's values, and who answers. Pure: numpy and nothing of Ray."""
+"""The plan of a call: which workers it calls, which values they get, and which of them return a result.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+Planning is pure: it makes no request to Ray.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import PassedOn, PerWorker, Shard
+from .._arguments import PassedOn, PerWorker, Shard, is_inlined
+from .._deadline import check_timeout
+from .._display import shorten_rows, table_html
+from .._start.worker_class import Method
 
 Axes = str | Iterable[str] | None
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
-    """One name, or several, or none, as a tuple."""
+    """Return one name, several names or None as a tuple of names."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 @dataclass(frozen=True)
+class CallOptions:
+    """The options of a call, which are the keywords of `RayWorkerGroup.call`.
+
+    Raises:
+        TypeError, ValueError: `timeout` or `retries` is not a number that makes sense.
+    """
+
+    collect: Axes = None
+    first_along: Axes = ()
+    timeout: float | None = None
+    retries: int = 0
+    discard: bool = False
+
+    def __post_init__(self) -> None:
+        check_timeout("timeout", self.timeout)
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise ValueError(f"retries must be a whole number of at least 0, got {self.retries!r}")
+        # Axes may come as an iterator, which can be read only once. `__dict__` bypasses the frozen dataclass.
+        collect = None if self.collect is None else as_axes(self.collect)
+        self.__dict__.update(collect=collect, first_along=as_axes(self.first_along))
+
+
+@dataclass(frozen=True)
 class Mesh:
-    """The workers a call goes to, on the axes it may name.
+    """The workers that a call may reach, on the axes that it may name.
 
     Attributes:
-        sharding: their ranks on these axes.
-        single: whether every axis was indexed away: one worker, and no axis to name.
+        sharding: the ranks on these axes.
+        single: whether every axis was indexed away, so that one worker is left and no axis can be named.
     """
 
     sharding: NamedSharding
     single: bool = False
 
     def at(self, coords: dict[str, int | slice]) -> "Mesh":
-        """Fewer workers, by numpy's rule: an integer drops the axis, a slice keeps it.
+        """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis.
 
         Raises:
-            ValueError: an axis that does not exist, or a slice that selects nothing.
-            IndexError: a coordinate outside its axis; names both.
+            ValueError: an axis does not exist, or a slice selects nothing.
+            IndexError: a coordinate is outside its axis; the message names both.
         """
         self.check(coords)
-        found = self.sharding.at(**coords) if coords else self.sharding
-        if isinstance(found, NamedSharding):
-            return replace(self, sharding=found)
-        return Mesh(NamedSharding([found], ["worker"]), single=True)
+        selected = self.sharding.at(**coords) if coords else self.sharding
+        if isinstance(selected, NamedSharding):
+            return replace(self, sharding=selected)
+        return Mesh(NamedSharding([selected], ["worker"]), single=True)
 
     def check(self, axes: Iterable[str]) -> None:
-        """Refuse axes by which this cannot be addressed.
+        """Refuse axes that this mesh does not have.
 
         Raises:
-            ValueError: names the axis, and those there are.
+            ValueError: an axis does not exist; the message names the valid ones.
         """
         for axis in axes:
             if self.single:
@@ -66,68 +96,106 @@ class Mesh:
 
     @property
     def ranks(self) -> list[int]:
-        """Ascending."""
+        """The ranks in ascending order."""
         ranks: list[int] = np.sort(self.sharding.layout, axis=None).tolist()
         return ranks
+
+    @property
+    def coords(self) -> dict[int, dict[str, int]]:
+        """The coordinates of each rank along the axes that may be named."""
+        return {rank: {} if self.single else self.sharding.get_worker_coords(rank) for rank in self.ranks}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One argument of a call, over all called workers.
+    """One argument of a call for all called workers.
 
     Attributes:
         values: the distinct values.
-        index: which of them each called worker gets, -1 for None; None if all get the only one.
+        index: the position in `values` for each called worker, -1 for None; None if all get the only value.
     """
 
     values: Sequence[Any]
     index: Sequence[int] | None = None
 
-    def mapped(self, function: Callable[[Any], Any]) -> "Column":
-        """With a function applied to each distinct value."""
+    def map(self, function: Callable[[Any], Any]) -> "Column":
+        """Return the column with a function applied to each distinct value."""
         return Column([function(value) for value in self.values], self.index)
 
-    def over(self, count: int) -> list[Any]:
-        """The value of each of `count` called workers, in order."""
+    def expand(self, count: int) -> list[Any]:
+        """Return the values of `count` called workers in order."""
         if self.index is None:
             return [self.values[0]] * count
         return [None if at < 0 else self.values[at] for at in self.index]
 
 
 @dataclass(frozen=True)
-class CallPlan:
-    """Who is called and who answers; lists have an entry for each called worker.
+class Recipients:
+    """The workers that a call reaches.
 
     Attributes:
-        called: their ranks, ascending.
-        answers: whether each one's result is wanted; None: all are.
-        returned: the ranks that answer, in the order their results are wanted.
-        coordinate_0: axes of which only coordinate 0 is called.
+        called: the ranks that are called. Requests, futures and columns are in this order.
+        returned: the ranks that return a result, in the order of the results.
+        answers: whether each called worker returns a result; None if all do.
+    """
+
+    called: list[int]
+    returned: list[int]
+    answers: list[bool] | None
+
+
+@dataclass(frozen=True, repr=False)
+class CallExplanation:
+    """What a call would do; its text is a table, also in a notebook.
+
+    Attributes:
+        summary: a sentence with the numbers of called workers, stored values and results.
+        header: the names of the columns.
+        rows: one row for each worker that would be called, by ascending rank.
+    """
+
+    summary: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        lines = [self.header, *shorten_rows(self.rows, len(self.header))]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([self.summary, *shown])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(self.summary, self.header, self.rows)
+
+
+@dataclass(frozen=True)
+class CallPlan(Recipients):
+    """The recipients of a call, in ascending order, and the piece of each argument for each of them.
+
+    Attributes:
+        mesh: the workers that the call may reach.
+        coordinate_0: axes along which only coordinate 0 is called.
     """
 
     mesh: Mesh
-    called: list[int] = field(compare=False)
-    answers: list[bool] | None = field(compare=False)
-    returned: list[int] = field(compare=False)
-    coordinate_0: tuple[str, ...] = ()
+    coordinate_0: tuple[str, ...]
 
     def column(self, what: str, value: Any) -> Column:
-        """An argument of the call, replicated unless it says otherwise.
+        """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`.
 
         Raises:
-            ValueError: too few or too many pieces or values, or an axis that is not there or is not called.
-            TypeError: pieces that are no sequence.
+            ValueError: there are too few or too many pieces or values, or an axis does not exist or is not called.
+            TypeError: the pieces are not a sequence.
         """
         if isinstance(value, Shard):
-            return self._sharded(what, value)
+            return self._shard_column(what, value)
         if isinstance(value, PerWorker):
-            values = _sequence(what, value.values)
-            if len(values) != len(self.called):
-                raise ValueError(f"{what} has {len(values)} values, but {len(self.called)} workers are called")
-            return Column([values[at] for at in range(len(values))], range(len(values)))
+            return column_per_worker(what, value.values, len(self.called))
         return Column([value])
 
-    def _sharded(self, what: str, shard: Shard) -> Column:
+    def _shard_column(self, what: str, shard: Shard) -> Column:
         try:
             self.mesh.check(shard.axes)
             if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
@@ -139,25 +207,95 @@ class CallPlan:
                     raise ValueError(f"{len(pieces)} answers, but {everybody.n_pieces} pieces along {list(shard.axes)}")
             else:
                 pieces = everybody.pieces(shard.values)
-            return Column(pieces, _pieces(self.mesh, shard.axes, self.coordinate_0))
+            return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
         except (TypeError, ValueError) as error:
             error.add_note(f"in {what}")
             raise
 
+    def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
+        """Return what a call with this plan would do. Nothing is stored or called.
 
-def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
-    """Plan a call; plans are kept, so asking again costs next to nothing.
+        Raises:
+            TypeError, ValueError: the method does not take the arguments, or they do not fit the plan.
+        """
+        columns, named = make_columns(args, kwargs, self.column)
+        method.check(columns, named)
+        names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
+        arguments = list(zip([*args, *kwargs.values()], [*columns, *named.values()], strict=True))
+        order = {rank: str(at) for at, rank in enumerate(self.returned)}
+        coords = self.mesh.coords
+        rows = []
+        for at, rank in enumerate(self.called):
+            gets = [_describe(value, column, at) for value, column in arguments]
+            place = (str(coords[rank][name]) for name in self.mesh.names)
+            rows.append((str(rank), *place, *gets, order.get(rank, "no")))
+        values = [method.function, *(value for _, column in arguments for value in column.values)]
+        stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
+        summary = (
+            f"{method.name}: {len(self.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
+            f"{len(self.returned)} answer(s)"
+        )
+        return CallExplanation(summary, ("rank", *self.mesh.names, *names, "answer"), tuple(rows))
 
-    Args:
-        mesh: whom the call is for.
-        collect: None: everybody called answers. Axes: one answer for each coordinate along them, row-major in the
-            order given; of the workers there, the one at coordinate 0 of all other axes answers. None of them: one.
-        first_along: along these only coordinate 0 is called.
-        discard: nobody answers.
+
+def _describe(value: Any, column: Column, at: int) -> str:
+    if isinstance(value, Shard):
+        return f"piece {0 if column.index is None else column.index[at]}"
+    if isinstance(value, PerWorker):
+        return "its own"
+    if _is_reference(value):
+        return "by reference"
+    return "with the call" if is_inlined(value) else "the same"
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, (ObjectRef, PassedOn))
+
+
+def column_per_worker(what: str, values: Any, count: int) -> Column:
+    """Return the column in which each of `count` called workers gets its own value.
 
     Raises:
-        ValueError: an axis that does not exist or is named twice, or is both collected and in `first_along`; `collect`
-            together with `discard`.
+        ValueError: there are too few or too many values.
+        TypeError: the values are not a sequence. Strings, sets and mappings are not.
+    """
+    if isinstance(values, PassedOn):
+        values = values.answers()
+    elif isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
+        raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{what} has {len(values)} values, but {count} workers are called")
+    return Column([values[at] for at in range(count)], range(count))
+
+
+def make_columns(
+    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column]
+) -> tuple[list[Column], dict[str, Column]]:
+    """Return the positional and the keyword arguments of a call as columns.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        make: makes a column of the description of an argument, for errors, and the argument.
+    """
+    columns = [make(f"positional argument {at}", value) for at, value in enumerate(args)]
+    return columns, {name: make(f"argument {name!r}", value) for name, value in kwargs.items()}
+
+
+def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
+    """Plan a call. Plans are cached, so the same question again costs next to nothing.
+
+    Args:
+        mesh: the workers that the call may reach.
+        collect: None if every called worker returns a result. With axes, one worker for each coordinate along them
+            returns a result, the one at coordinate 0 of all other axes; results are row-major in the order given. With
+            an empty tuple, one worker does.
+        first_along: axes along which only coordinate 0 is called.
+        discard: whether no worker returns a result.
+
+    Raises:
+        ValueError: an axis does not exist, is named twice, or is both collected and in `first_along`; or `collect` is
+            given together with `discard`.
 
     >>> mesh = Mesh(NamedSharding([[3, 1], [2, 0]], ["dp", "tp"]))
     >>> plan = plan_call(mesh, collect="dp")
@@ -174,11 +312,11 @@ def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), disca
         raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
     if discard and wanted is not None:
         raise ValueError(f"discard=True means that nobody answers; there is nothing to collect along {list(wanted)}")
-    return _planned(mesh, wanted, first, discard)
+    return _make_plan(mesh, wanted, first, discard)
 
 
 @lru_cache(maxsize=64)
-def _planned(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
+def _make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
     sharding = mesh.sharding
     ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
     is_answer = is_called & (not discard)
@@ -189,35 +327,21 @@ def _planned(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...]
         returned = np.sort(returned)
     elif collect:
         returned = returned[np.argsort(sharding.piece_index(*collect)[is_answer])]
-    order = _ascending(ranks, is_called)
-    return CallPlan(
-        mesh,
-        called=ranks[order].tolist(),
-        answers=None if is_answer[order].all() else is_answer[order].tolist(),
-        returned=returned.tolist(),
-        coordinate_0=first,
-    )
+    order = _sort_called(ranks, is_called)
+    answers = None if is_answer[order].all() else is_answer[order].tolist()
+    return CallPlan(ranks[order].tolist(), returned.tolist(), answers, mesh, first)
 
 
 @lru_cache(maxsize=64)
-def _pieces(mesh: Mesh, axes: tuple[str, ...], first: tuple[str, ...]) -> list[int]:
-    """Which piece along `axes` each called worker gets."""
+def _piece_index(mesh: Mesh, axes: tuple[str, ...], first: tuple[str, ...]) -> list[int]:
+    """Return the number of the piece along `axes` for each called worker."""
     sharding = mesh.sharding
-    order = _ascending(sharding.layout.ravel(), sharding.leaders(*first))
+    order = _sort_called(sharding.layout.ravel(), sharding.leaders(*first))
     pieces: list[int] = sharding.piece_index(*axes)[order].tolist()
     return pieces
 
 
-def _ascending(ranks: npt.NDArray[np.int64], is_called: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Where in layout order the called ranks are, by ascending rank."""
+def _sort_called(ranks: npt.NDArray[np.int64], is_called: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Return the positions of the called ranks in layout order, by ascending rank."""
     (called,) = np.nonzero(is_called)
     return called[np.argsort(ranks[called])]
-
-
-def _sequence(what: str, values: Any) -> Any:
-    """What has a length and is indexed by position; strings, sets and what has keys is not."""
-    if isinstance(values, PassedOn):
-        return values.answers()
-    if isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
-        raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
-    return values

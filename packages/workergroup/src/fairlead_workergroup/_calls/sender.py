@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests reach workers: in turn, after a restart that is due, and without blocking an event loop."""
+"""The sending of requests: in turn, after a restart that is due, and without blocking an event loop."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ray import ObjectRef
 
 from fairlead_placement.spi import never_connect
 
-from .._arguments import Arguments, Gathered, NotPicklableError
+from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy
@@ -28,7 +28,7 @@ from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, LateWorker, WorkerFailureError
-from .plan import Column
+from .plan import Column, Recipients
 
 
 class Request(NamedTuple):
@@ -42,40 +42,42 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """Everything that is needed to send a call, now or later.
+    """A call that is ready to be sent, now or later.
 
     Attributes:
-        method: the name of the method, for errors.
-        ranks: the workers to ask.
-        requests: the request to each of them.
+        method: the method that is called.
+        ranks: the workers that are called.
+        requests: the request to each of them; a list if the call may be repeated.
         began: when the call was made.
-        deadline: when to give up waiting for the turn.
-        counts: what the call adds to the group's statistics besides the requests.
+        deadline: when the call has to be done.
+        counts: the numbers that the call adds to the statistics of the group besides the requests.
+        sources: the calls whose results are arguments of this one.
     """
 
-    method: str
+    method: Method
     ranks: Sequence[int]
     requests: Iterable[Request]
     began: float
     deadline: Deadline
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int]
+    sources: Sequence[Source]
 
 
 class Sender:
     """Sends requests to the workers of a group.
 
     Args:
-        roster: of the group.
-        launcher: what knows the class.
-        restarter: what starts lost workers again.
-        verdicts: what notes losses.
-        counters: of the group.
-        call_timeout_s: the deadline of calls that have none of their own.
-        after_restart: called with this sender and the ranks that were started again, before a restart is over.
+        roster: the members of the group.
+        launcher: knows the class of the workers.
+        restarter: restarts lost workers.
+        verdicts: records losses.
+        counters: the counters of the group.
+        call_timeout_s: the timeout of calls without one of their own.
+        after_restart: called with this sender and the restarted ranks before a restart ends.
 
     Attributes:
         roster, verdicts, counters, call_timeout_s: as given.
-        policy: the group's policy of restarts.
+        policy: the restart policy of the group.
     """
 
     def __init__(
@@ -96,32 +98,32 @@ class Sender:
         self.policy: RestartPolicy = restarter.policy
         self._launcher = launcher
         self._restarter = restarter
-        self._after_restart = after_restart
+        self._after_restart = partial(after_restart, self)
         self._queue = _Queue()
 
     def method(self, method: str | Callable[..., Any] | Method) -> Method:
         """Return the method of the class, or the function, that a caller means.
 
         Raises:
-            AttributeError, TypeError: there is none.
+            AttributeError, TypeError: there is no such method, or a worker cannot run the function.
         """
         return method if isinstance(method, Method) else self._launcher.worker_class.method(method)
 
     def restart(self) -> list[int]:
-        """Start the dead workers again; return their ranks."""
-        return self._restarter.restart(partial(self._after_restart, self))
+        """Restart the dead workers; return their ranks."""
+        return self._restarter.restart(self._after_restart)
 
     def check_retries(self, retries: int) -> None:
-        """Refuse retries in a group that restarts nothing.
+        """Refuse retries in a group that does not restart workers.
 
         Raises:
-            ValueError: there would be nobody to repeat the call on.
+            ValueError: there would be no worker to repeat the call on.
         """
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
 
     def check_callable(self, called: Collection[int]) -> Snapshot:
-        """Return the group's members.
+        """Return the group's members if these ranks can be called.
 
         Raises:
             WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
@@ -136,7 +138,7 @@ class Sender:
         """Restart lost workers if that is due, send a request to each rank, and return the futures.
 
         Raises:
-            CallTimeoutError, WorkerFailureError, WorkerGroupError: as of `_turn`; nothing has been sent.
+            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
         """
         with self._turn(order) as now:
             futures = [
@@ -146,7 +148,7 @@ class Sender:
         return futures
 
     def send_or_queue(self, order: Order) -> list[Any] | Future[list[Any]]:
-        """Do the same without blocking: an order that has to wait for its turn or a restart is sent by a thread."""
+        """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         if not self._queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
@@ -154,49 +156,52 @@ class Sender:
 
         def send_later() -> list[Any]:
             if order.deadline.passed:
-                raise self.unsent_error(order.method, order.ranks, order.began)
+                raise self.unsent_error(order)
             return self.send(order)
 
         return self._queue.add(send_later)
 
     @contextlib.contextmanager
     def _turn(self, order: Order) -> Iterator[Snapshot]:
-        """Keep other threads from sending, once the workers of a call are there; the value is the group's members.
+        """Wait until the workers of a call are available, then keep other threads from sending.
+
+        Yields:
+            The members of the group.
 
         Raises:
             CallTimeoutError: other calls or a restart took longer than the call's deadline.
-            WorkerFailureError, WorkerGroupError: as of `check_callable`, or a restart failed.
+            WorkerFailureError, WorkerGroupError: as `check_callable` does; or a restart failed.
         """
         turn, deadline = self._restarter.turn, order.deadline
         while True:
             if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-                raise self.unsent_error(order.method, order.ranks, order.began)
+                raise self.unsent_error(order)
             try:
                 now = self.check_callable(order.ranks)
                 lost = self.policy.blocking(now.lost.values(), order.ranks)
                 if not lost:
                     yield now
                     return
-                if self._restarter.began is not None:  # this thread restarts them, and a worker was lost again
+                if self._restarter.began is not None:  # this thread is restarting them, and a worker was lost again
                     raise WorkerFailureError(lost, self._restarter.remedy(lost))
                 if deadline.at is None:
                     self.restart()
                     continue
             finally:
                 turn.release()
-            # A restart may take longer than this call may wait, and must not be given up half done.
-            restart = self._restarter.restart_in_background(partial(self._after_restart, self))
+            # A restart may take longer than this call may wait, and must run to its end.
+            restart = self._restarter.restart_in_background(self._after_restart)
             if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
-                raise self.unsent_error(order.method, order.ranks, order.began)
+                raise self.unsent_error(order)
             restart.result()
 
-    def unsent_error(self, method: str, called: Collection[int], began: float) -> CallTimeoutError:
+    def unsent_error(self, order: Order) -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        reason = self._restarter.describe_wait()
-        return CallTimeoutError(method, time.monotonic() - began, len(called), (), reason)
+        waited_s, reason = time.monotonic() - order.began, self._restarter.describe_wait()
+        return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
-        """Note losses, and return the error that reports them."""
+        """Record losses, and return the error that reports them."""
         lost = self.verdicts.note(failures)
         return WorkerFailureError(lost, self._restarter.remedy(lost))
 
@@ -210,12 +215,12 @@ class Sender:
         return late_workers([now[rank].facts for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop the requests of a call, given by rank, that have not started.
+        """Drop the requests of a call that have not started.
 
         Args:
-            futures: of the requests.
+            futures: the future of each request, by rank.
             method: the name of the method, for reports.
-            force: end the workers that are running it.
+            force: kill the workers that are running it.
 
         Returns:
             The ranks that were running it.
@@ -223,7 +228,7 @@ class Sender:
         now = self.roster.snapshot()
         running = cancel_calls([(now[rank].facts, future) for rank, future in futures.items()])
         now = self.roster.snapshot()
-        if force and running and not now.ended:  # a shutdown ends them anyway
+        if force and running and not now.ended:  # a shutdown kills them anyway
             for rank in running:
                 ray.kill(now[rank].handle)
             cause = f"its call of {method!r} was cancelled with force"
@@ -251,19 +256,19 @@ class _Queue:
 
     def _serve(self) -> None:
         never_connect()
-        while (following := self._next()) is not None:
-            future, work = following
+        while (item := self._take_next()) is not None:
+            future, work = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001  raised by whoever waits for the future
+            except BaseException as error:  # noqa: BLE001  raised by the thread that waits for the future
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del following, future, work  # so that their values are not kept alive until the next one
+            del item, future, work  # so that their values do not stay alive until the next item
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _take_next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
@@ -281,72 +286,65 @@ def is_on_event_loop() -> bool:
 
 
 def make_requests(
-    count: int,
     method: Method,
+    recipients: Recipients,
     args: Sequence[Column],
     kwargs: Mapping[str, Column],
-    *,
-    answers: Sequence[bool] | None,
     arguments: Arguments,
 ) -> Iterator[Request]:
-    """Store the values that have to be stored, and return what each of `count` workers is asked, in order.
+    """Store the values that have to be stored, and return the request to each recipient in order.
 
     Raises:
-        TypeError: the method does not take these arguments, and nothing has been stored; or one cannot be pickled.
+        TypeError: the method does not take these arguments, and nothing has been stored; or a value cannot be pickled.
     """
     method.check(args, kwargs)
     columns = []
     for at, column in enumerate((*args, *kwargs.values())):
         try:
-            columns.append(column.mapped(arguments.prepare))
+            columns.append(column.map(arguments.prepare))
         except NotPicklableError as error:
             name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
             raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
     if method.function is not None:
         columns = [Column([method.name]), Column([arguments.prepare(method.function)]), *columns]
-        args = [*columns[:2], *args]
-    return _rows(count, method, columns, len(args), list(kwargs), answers)
+    return _make_rows(method, recipients, columns, list(kwargs))
 
 
-def _rows(
-    count: int,
-    method: Method,
-    columns: Sequence[Column],
-    positional: int,
-    names: Sequence[str],
-    answers: Sequence[bool] | None,
+def _make_rows(
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
 ) -> Iterator[Request]:
-    hosted = method.hosted
+    hosted, count, answers = method.hosted, len(recipients.called), recipients.answers
+    positional = len(columns) - len(names)
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
-    rows = zip(*(column.over(count) for column in columns), strict=True) if columns else [()] * count
+    rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
     for at, row in enumerate(rows):
         name = hosted
-        mine, named = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
+        args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
         if gathers:
-            flat = _flattened(mine, named)
             # A method of a host that streams must be a generator itself.
-            name, mine, named = f"_fairlead_gathered_{method.result}", [name, *flat], {}
+            name, args, kwargs = f"_fairlead_gathered_{method.result}", [name, *_flatten(args, kwargs)], {}
         if answers is not None and not answers[at]:
-            name, mine = "_fairlead_silent", [name, *mine]
-        yield Request(name, mine, named, method.backpressure if name == "_fairlead_gathered_items" else None)
+            name, args = "_fairlead_silent", [name, *args]
+        yield Request(name, args, kwargs, method.backpressure if name == "_fairlead_gathered_items" else None)
 
 
-def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """A plan of the arguments, then every value of them by itself: Ray looks for references at the top only.
+def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return a plan of the arguments, followed by each single value: Ray finds references at the top level only.
 
-    The plan has a (name or None, number of values or None) for each argument: None for one that is no list.
+    The plan has a pair `(name or None, number of values or None)` for each argument. The number is None for an argument
+    that is not a list.
     """
     plan: list[tuple[str | None, int | None]] = []
     flat: list[Any] = []
     for name, value in (*((None, value) for value in args), *kwargs.items()):
-        several = isinstance(value, Gathered)
-        plan.append((name, len(value.refs) if several else None))
-        flat.extend(value.refs if several else [value])
+        is_list = isinstance(value, Gathered)
+        plan.append((name, len(value.refs) if is_list else None))
+        flat.extend(value.refs if is_list else [value])
     return [plan, *flat]
 
 
 def send(handle: Any, request: Request) -> Any:
-    """Launch a method call; its future."""
+    """Send a request to a worker; return its future."""
     method = getattr(handle, request.method)
     if request.backpressure is not None:
         method = method.options(_generator_backpressure_num_objects=request.backpressure)

@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calling by named axes: all workers of a group, or a view of some of them."""
+"""The calling methods of a group and of its views, with the types of their results."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
-from .._deadline import check_timeout
-from .call import Call
-from .dispatch import dispatch
-from .explain import CallExplanation, explain_call
-from .map import Strategy, map_items
-from .plan import Axes, CallPlan, Column, Mesh, as_axes, plan_call
+from .call import Call, dispatch
+from .map import MapOptions, Strategy, map_items
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, make_columns, plan_call
 from .sender import Sender
 from .wait import ResultStream
 
+Result = TypeVar("Result")
+Item = TypeVar("Item")
 
-@dataclass(frozen=True)
-class CallOptions:
-    """How a call is made, apart from the method's own arguments; as the keywords of `RayWorkerGroup.call`."""
-
-    collect: Axes = None
-    first_along: Axes = ()
-    timeout: float | None = None
-    retries: int = 0
-    discard: bool = False
+AsyncMethod = Callable[..., Coroutine[Any, Any, Result]]
+GeneratorMethod = Callable[..., Iterator[Item] | AsyncIterator[Item]]
 
 
 class _Options(TypedDict, total=False):
@@ -39,10 +32,10 @@ class _Options(TypedDict, total=False):
 
 
 class Balancing(NamedTuple):
-    """How the items of `map` are distributed in a group.
+    """The distribution of the items of `map` in a group.
 
     Attributes:
-        strategy: which worker gets the next item.
+        strategy: chooses the worker of the next item.
         move_items: whether the items of a worker that dies go to the others.
     """
 
@@ -51,170 +44,93 @@ class Balancing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Addressed:
-    """Workers of a group on named axes, and the calls to them.
+class Target:
+    """The workers that a call goes to.
 
     Attributes:
-        sender: of the group.
-        owner: the group, which must live as long as somebody waits for a call.
+        sender: the sender of the group.
+        owner: the group, which stays alive as long as a caller waits for a call.
         mesh: the workers on their axes.
-        balancing: of the group.
+        balancing: the balancing of the group.
+        options: the options that `with_options` has set; None without.
     """
 
     sender: Sender
     owner: object
     mesh: Mesh
     balancing: Balancing
-
-    @property
-    def coords(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank along the axes of the mesh."""
-        names, sharding = self.mesh.names, self.mesh.sharding
-        return {rank: sharding.get_worker_coords(rank) if names else {} for rank in self.mesh.ranks}
-
-    def at(self, coords: dict[str, int | slice]) -> "Addressed":
-        """Return the workers at coordinates."""
-        return replace(self, mesh=self.mesh.at(coords))
-
-    def with_options(self, options: CallOptions) -> "GroupView":
-        """Return a view with these options, once they have been checked."""
-        collect, first_along = _as_tuple(options.collect), as_axes(options.first_along)
-        check_timeout("timeout", options.timeout)
-        _check_retries(options.retries)
-        plan_call(self.mesh, collect=collect, first_along=first_along, discard=options.discard)
-        return GroupView(self, replace(options, collect=collect, first_along=first_along))
+    options: CallOptions | None = None
 
     def call(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`."""
-        plan, columns, named = self._plan(options, args, kwargs)
-        execution = dispatch(
-            self.sender,
-            self.owner,
-            method,
-            plan.called,
-            columns,
-            named,
-            answers=plan.answers,
-            returned=plan.returned,
-            timeout_s=check_timeout("timeout", options.timeout),
-            single=options.collect is not None and not as_axes(options.collect),
-            discard=options.discard,
-            retries=_check_retries(options.retries),
-        )
-        return Call(execution)
+        plan = self.plan(options)
+        columns, named = make_columns(args, kwargs, plan.column)
+        return Call(dispatch(self.sender, self.owner, method, plan, columns, named, options))
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `RayWorkerGroup.explain`."""
-        found = self.sender.method(method)
-        plan, columns, named = self._plan(options, args, kwargs)
-        found.check(columns, named)
-        return explain_call(found.name, plan, args, kwargs, columns, named, found.function)
+        return self.plan(options).explain(self.sender.method(method), args, kwargs)
 
-    def map(
-        self,
-        method: str | Callable[..., Any],
-        items: Iterable[Any],
-        options: CallOptions,
-        *,
-        max_in_flight: int,
-        ordered: bool,
-        strategy: Strategy | None,
-        timeout: float | None,
-        return_exceptions: bool,
-    ) -> ResultStream[Any]:
-        """Call a method for each item; see `RayWorkerGroup.map`."""
-        meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
-        if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
-            raise ValueError(
-                f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
-                "without them."
-            )
-        places = self.sender.roster.snapshot().places
-        ranks = [rank for rank in self.mesh.ranks if places[rank].tied_rank == 0] or self.mesh.ranks
-        return map_items(
-            self.sender,
-            self.owner,
-            ranks,
-            method,
-            items,
-            max_in_flight=max_in_flight,
-            ordered=ordered,
-            strategy=strategy or self.balancing.strategy,
-            timeout_s=check_timeout("timeout", options.timeout if timeout is None else timeout),
-            retries=options.retries,
-            return_exceptions=return_exceptions,
-            move_items=self.balancing.move_items,
-        )
-
-    def _plan(
-        self, options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[CallPlan, list[Column], dict[str, Column]]:
-        plan = plan_call(
-            self.mesh, collect=_as_tuple(options.collect), first_along=options.first_along, discard=options.discard
-        )
-        columns = [plan.column(f"positional argument {at}", value) for at, value in enumerate(args)]
-        return plan, columns, {name: plan.column(f"argument {name!r}", value) for name, value in kwargs.items()}
+    def plan(self, options: CallOptions) -> CallPlan:
+        """Return the plan of a call with these options."""
+        collect, first_along, discard = options.collect, options.first_along, options.discard
+        return plan_call(self.mesh, collect=collect, first_along=first_along, discard=discard)
 
 
-class GroupView:
-    """Some of a group's workers, or all of them with options; called, viewed and asked for ranks as the group is.
+class AddressedWorkers(ABC):
+    """Workers on named axes, with the members that a group and its views share. It has no state."""
 
-    Made by `at` and `with_options`. It holds nothing: when the group is shut down, so is the view.
-    """
-
-    def __init__(self, addressed: Addressed, options: CallOptions | None = None) -> None:
-        self._addressed = addressed
-        self._options = options
-
-    def __repr__(self) -> str:
-        mesh, name = self._addressed.mesh, self._addressed.sender.roster.name_prefix
-        options = "" if self._options is None else f", {self._options}"
-        shape = {} if mesh.single else mesh.sharding.shape
-        return f"GroupView({name!r}, {shape}, ranks {_shorten(self.ranks)}{options})"
+    @property
+    @abstractmethod
+    def _target(self) -> Target:
+        """The workers that calls go to."""
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of its workers in the group, ascending."""
-        return self._addressed.mesh.ranks
+        """The ranks of the workers in the group, in ascending order."""
+        return self._target.mesh.ranks
 
     @property
     def coords(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank here: along the axes that are left, counted from 0."""
-        return self._addressed.coords
-
-    @property
-    def sharding_annotations(self) -> NamedSharding | None:
-        """Its ranks on the axes that are left; None when all axes have been indexed away."""
-        mesh = self._addressed.mesh
-        return None if mesh.single else mesh.sharding
-
-    @property
-    def workers(self) -> list[Any]:
-        """The actor handles of its workers, by ascending rank."""
-        workers = self._addressed.sender.roster.handles  # which a shutdown on another thread replaces
-        return [workers[rank] for rank in self.ranks] if workers else []
+        """The coordinates of each rank, counted from 0 along the axes that are left."""
+        return self._target.mesh.coords
 
     def at(self, /, **coords: int | slice) -> "GroupView":
-        """Return a view of the workers at these coordinates of the view; see `RayWorkerGroup.at`."""
-        return GroupView(self._addressed.at(coords), self._options)
+        """Return a view of the workers at these coordinates: an integer drops the axis, a slice keeps it.
+
+        As in numpy, -1 is the last coordinate, and the coordinates that a slice keeps are counted from 0.
+
+        Returns:
+            A view, with the same calling methods as the group.
+
+        Raises:
+            ValueError: an axis does not exist, or a slice selects no worker.
+            IndexError: a coordinate is outside its axis; the message names the axis and its size.
+        """
+        return GroupView(replace(self._target, mesh=self._target.mesh.at(coords)))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
-        """Return a view with other options; those that are not given stay as they are."""
-        return self._addressed.with_options(replace(self._options or CallOptions(), **options))
+        """Return a view whose `call` uses these options and passes every keyword on to the method.
 
-    def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
-        """Call a method, as of the group. With options set by `with_options`, all keywords are the method's."""
-        options, kwargs = self._split(kwargs)
-        return self._addressed.call(method, options, args, kwargs)
+        Use it for methods that have parameters with the names of options.
 
-    def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
-        """Explain a call, as of the group. With options set by `with_options`, all keywords are the method's."""
-        options, kwargs = self._split(kwargs)
-        return self._addressed.explain(method, options, args, kwargs)
+        Args:
+            options: `collect`, `first_along`, `timeout`, `retries` and `discard`, as for `call`. Options that are not
+                given stay as they are.
+
+        Returns:
+            A view of the same workers.
+
+        Raises:
+            TypeError, ValueError: an axis does not exist, or options contradict each other.
+        """
+        all_options = replace(self._target.options or CallOptions(), **options)
+        self._target.plan(all_options)
+        return GroupView(replace(self._target, options=all_options))
 
     def map(
         self,
@@ -228,40 +144,254 @@ class GroupView:
         timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> ResultStream[Any]:
-        """Call a method once for each item, each time on one worker of the view; see `RayWorkerGroup.map`.
+        """Call a method once for each item, each time on one worker.
+
+        The first worker of each tied group takes part; without tied groups, every worker does. Items are taken one by
+        one, as workers become free and results are asked for. After one second a progress bar appears on a terminal.
 
         The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
+
+        Args:
+            method: its name, or a function, as for `call`; an item is its only argument.
+            items: the items, one for each call.
+            max_in_flight: the number of items that each worker has at a time, so that the next item is there when one
+                is done.
+            ordered: whether results come in the order of the items; otherwise they come as they finish.
+            strategy: chooses the worker of the next item: "round_robin"; "least_loaded", the worker with the fewest
+                items; or a function that takes the number of items of each worker and returns the position of one
+                worker. None uses the group's `load_balancing_strategy`.
+            timeout: the seconds that one item may take, including its time in a worker's queue; None uses the timeout
+                of `with_options`, or else the group's `call_timeout_s`.
+            return_exceptions: return the exception of an item that fails as its result and continue with the others.
+                An item that times out runs to its end, and its value is dropped. The loss of the last worker is
+                raised.
+
+        Returns:
+            A stream of results for `for` and `async for`.
+
+        Raises:
+            AttributeError, TypeError, ValueError: there is no such method, an argument is not valid, or an option of
+                `with_options` has no meaning here.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+            CallTimeoutError: an item took longer than `timeout`.
+            WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
+                so that an item may run twice; an item with which three workers were lost is given up.
+            Exception: a worker's own exception, with its type and a note that names the item. The items of other
+                workers are cancelled.
         """
-        return self._addressed.map(
-            method,
-            items,
-            self._options or CallOptions(),
-            max_in_flight=max_in_flight,
-            ordered=ordered,
-            strategy=strategy,
-            timeout=timeout,
-            return_exceptions=return_exceptions,
-        )
+        target = self._target
+        options = target.options or CallOptions()
+        meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
+        if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
+            raise ValueError(
+                f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
+                "without them."
+            )
+        places = target.sender.roster.snapshot().places
+        ranks = [rank for rank in self.ranks if places[rank].tied_rank == 0] or self.ranks
+        each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
+        strategy, move_items = strategy or target.balancing.strategy, target.balancing.move_items
+        map_options = MapOptions(max_in_flight, ordered, strategy, move_items, return_exceptions, each)
+        return map_items(target.sender, target.owner, ranks, method, items, map_options)
+
+
+class GroupView(AddressedWorkers):
+    """Some workers of a group, or all of them with options, with the same calling methods as the group.
+
+    `at` and `with_options` return it. It holds no resources, and ends with its group.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._own_target = target
+
+    @property
+    def _target(self) -> Target:
+        return self._own_target
+
+    def __repr__(self) -> str:
+        target, ranks = self._target, self.ranks
+        options = "" if target.options is None else f", {target.options}"
+        shape = {} if target.mesh.single else target.mesh.sharding.shape
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"GroupView({target.sender.roster.name_prefix!r}, {shape}, ranks [{shown}]{options})"
+
+    @property
+    def sharding_annotations(self) -> NamedSharding | None:
+        """The ranks on the axes that are left; None when all axes have been indexed away."""
+        mesh = self._target.mesh
+        return None if mesh.single else mesh.sharding
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actor handles of the workers, by ascending rank; empty after the shutdown of the group."""
+        workers = self._target.sender.roster.handles  # a shutdown on another thread replaces the list
+        return [workers[rank] for rank in self.ranks] if workers else []
+
+    def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
+        """Call a method, as `RayWorkerGroup.call` does. After `with_options`, all keywords are the method's.
+
+        Returns:
+            The call.
+        """
+        options, kwargs = self._split(kwargs)
+        return self._target.call(method, options, args, kwargs)
+
+    def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
+        """Explain a call, as `RayWorkerGroup.explain` does. After `with_options`, all keywords are the method's.
+
+        Returns:
+            What the call would do.
+        """
+        options, kwargs = self._split(kwargs)
+        return self._target.explain(method, options, args, kwargs)
 
     def _split(self, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
-        """Return the options of a call and the arguments of its method."""
-        if self._options is not None:
-            return self._options, kwargs
+        """Return the options of a call and the keyword arguments of its method."""
+        if self._target.options is not None:
+            return self._target.options, kwargs
         given = {name: value for name, value in kwargs.items() if name in CallOptions.__dataclass_fields__}
         return CallOptions(**given), {name: value for name, value in kwargs.items() if name not in given}
 
 
-def _check_retries(retries: int) -> int:
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries must be a whole number of at least 0, got {retries!r}")
-    return retries
+class TypedCalls(AddressedWorkers):
+    """The calling methods of a group. It has no state."""
 
+    @overload
+    def call(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call: ...
+    @overload
+    def call(self, method: Callable[..., Any], /, *args: Any, discard: Literal[True], **kwargs: Any) -> Call[None]: ...
+    @overload
+    def call(self, method: AsyncMethod[Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: AsyncMethod[Result],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    @overload
+    def call(
+        self, method: GeneratorMethod[Item], /, *args: Any, collect: tuple[()], **kwargs: Any
+    ) -> Call[list[Item]]: ...
+    @overload
+    def call(
+        self,
+        method: GeneratorMethod[Item],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[list[Item]]]: ...
+    @overload
+    def call(self, method: Callable[..., Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
+    @overload
+    def call(
+        self,
+        method: Callable[..., Result],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call[list[Result]]: ...
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> Call:
+        """Call a method of all workers, with the arguments and results that the options describe.
 
-def _as_tuple(axes: Axes) -> tuple[str, ...] | None:
-    """Return axes in a form that can be read twice, also when they came as an iterator."""
-    return None if axes is None else as_axes(axes)
+        Every worker gets the same arguments, except for those that are wrapped: `Shard(values, *axes)` and
+        `PerWorker(values)`. An ObjectRef or a `Call` is passed on, and the driver does not fetch it. Small plain values
+        travel with the call; every other value is stored once, however many workers get it.
 
+        If the class has the given function as a method, inherited or decorated or under another name, that method is
+        called. Every other function is pickled: by value, or by name if it is from an installed package or from the
+        package that the workers import their class from.
 
-def _shorten(ranks: Sequence[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    return f"[{shown}, ...]" if len(ranks) > most else f"[{shown}]"
+        On a running event loop, a call that has to wait for a restart or for calls of other threads is sent later. It
+        is returned at once, and its results raise the errors that are raised here otherwise.
+
+        Args:
+            method: the name of the method; the method itself, `Model.loss`; or any other function, which runs in each
+                worker with the user's instance as its first argument: `f(worker, *args, **kwargs)`.
+            args: positional arguments of the method.
+            collect: None if every called worker returns a result, which makes a list by rank. With axes, one worker for
+                each coordinate along them returns a result, the one at coordinate 0 of all other axes; the list is
+                row-major in the order given. With `()`, one worker returns a result.
+            first_along: axes along which only coordinate 0 is called.
+            timeout: the seconds from now until `CallTimeoutError`; None uses the group's `call_timeout_s`.
+            retries: how often `result` and `await` repeat the call on workers that were lost, after their restart; with
+                `restart_scope="group"`, on all workers. Needs a group with `restart_on_failure`.
+            discard: no worker returns a result, and the value that the method returns is not stored.
+            kwargs: keyword arguments of the method.
+
+        Returns:
+            The call, which may be still running.
+
+        Raises:
+            AttributeError, TypeError: there is no such method, it does not take these arguments, or the function
+                cannot be pickled.
+            ValueError: an axis does not exist, there are too few or too many pieces or values, or options contradict
+                each other or the group.
+            WorkerFailureError: a worker that would be called is known to be dead, and the group does not restart it.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        options = CallOptions(collect, first_along, timeout, retries, discard)
+        return self._target.call(method, options, args, kwargs)
+
+    def explain(
+        self,
+        method: str | Callable[..., Any],
+        /,
+        *args: Any,
+        collect: Axes = None,
+        first_along: Axes = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        discard: bool = False,
+        **kwargs: Any,
+    ) -> CallExplanation:
+        """Return what `call` with these arguments would do: pieces, stored values and results.
+
+        Nothing is stored or called.
+
+        Returns:
+            The explanation, which `print` and a notebook show as a table.
+
+        Raises:
+            AttributeError, TypeError, ValueError: as `call` does.
+        """
+        options = CallOptions(collect, first_along, timeout, retries, discard)
+        return self._target.explain(method, options, args, kwargs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a call without blocking an event loop."""
+"""Waiting for a call without blocking an event loop, and streams of results."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
 from typing import Any, Generic, Self, TypeVar
 
 from ray import ObjectRef, ObjectRefGenerator
@@ -17,55 +17,54 @@ from .results import REPORT_EVERY_S
 T = TypeVar("T")
 
 
-async def wait_for(call: Execution) -> Any:
-    """Return what `Call.result` returns; whoever cancels the wait cancels the call."""
+async def wait_for_result(call: Execution) -> Any:
+    """Return what `Call.result` returns; the cancellation of the waiting task cancels the call."""
     with short_traceback():
         try:
-            return await result_of(call)
+            return await get_result(call)
         except asyncio.CancelledError:
             if call.sender.roster.connected:
-                # A second cancellation ends this wait, and not the thread.
+                # A second cancellation ends this wait, but not the thread.
                 await asyncio.shield(asyncio.to_thread(call.cancel))
             raise
 
 
-async def result_of(call: Execution) -> Any:
-    """Return what `Call.result` returns; the first failure ends the wait, or has the call repeated."""
-    await _sent(call, call.deadline)
+async def get_result(call: Execution) -> Any:
+    """Return what `Call.result` returns; the first failure ends the wait or repeats the call."""
+    await _wait_until_sent(call, call.order.deadline)
     while True:
         attempt = call.attempt
         try:
-            return call.shape(await _collected(call))
+            return call.shape(await _collect(call))
         except WorkerFailureError:
             # A restart takes seconds.
             if not await asyncio.to_thread(call.repeat, attempt):
                 raise
 
 
-async def _sent(call: Execution, deadline: Deadline) -> None:
-    """Wait until a call has been sent; see `Call._until_sent`."""
+async def _wait_until_sent(call: Execution, deadline: Deadline) -> None:
     if call.sending is not None:
         sending = asyncio.wrap_future(call.sending)
-        sending.add_done_callback(_looked_at)
+        sending.add_done_callback(_mark_retrieved)
         await asyncio.wait([sending], timeout=deadline.left())
     call.wait_until_sent(Deadline.after(0.0))
 
 
-def _looked_at(future: asyncio.Future[Any]) -> None:
-    """Keep asyncio from printing an error that nobody waits for any more."""
+def _mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from printing an error that no task waits for any more."""
     if not future.cancelled():
         future.exception()
 
 
-async def _collected(call: Execution) -> list[Any]:
+async def _collect(call: Execution) -> list[Any]:
     call.check_open()
-    tasks = [asyncio.ensure_future(_value_of(call, at)) for at in range(len(call.futures))]
-    await _all_of(call, tasks, call.deadline)
+    tasks = [asyncio.ensure_future(_get_value(call, at)) for at in range(len(call.futures))]
+    await _wait_for_all(call, tasks, call.order.deadline)
     call.check_open()
     return [tasks[at].result() for at in call.positions]
 
 
-async def _all_of(call: Execution, tasks: Sequence[asyncio.Task[Any]], deadline: Deadline) -> None:
+async def _wait_for_all(call: Execution, tasks: Iterable[asyncio.Task[Any]], deadline: Deadline) -> None:
     """Wait until all workers have finished; the first failure ends the wait."""
     pending = set(tasks)
     try:
@@ -73,11 +72,11 @@ async def _all_of(call: Execution, tasks: Sequence[asyncio.Task[Any]], deadline:
             left = deadline.left(at_most=REPORT_EVERY_S)
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             if errors := [error for task in done if (error := task.exception()) is not None]:
-                raise await asyncio.to_thread(call.failure, errors[0])  # it may look at the nodes
+                raise await asyncio.to_thread(call.failure, errors[0])  # it may ask the nodes
             if pending and not done:
-                await asyncio.to_thread(call.check_late, deadline)
+                deadline = await asyncio.to_thread(call.check_late, deadline)
     finally:
-        await _dropped(pending)
+        await _cancel_tasks(pending)
 
 
 async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator[Outcome]:
@@ -85,30 +84,29 @@ async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator
     with short_traceback():
         call.check_open()
         deadline = call.until(timeout)
-        await _sent(call, deadline)
+        await _wait_until_sent(call, deadline)
         tasks = {at: asyncio.ensure_future(_has_item(call, at)) for at in call.positions}
         try:
             while tasks:
                 left = deadline.left(at_most=REPORT_EVERY_S)
                 done, _ = await asyncio.wait(tasks.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
-                    await asyncio.to_thread(call.check_late, deadline)
+                    deadline = await asyncio.to_thread(call.check_late, deadline)
                 for at in [at for at, task in tasks.items() if task in done]:
                     if not tasks.pop(at).result():
                         continue
-                    kept = call.items[at]
                     try:
-                        value = await asyncio.wrap_future(kept[0].future())
-                    except Exception as error:  # noqa: BLE001  whatever the worker raised
+                        value = await _fetch(call.items[at][0])
+                    except Exception as error:  # noqa: BLE001  any exception of the worker
                         raise await asyncio.to_thread(call.failure, error)  # noqa: B904  chained there
-                    yield call.hand_out(at, kept, value)
+                    yield call.hand_out(at, value)
                     del value
                     tasks[at] = asyncio.ensure_future(_has_item(call, at))
                     deadline = call.until(timeout)  # of the next item
         finally:
-            await _dropped(set(tasks.values()))
-        ends = [asyncio.ensure_future(_value(ref)) for ref in call.completions.values()]
-        await _all_of(call, ends, call.until(timeout))
+            await _cancel_tasks(set(tasks.values()))
+        ends = [asyncio.ensure_future(_fetch(ref)) for ref in call.completions.values()]
+        await _wait_for_all(call, ends, call.until(timeout))
 
 
 async def _has_item(call: Execution, at: int) -> bool:
@@ -119,8 +117,55 @@ async def _has_item(call: Execution, at: int) -> bool:
     return bool(kept)
 
 
-async def _value(ref: ObjectRef[Any]) -> Any:
+async def _fetch(ref: ObjectRef[Any]) -> Any:
     return await asyncio.wrap_future(ref.future())
+
+
+async def iterate_outcomes(call: Execution) -> AsyncIterator[Outcome]:
+    """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
+    call.sender.roster.check_connected()
+    deadline = call.order.deadline
+    await _wait_until_sent(call, deadline)
+    tasks = {asyncio.ensure_future(_get_value(call, at)): at for at in range(len(call.futures))}
+    try:
+        while tasks:
+            left = deadline.left(at_most=REPORT_EVERY_S)
+            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                deadline = await asyncio.to_thread(call.check_late, deadline)
+            for task in done:
+                at, error = tasks.pop(task), task.exception()
+                if error is not None:
+                    yield await asyncio.to_thread(call.failed_outcome, at, error)
+                elif at in call.answering:
+                    yield Outcome(call.ranks[at], call.coords(at), task.result())
+    finally:
+        await _cancel_tasks(set(tasks))
+
+
+async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks that nothing waits for any more; the calls of the workers continue."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _get_value(call: Execution, at: int) -> Any:
+    """Return the result of a worker: its value, or the list of its items."""
+    future = call.futures[at]
+    if isinstance(future, ObjectRefGenerator):
+        items = call.items.setdefault(at, [])
+        async for ref in future:
+            items.append(ref)
+        await _fetch(future.completed())
+        values = [await _fetch(ref) for ref in items]
+        call.check_complete(at)
+        call.count_once([at], items)
+        return values
+    value = await _fetch(future)
+    if at in call.answering:
+        call.count_once([at], [future])
+    return value
 
 
 class ResultStream(Generic[T]):
@@ -138,10 +183,10 @@ class ResultStream(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Wait for the next result.
+        """Wait for the next result and return it.
 
         Raises:
-            RuntimeError: it is being iterated with `async for`.
+            RuntimeError: an `async for` iterates over the stream.
         """
         if self._async_items is not None:
             raise RuntimeError("these results are being iterated with `async for`; go on with that")
@@ -158,10 +203,10 @@ class ResultStream(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        """Wait for the next result without blocking the event loop.
+        """Wait for the next result without blocking the event loop, and return it.
 
         Raises:
-            RuntimeError: it is being iterated with `for`.
+            RuntimeError: a `for` iterates over the stream.
         """
         if self._items is not None:
             raise RuntimeError("these results are being iterated with `for`; go on with that")
@@ -173,49 +218,3 @@ class ResultStream(Generic[T]):
         """Give up the rest."""
         if self._async_items is not None:
             await self._async_items.aclose()
-
-
-async def iterate_outcomes(call: Execution) -> AsyncIterator[Outcome]:
-    """The outcomes of workers as they finish: of those that answer, and of others that failed."""
-    call.sender.roster.check_connected()
-    await _sent(call, call.deadline)
-    tasks = {asyncio.ensure_future(_value_of(call, at)): at for at in range(len(call.futures))}
-    try:
-        while tasks:
-            left = call.deadline.left(at_most=REPORT_EVERY_S)
-            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                await asyncio.to_thread(call.check_late, call.deadline)
-            for task in done:
-                at, error = tasks.pop(task), task.exception()
-                if error is not None:
-                    yield await asyncio.to_thread(call.failed_outcome, at, error)
-                elif at in call.answering:
-                    yield Outcome(call.ranks[at], call.coords(at), task.result())
-    finally:
-        await _dropped(set(tasks))
-
-
-async def _dropped(tasks: set[asyncio.Task[Any]]) -> None:
-    """Nobody waits for these any more; what they wait for goes on."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _value_of(call: Execution, at: int) -> Any:
-    """What a worker answers: its value, or the list of its items."""
-    future = call.futures[at]
-    if isinstance(future, ObjectRefGenerator):
-        items = call.items.setdefault(at, [])
-        async for ref in future:
-            items.append(ref)
-        await asyncio.wrap_future(future.completed().future())
-        values = [await asyncio.wrap_future(ref.future()) for ref in items]
-        call.check_complete(at)
-        call.count_once([at], items)
-        return values
-    value = await asyncio.wrap_future(future.future())
-    if at in call.answering:
-        call.count_once([at], [future])
-    return value
