@@ -2,6 +2,8 @@
 """Hosts and users that share a folder of environments."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -48,10 +50,19 @@ def test_hosts_of_one_name(monkeypatch):
     assert host_tag() != until_reboot
 
 
+@pytest.fixture(autouse=True)
+def root(monkeypatch):
+    """The folder of environments of this test, outside the folder that each start of pytest closes to other users."""
+    with tempfile.TemporaryDirectory(prefix="venvs-") as folder:
+        root = Path(folder, "venvs")
+        monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(root))
+        yield root
+
+
 @pytest.fixture
-def as_user(tmp_path):
+def as_user(root):
     """Run a function as another user of one group with umask 022, and return its exception."""
-    for folder in (tmp_path, *tmp_path.parents):
+    for folder in root.parents:
         if os.stat(folder).st_mode & 0o077 == 0:
             os.chmod(folder, os.stat(folder).st_mode | 0o011)
 
