@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of calls: marks for arguments that differ between workers, and the put rule.
+"""The arguments of calls: marks for arguments that differ between workers, and the put rule.
 
-Small plain values travel with the call. Everything else is stored once and passed by reference.
+Small plain values travel with the call. Every other value is stored once and passed by reference.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _storing = threading.local()
 
 @contextlib.contextmanager
 def refuse_marks() -> Iterator[None]:
-    """Refuse to pickle a mark on this thread meanwhile: one that is inside an argument would reach workers as it is."""
+    """Refuse to pickle marks on this thread: a mark inside an argument would reach workers as it is."""
     _storing.arguments = True
     try:
         yield
@@ -39,25 +39,18 @@ def _check_not_nested(mark: object) -> None:
 
 
 class PassedOn:
-    """What stands for values that workers have made, and goes on to other workers without passing through the driver.
-
-    A `Call` is one.
-    """
+    """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
     def made_by(self) -> str:
-        """Return the name of the method that makes them."""
+        """Return the name of the method that makes the values."""
         raise NotImplementedError
 
     def as_argument(self) -> Any:
-        """What travels in place of the value."""
-        raise NotImplementedError
-
-    def as_pieces(self) -> list[Any]:
-        """What travels in place of each of several values."""
+        """Return the object that travels in place of the value."""
         raise NotImplementedError
 
     def answers(self) -> list["Answer"]:
-        """Return each of several values as an argument."""
+        """Return each value as an argument."""
         raise NotImplementedError
 
     def __reduce__(self) -> NoReturn:
@@ -66,11 +59,11 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class Answer(PassedOn):
-    """One of the answers of a call, on its way to another one.
+    """One of the results of a call, as an argument of another call.
 
     Attributes:
-        method: the name of the method that makes it.
-        ref: the reference to it.
+        method: the name of the method that makes the result.
+        ref: the reference to the result.
     """
 
     method: str
@@ -91,11 +84,11 @@ class Shard:
 
     Args:
         values: nested sequences, one level for each axis: lists, tuples, arrays or tensors (along their first dim),
-            or a `Call` that has an answer for each coordinate.
-        axes: the worker at coordinate c along them gets piece c; everybody along other axes gets the same one.
+            or a `Call` with a result for each coordinate.
+        axes: the worker at coordinate c along these axes gets piece c. All workers along other axes get the same piece.
 
     Raises:
-        ValueError: no axis is named.
+        ValueError: no axis is given.
 
     >>> Shard([["a", "b"]], "dp", "tp").axes
     ('dp', 'tp')
@@ -107,7 +100,7 @@ class Shard:
     def __init__(self, values: Any, *axes: str) -> None:
         if not axes:
             raise ValueError("Shard needs the axes its values are split along: Shard(values, 'dp')")
-        # Past the refusal of a frozen dataclass to have its fields set.
+        # `__dict__` bypasses the frozen dataclass.
         self.__dict__.update(values=values, axes=axes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,10 +110,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class PerWorker:
-    """An argument with a value of its own for every worker called.
+    """An argument with a separate value for each called worker.
 
     Attributes:
-        values: one for each worker that is called, by ascending rank; or a `Call` with as many answers.
+        values: one value for each called worker, by ascending rank; or a `Call` with as many results.
 
     >>> PerWorker([1, 2]).values
     [1, 2]
@@ -134,31 +127,31 @@ class PerWorker:
 
 
 class Source(NamedTuple):
-    """The objects that another call makes and a worker is given as an argument.
+    """The objects that another call makes and that are an argument of this call.
 
     Attributes:
-        method: the other call's method; None for a plain ObjectRef.
-        ids: the ids of the objects. A reference would keep the object in the store after its last use.
+        method: the method of the other call; None for a plain ObjectRef.
+        ids: the ids of the objects. References would keep the objects in the store after their last use.
     """
 
     method: str | None
     ids: tuple[bytes, ...]
 
 
-# Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once per worker. So the bound
-# is for a whole argument, and far enough below these limits.
+# Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
+# bound for a whole argument stays far below both limits.
 INLINE_BYTES = 10_000
 INLINE_ITEMS = 16
 
 
 class NotPicklableError(TypeError):
-    """A value cannot be pickled; the text says which part of it, and why."""
+    """A value cannot be pickled; the text names the part and the reason."""
 
 
 def is_inlined(value: Any) -> bool:
     """Return whether a value travels with every call instead of being stored.
 
-    None, bool, numbers, str and bytes do, and tuples, lists and dicts of at most 16 of these, up to 10 kB in all.
+    None, bool, numbers, str and bytes travel, and tuples, lists and dicts of at most 16 of these, up to 10 kB in all.
 
     >>> is_inlined(3), is_inlined({"lr": 0.1}), is_inlined("x" * 20_000), is_inlined(["x" * 6_000] * 2)
     (True, True, False, False)
@@ -171,7 +164,7 @@ def is_inlined(value: Any) -> bool:
 
 
 def _size(value: Any) -> float:
-    """Return how many bytes a plain value takes, infinity for any other value."""
+    """Return the size of a plain value in bytes, and infinity for any other value."""
     kind = type(value)
     if kind is int:
         return value.bit_length() // 8 + 1  # type: ignore[no-any-return]
@@ -184,21 +177,21 @@ def _size(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Gathered:
-    """An argument that is the list of several objects, none of which passes through the driver."""
+    """An argument that is a list of objects which do not pass through the driver."""
 
     refs: tuple[ObjectRef[Any], ...]
 
 
 class Arguments:
-    """Prepares the arguments of one call: one put per distinct value, by identity.
+    """Prepares the arguments of one call: one put for each distinct value, by identity.
 
-    Keep the values alive while this lives: identity is all that tells them apart.
+    Keep the values alive as long as this object, because it distinguishes them by identity only.
 
     Args:
-        put: what stores a value and returns the reference to it.
+        put: stores a value and returns the reference to it.
 
     Attributes:
-        sources: the calls that have to make arguments of this one.
+        sources: the calls whose results are arguments of this one.
 
     >>> arguments = Arguments()
     >>> arguments.prepare(3), arguments.puts
@@ -211,10 +204,10 @@ class Arguments:
         self.sources: list[Source] = []
 
     def prepare(self, value: Any) -> Any:
-        """The value itself if it is inlined or already a reference, else a reference to the one stored copy.
+        """Return the value itself if it is inlined or a reference, otherwise a reference to the one stored copy.
 
-        A list or dict that is inlined is copied: a call may be sent later, or again, with the values of now.
-        A `Call` goes on as the references to its answers.
+        A list or dict that is inlined is copied, because the call may be sent later or again with its present values.
+        A `Call` becomes the references to its results.
 
         Raises:
             NotPicklableError: the value has to be stored and cannot be pickled.
@@ -231,10 +224,10 @@ class Arguments:
             return passed
         ref = self._refs.get(id(value))
         if ref is None:
-            ref = self._refs[id(value)] = self._stored(value)
+            ref = self._refs[id(value)] = self._store(value)
         return ref
 
-    def _stored(self, value: Any) -> ObjectRef[Any]:
+    def _store(self, value: Any) -> ObjectRef[Any]:
         with refuse_marks():
             try:
                 ref: ObjectRef[Any] = self._put(value)
@@ -242,26 +235,26 @@ class Arguments:
             except RayError:
                 raise
             except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
-                raise NotPicklableError(_why(value, error)) from None
+                raise NotPicklableError(_explain_failure(value, error)) from None
 
     @property
     def refs(self) -> list[ObjectRef[Any]]:
-        """What was stored."""
+        """The references to the stored values."""
         return list(self._refs.values())
 
     @property
     def puts(self) -> int:
-        """How many values were stored."""
+        """The number of stored values."""
         return len(self._refs)
 
     @property
     def bytes_put(self) -> int:
-        """How large they are, as Ray stores them."""
+        """The size of the stored values in bytes, as Ray stores them."""
         return sum(object_sizes(self.refs))
 
 
-def _why(value: Any, error: BaseException) -> str:
-    """Return which part of a value cannot be pickled, and the innermost reason, in one line."""
+def _explain_failure(value: Any, error: BaseException) -> str:
+    """Return the part of a value that cannot be pickled, and the innermost reason, in one line."""
     path, innermost = "", error
     for _ in range(5):
         parts = ((step, part, _pickling_error(part)) for step, part in _parts(value))
@@ -278,7 +271,7 @@ def _why(value: Any, error: BaseException) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value that are pickled with it, each with how it is reached."""
+    """Yield the parts of a value that are pickled with it, each with the expression that leads to it."""
     named: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
         yield from ((f"[{key!r:.50}]", part) for key, part in value.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's class with its constructor arguments: what a worker is made of."""
+"""The description of a worker: a user's class with its constructor arguments."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -26,16 +26,16 @@ class RayWorkerBuilder:
 
     Args:
         ray_actor_class_fqn: the full name of a class (then only the workers import it), a class, or a `@ray.remote`
-            class. One that workers cannot import, from `__main__` or a notebook, is shipped by value.
+            class. A class that workers cannot import, from `__main__` or a notebook, is shipped by value.
         args: positional arguments of its constructor.
         kwargs: keyword arguments of its constructor.
 
     Raises:
-        TypeError, ValueError: it is neither a class nor the name of one.
+        TypeError, ValueError: the argument is neither a class nor the name of one.
 
     Attributes:
-        ray_actor_class_fqn: full name of the class.
-        worker: what was given as the class.
+        ray_actor_class_fqn: the full name of the class.
+        worker: the class as it was given.
         args: the positional arguments.
         kwargs: the keyword arguments.
 
@@ -65,8 +65,8 @@ class RayWorkerBuilder:
         Args:
             placement_group: a group that Ray has placed.
             placement_group_bundle_index: the bundle.
-            num_gpus: its share of the bundle's GPUs, unless `configure_worker` says otherwise.
-            bundle_indices: handed to `configure_worker`.
+            num_gpus: the worker's share of the bundle's GPUs, which `configure_worker` can override.
+            bundle_indices: passed to `configure_worker`.
             extra_options: Ray options, merged over those of the class.
 
         Returns:
@@ -74,8 +74,8 @@ class RayWorkerBuilder:
             which has the class's own methods.
 
         Raises:
-            TypeError, ValueError: a class, or options, that a worker cannot have.
-            WorkerStartError: the class cannot be looked at there.
+            TypeError, ValueError: a worker cannot have this class or these options.
+            WorkerStartError: the class cannot be inspected on its node.
         """
         node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
         node_id = node_ids[placement_group_bundle_index]
@@ -127,12 +127,16 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, Sequence[int]] | None = None,
         **extra_options: Any,
     ) -> Any:
-        """As `create_worker_async`, but wait for the constructor and return the handle.
+        """Start one worker as `create_worker_async` does, and wait for its constructor.
+
+        Returns:
+            The actor handle.
 
         Raises:
-            TypeError, ValueError: as it does.
-            WorkerStartError: as it does; or the constructor has not finished within 600 s, and the worker is ended.
-            Exception: what the constructor raised.
+            TypeError, ValueError: as `create_worker_async` does.
+            WorkerStartError: as `create_worker_async` does; or the constructor has not finished within 600 s, and the
+                worker has been killed.
+            Exception: the constructor's own exception.
         """
         ready, handle = self.create_worker_async(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside a worker: who it is, and how it says that it gets on."""
+"""The functions that code inside a worker calls: its identity, and reports of progress."""
 
 import sys
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 @dataclass(frozen=True)
 class CurrentWorker:
-    """What the worker that this process runs knows of itself.
+    """The worker that this process runs.
 
     Attributes:
         rank: its number in the group.
-        world_size: how many there are.
+        world_size: the number of workers in the group.
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         incarnation: how often its rank has been started before.
-        communication_backend: what the cluster says workers are to communicate with: "nccl", "gloo", or None.
-        gradient_compression: what `wrap_ddp` is to use: "fp16", "bf16", "powersgd", or None.
+        communication_backend: the backend that the cluster chose for its workers: "nccl", "gloo", or None.
+        gradient_compression: the compression that `wrap_ddp` uses: "fp16", "bf16", "powersgd", or None.
         layout: the group's sharding as plain data.
     """
 
@@ -39,12 +39,12 @@ class CurrentWorker:
 
     @cached_property
     def sharding(self) -> NamedSharding:
-        """The axes of the group over its ranks: peers, neighbours, groups along axes."""
+        """The axes of the group over its ranks, for peers, neighbours and groups along axes."""
         return NamedSharding.from_dict(self.layout)
 
 
 def current_worker() -> CurrentWorker:
-    """Who the worker is that this process runs, for code that is called by one of its methods.
+    """Return the worker that this process runs, for code that is called by one of its methods.
 
     Raises:
         RuntimeError: this process runs no worker of a group.
@@ -60,19 +60,19 @@ def current_worker() -> CurrentWorker:
 
 
 def report_progress(step: int | None = None, message: str | None = None) -> None:
-    """Say that this worker gets on: a method that runs for long without is taken for stuck.
+    """Report that this worker makes progress. A method that runs for long without a report counts as stuck.
 
-    Costs about a microsecond and asks nobody. Outside a worker it does nothing, so that code runs unchanged without a
-    group.
+    A report takes about a microsecond and makes no request. Outside a worker it does nothing, so that code runs
+    unchanged without a group.
 
     Args:
-        step: a whole number that grows, such as the training step; shown until there is another.
-        message: a line for people; what does not fit in 256 bytes is cut off.
+        step: a whole number that grows, such as the training step; it is shown until the next one.
+        message: a line for people; it is cut off after 256 bytes.
 
     Raises:
-        TypeError, ValueError: in a worker, a step that is no whole number, or does not fit in 64 bits.
+        TypeError, ValueError: in a worker, the step is not a whole number or does not fit in 64 bits.
 
-    >>> report_progress(step=3, message="nobody is told, outside a worker")
+    >>> report_progress(step=3, message="no effect outside a worker")
     """
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:
@@ -80,10 +80,10 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
 
 
 def check_compression(wanted: bool | Compression) -> Compression | None:
-    """A way to compress gradients: True stands for "fp16", False for none.
+    """Return the gradient compression that a user asked for; True stands for "fp16", False for none.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: there is no such compression.
     """
     if wanted is False:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a wait ends."""
+"""The end of a wait, and the check of timeouts."""
 
 import math
 import time
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 def check_timeout(name: str, seconds: float | None) -> float | None:
-    """A number of seconds, or None for no limit.
+    """Return a timeout in seconds, or None for no limit.
 
     Raises:
-        ValueError: it is negative, infinite or not a number.
-        TypeError: it is no number at all.
+        ValueError: the number is negative, infinite or NaN.
+        TypeError: the value is not a number.
     """
     if seconds is None:
         return None
@@ -34,16 +34,16 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
-        """So many seconds from now."""
+        """Return the deadline that is this many seconds from now."""
         return cls(None if seconds is None else time.monotonic() + seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
-        """Whichever comes first."""
+        """Return the earlier of two deadlines."""
         moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
         return Deadline(min(moments, default=None))
 
     def left(self, at_most: float | None = None) -> float | None:
-        """Seconds until then, 0 afterwards, and not more than `at_most`; None: for ever."""
+        """Return the seconds until the deadline, 0 after it, and not more than `at_most`; None without a limit."""
         if self.at is None:
             return at_most
         left = max(0.0, self.at - time.monotonic())
@@ -51,5 +51,5 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it is over; a wait may end a little early."""
+        """Whether the deadline has passed, with a millisecond of tolerance for waits that end early."""
         return self.at is not None and time.monotonic() >= self.at - 0.001

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see: values as HTML tables in a notebook, and progress bars on a terminal."""
+"""The display of values as HTML tables in a notebook, and progress bars on a terminal."""
 
 import dataclasses
 import html
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def table_html(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table with a caption; of many rows, the first and the last ones."""
+    """Return an HTML table with a caption; a long table has its first and its last rows."""
 
     def line(tag: str, values: Sequence[Any]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(_text(value))}</{tag}>" for value in values) + "</tr>"
@@ -40,7 +40,7 @@ def record_html(record: Any) -> str:
 
 
 class Records(list[_T]):
-    """A list of instances of one dataclass; a notebook shows it as a table with a column for each field."""
+    """A list of instances of one dataclass, which a notebook shows as a table with a column for each field."""
 
     def _repr_html_(self) -> str:
         if not self:
@@ -64,16 +64,16 @@ def _text(value: Any) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
-# A bar is shown when the work takes longer than this.
+# A bar appears when the work takes longer than this.
 QUIET_S = 1.0
 
 
 class Bar:
-    """Shown on a terminal once it takes over a second; names the ranks it waits for.
+    """A progress bar, which appears on a terminal after one second and names the ranks that it waits for.
 
     Args:
-        what: what goes on.
-        total: how much there is to do; None if that is not known.
+        what: the description of the work.
+        total: the amount of work; None if it is not known.
     """
 
     def __init__(self, what: str, total: int | None) -> None:
@@ -91,7 +91,7 @@ class Bar:
         self._shown = False
 
     def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
-        """How much is done, and which ranks are not."""
+        """Show the amount of work that is done, and the ranks that have not finished."""
         names = ", ".join(map(str, waiting_for[:8])) + (", ..." if len(waiting_for) > 8 else "")
         slow = f"waiting for ranks {names}" if names else ""
         self._progress.update(self._task, completed=done, slow=slow)

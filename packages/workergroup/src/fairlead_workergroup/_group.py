@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of workers: one process per slot, called by rank or along named axes."""
+"""A group of workers: one process in each slot, called by rank or along named axes."""
 
 import math
 import threading
@@ -18,11 +18,11 @@ from fairlead_venvs import VenvSpec
 from ._builder import ClassLike, RayWorkerBuilder
 from ._calls.call import dispatch
 from ._calls.classic import ClassicCalls
-from ._calls.map import Strategy, check_strategy
+from ._calls.map import MapOptions, Strategy
 from ._calls.plan import CallOptions, Mesh, Recipients
 from ._calls.results import ClassicFutures
 from ._calls.sender import Sender
-from ._calls.view import Balancing, Target, TypedCalls
+from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
@@ -41,53 +41,54 @@ from ._ray_private import actor_id_of, dead_actors
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
 
-# How long the shutdown of another thread may take once its workers are gone: it waits for nothing any more.
+# The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
 CLEANED_S = 10.0
 
 
 class RayWorkerGroup(TypedCalls, ClassicCalls):
-    """A process per slot, all made from one class, addressed by rank or along named axes.
+    """A group of worker processes, one in each slot, made from one class and called by rank or along named axes.
 
     Args:
-        cluster: where the workers live: a `RayVirtualCluster` (reserved here if it is not), or slots.
-        remote_worker_builder: a `RayWorkerBuilder`, or a class or its full name, which is then constructed without
+        cluster: the place of the workers: a `RayVirtualCluster`, which is reserved here if it is not yet, or slots.
+        remote_worker_builder: a `RayWorkerBuilder`; or a class or its full name, which is constructed without
             arguments.
-        workers_per_node: workers on each logical node: None for one per slot, a number, or a list with a number
-            for each logical node in use.
+        workers_per_node: the number of workers on each logical node: None for one in each slot, a number, or a list
+            with a number for each logical node in use.
         name_prefix: the first part of the workers' names; the class's name if empty.
-        bundle_indices_list: instead: `(node_idx, [Ray's bundle indices])` of each *tied group*, workers that share one
-            model copy.
+        bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
+            whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: variables of the workers. The driver's environment is not copied to them.
-        python: what workers run in: a `VenvSpec` or a uv command, built on their nodes where it is not there yet; the
-            path of an interpreter that all nodes have; None: what is registered for the class (`actor_environments` of
-            fairlead-venvs), else this one's own. It must have the cluster's version of Ray, and needs nothing else of
-            ours.
-        restart_on_failure: start lost workers again before the next call that reaches one of them. The call that met
-            the loss raises all the same, unless it was made with `retries`.
-        max_restarts: how often: each rank, or with scope "group" the group.
-        restart_scope: "worker": only what is lost; "group": all workers, with a new master port, which is what
-            collectives need. With `restart_on_failure` and "group", every call restarts them while a worker is lost.
+        env_vars: environment variables of the workers. The driver's environment is not copied to them.
+        python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary; the
+            path of an interpreter that all nodes have; or None for the entry of the class in `actor_environments` of
+            fairlead-venvs, and otherwise the driver's Python. It must have the cluster's version of Ray, and needs
+            no package of Fairlead.
+        restart_on_failure: restart lost workers before the next call that reaches one of them. The call that met the
+            loss still raises, unless it was made with `retries`.
+        max_restarts: the number of restarts for each rank, or with scope "group" for the group.
+        restart_scope: "worker" restarts only the lost workers; "group" restarts all workers with a new master port,
+            which collectives need. With `restart_on_failure` and "group", every call restarts them while a worker is
+            lost.
         on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
             a checkpoint.
-        memory_limit: bytes, or "8GB" or "512MiB", of memory that a worker and the processes it has started may hold
-            together, once its constructor has finished, before all of them are ended, with kind "out-of-memory". Files
-            and shared memory do not count, nor do the values of the object store.
-        async_communication: async methods of a worker overlap, on one event loop, which its other methods block.
-            Otherwise a worker runs one method at a time.
-        enable_load_balancing: what `map` has given to a worker that dies goes to the others.
-        load_balancing_strategy: who gets the next item of `map`: "round_robin", "least_loaded", or a function of the
-            number of items each worker has now, that returns which of them.
-        enable_gradient_compression: what `fairlead_workergroup.torch.wrap_ddp` uses in the workers: True or "fp16",
-            "bf16", "powersgd", or False for none.
-        call_timeout_s: seconds that a `call` may take when it says nothing else; None: no limit.
-        start_timeout_s: seconds that all constructors together may take.
+        memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
+            may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
+            "out-of-memory". Files, shared memory and the values of the object store do not count.
+        async_communication: let the async methods of a worker overlap on one event loop, which its other methods
+            block. Otherwise a worker runs one method at a time.
+        enable_load_balancing: if a worker dies, let `map` move its items to the others.
+        load_balancing_strategy: chooses the worker of the next item of `map`: "round_robin", "least_loaded", or a
+            function that takes the number of items of each worker and returns the position of one worker.
+        enable_gradient_compression: the compression that `fairlead_workergroup.torch.wrap_ddp` uses in the workers:
+            True or "fp16", "bf16", "powersgd", or False for none.
+        call_timeout_s: the timeout in seconds of a `call` without one of its own; None for no limit.
+        start_timeout_s: the seconds that all constructors together may take.
 
     Raises:
-        TypeError, ValueError: a bad argument; nothing has been launched.
+        TypeError, ValueError: an argument is not valid; nothing has been launched.
         ResourceInsufficientError, PlacementTimeoutError: the cluster could not be reserved, or has no room for another
             group.
-        WorkerStartError: a worker did not start. All of them have been ended.
+        WorkerStartError: a worker did not start. All workers have been ended.
 
     The constructor returns when every worker's `__init__` has finished. Use the group as a context manager, or call
     `shutdown`.
@@ -95,7 +96,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     Attributes:
         cluster: as given.
         name_prefix: the first part of the workers' names; the class's name if none was given.
-        world_size: how many workers there are.
+        world_size: the number of workers.
         sharding_annotations: the axes over the ranks.
     """
 
@@ -122,17 +123,18 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         call_timeout_s: float | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
-        given = remote_worker_builder
-        builder = given if isinstance(given, RayWorkerBuilder) else RayWorkerBuilder(given)
+        builder = remote_worker_builder
+        if not isinstance(builder, RayWorkerBuilder):
+            builder = RayWorkerBuilder(builder)
         env_vars = dict(env_vars or {})
         check_env_vars(env_vars)
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
         call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
-        self._balancing = Balancing(check_strategy(load_balancing_strategy), enable_load_balancing)
+        self._map_options = MapOptions(strategy=load_balancing_strategy, move_items=enable_load_balancing)
         compression = check_compression(enable_gradient_compression)
         policy = check_restart_policy(restart_on_failure, max_restarts, restart_scope)
-        # Long enough that no other group on a node has the same: what carries it is ended with the group.
+        # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
         slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
@@ -179,7 +181,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         )
         self._futures = ClassicFutures(self._sender)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        # Held by the thread that runs the cleanup. Reentrant: a signal's handler may shut down in the middle of it.
+        # Held by the thread that runs the cleanup. It is reentrant because a signal handler may shut down meanwhile.
         self._cleaning = threading.RLock()
         self._shut: bool | None = None
 
@@ -215,23 +217,23 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
-        """A dict per worker; empty after `shutdown`."""
+        """A dict for each worker; empty after `shutdown`."""
         return self._roster.worker_metadata
 
     @property
     def master_address(self) -> str:
-        """The address of the node of rank 0, where the workers' process group has its store."""
+        """The address of the node of rank 0, where the store of the workers' process group runs."""
         return self._launcher.master[0]
 
     @property
     def master_port(self) -> int:
-        """The port that was leased there for it."""
+        """The port that is leased there for the store."""
         return self._launcher.master[1]
 
     @property
     def _target(self) -> Target:
         # It is not stored: it refers to the group, which must be released when its last reference is.
-        return Target(self._sender, self, self._mesh, self._balancing)
+        return Target(self._sender, self, self._mesh, self._map_options)
 
     @property
     def _classic_futures(self) -> ClassicFutures:
@@ -244,14 +246,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
 
     @property
     def dp_leader_worker_indices(self) -> list[int]:
-        """The rank of the first worker of each tied group; compatible with the original system."""
+        """The ranks of the first workers of the tied groups; compatible with the original system."""
         return [place.rank for place in self._roster.snapshot().places if place.tied_rank == 0]
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
         """Return the rank of the first worker of a tied group; compatible with the original system.
 
         Raises:
-            IndexError: there is no such group.
+            IndexError: there is no such tied group.
         """
         leaders = self.dp_leader_worker_indices
         if not 0 <= dp_shard_idx < len(leaders):
@@ -263,13 +265,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         return self._counters.now
 
     def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
-        """Return what each worker is doing, by rank; `worker_metadata` and the cluster's grid then show the states.
+        """Return what each worker does, by rank, and show the states in `worker_metadata` and the cluster's grid.
 
-        The workers are not asked: their records are read on their nodes, one request a node, so that it works while
-        they are busy or hang. Who is dead is known from Ray.
+        The records of the workers are read on their nodes, with one request a node, so that this works while workers
+        are busy or hang. Ray reports which workers are dead.
 
         Args:
-            stuck_after_s: a busy worker without progress for so many seconds is "stuck".
+            stuck_after_s: a busy worker is "stuck" after this many seconds without progress.
+
+        Returns:
+            The status of each worker, by rank.
 
         Raises:
             ValueError: `stuck_after_s` is not a positive number.
@@ -278,9 +283,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         return self._observer.read_status(stuck_after_s)
 
     def get_resource_usage(self) -> list[WorkerUsage]:
-        """Return what the workers' processes use, by rank, measured on their nodes: one request a node.
+        """Return the resources that the workers' processes use, measured on their nodes with one request a node.
 
-        Left out are workers whose process is gone, or whose node does not answer.
+        Returns:
+            The usage by rank, without workers whose process is gone or whose node does not answer.
 
         Raises:
             WorkerGroupError: the group, or its Ray, has been shut down.
@@ -294,10 +300,13 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         waits at one place, the notes name the ranks that are not there.
 
         Args:
-            timeout_s: seconds without progress.
-            dump_stacks: have those that are stuck, and nobody else, write their Python stacks, which works while they
-                hang in native code and hold the GIL. The signal for it (SIGRTMIN+5) makes a sleep or a poll in native
-                code return early, with EINTR.
+            timeout_s: the seconds without progress.
+            dump_stacks: make the stuck workers write their Python stacks, which works while they hang in native code
+                and hold the GIL. The signal for this (SIGRTMIN+5) makes a sleep or a poll in native code return early,
+                with EINTR, so only stuck workers get it.
+
+        Returns:
+            The stuck workers, by rank.
 
         Raises:
             ValueError: `timeout_s` is not a positive number.
@@ -313,23 +322,23 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         *,
         slow_after_s: float = 60.0,
     ) -> Watch:
-        """Look at the workers in the background, and report each event of a worker once.
+        """Check the workers in the background, and report each event of a worker once.
 
         Each event is logged (logger `fairlead_workergroup`), counted (Ray's metric `fairlead_worker_events`, tags
-        `group` and `event`), and given to `on_event`. What a lost worker died of is known to the next call.
+        `group` and `event`), and passed to `on_event`. The next call knows why a lost worker died.
 
         Args:
-            interval_s: seconds between two looks, of one request a node each.
-            stuck_after_s: "worker-stuck" when a worker has made no progress for so many seconds, as of
+            interval_s: the seconds between two checks, each with one request a node.
+            stuck_after_s: the seconds without progress after which a worker is reported as "worker-stuck", as by
                 `detect_stuck_workers`.
-            on_event: called with each event, on the watch's own thread; what it raises is logged.
-            slow_after_s: "call-slow", once a call, when it has made no progress for so many seconds.
+            on_event: called with each event on the watch's own thread; its exceptions are logged.
+            slow_after_s: the seconds without progress after which a call is reported once as "call-slow".
 
         Returns:
-            A handle to close; a context manager. The end of the group ends it too.
+            A handle to close, which is also a context manager. The end of the group closes it too.
 
         Raises:
-            ValueError: a number that is not positive.
+            ValueError: a number is not positive.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         self._roster.check_alive()
@@ -347,40 +356,40 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         return watch
 
     def restart_failed_workers(self) -> list[int]:
-        """Start the workers that are dead again: the same ranks with the same arguments, incarnation + 1.
+        """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.
 
-        In the same slot; where its node is gone, in the one the cluster's `replace_lost_nodes` gives for it. With
-        `restart_scope="group"` all workers are ended and started, with a new master port. Then `on_restart` runs on
-        those that were started. Calls of other threads wait meanwhile.
+        A worker restarts in its slot or, if its node is gone, in the slot that the cluster's `replace_lost_nodes`
+        reserves in its place. With `restart_scope="group"` all workers are ended and started, with a new master port.
+        Then the restarted workers run `on_restart`. Calls of other threads wait meanwhile.
 
         Returns:
-            The ranks that were started; none if nothing is dead.
+            The ranks that were started; an empty list if no worker is dead.
 
         Raises:
             WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
-                "start-failed"). What is dead stays dead, and can be tried again.
+                "start-failed"). Dead workers stay dead, and you can try again.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         return self._sender.restart()
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End the workers and the processes they have started, rank 0 last, and give back everything the group held.
+        """End the workers and the processes that they have started, rank 0 last, and release everything.
 
-        Waits until all these processes are gone. What a worker has started gets SIGTERM when the worker is gone, and
-        SIGKILL 2 s later. Can be repeated, also by several threads at once: the cleanup runs
-        once, and all of them return the same. Safe when workers are dead or hung, and when Ray is down.
+        Waits until all these processes are gone. The processes that a worker has started get SIGTERM when the worker is
+        gone, and SIGKILL 2 s later. You can call it again, also from several threads at once: the cleanup runs once,
+        and all calls return the same value. It is safe when workers are dead or hung, and when Ray is down.
 
         Args:
             cleanup_method: a method that every living worker runs first.
-            timeout: seconds for all cleanups together, also for one that another thread has started; None: no limit.
-            force: no cleanup; the workers are ended in the middle of one that another thread has started.
+            timeout: the seconds for all cleanups together, also for a cleanup of another thread; None for no limit.
+            force: run no cleanup, and end the workers during the cleanup of another thread.
 
         Returns:
-            Whether all went well; what did not is logged.
+            Whether everything succeeded; failures are logged.
         """
         if self._shut is not None:
             return self._shut
-        # A restart that another thread has under way sees it, and gives back what it had started.
+        # A restart of another thread sees it, and releases what it has started.
         self._roster.begin_end()
         for watch in list(self._watches):
             watch.close()

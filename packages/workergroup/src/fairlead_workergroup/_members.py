@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of a group: who they are, where they live, and the one owner of their state."""
+"""The workers of a group: their identities, their places, and the one owner of their state."""
 
 import threading
 import weakref
@@ -12,23 +12,23 @@ from fairlead_placement import Slot
 from fairlead_placement.spi import connection
 from fairlead_sharding import NamedSharding
 
-from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
+from .exceptions import FailureKind, WorkerFailure, WorkerGroupError, format_coords
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank lives.
+    """The place of one rank.
 
     Attributes:
-        rank: number of the worker in the group.
+        rank: the number of the worker in the group.
         slot: its slot.
         name: its name, as users see it.
-        tied_group: number of its tied group (workers that share one model copy).
+        tied_group: the number of its tied group (workers that share one model copy).
         tied_rank: its number in the tied group.
         tied_bundles: `(node_idx, [bundle indices])` of its tied group.
-        node_rank: number of its physical node among those of the group, in the order of the ranks.
+        node_rank: the number of its physical node among the nodes of the group, in the order of the ranks.
         local_rank: its number among the group's workers on that node.
-        local_world_size: how many of the group's workers are on that node.
+        local_world_size: the number of the group's workers on that node.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Place:
         """Return the arguments of the class's `configure_worker` for this worker."""
         return {
             "num_gpus": self.slot.worker_resources.get("GPU", 0),
-            # Only the first worker of a tied group answers for its bundles.
+            # Only the first worker of a tied group gets its bundles.
             "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
             "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
         }
@@ -71,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """Identify one incarnation of a worker, for messages about it and for requests to its node."""
+    """The identity of one incarnation of a worker, for messages about it and for requests to its node."""
 
     rank: int
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -86,12 +86,13 @@ class WorkerFacts:
         return self.pid, self.started
 
     def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
-        """Return the report of its loss."""
+        """Return the report of the loss of this worker."""
         return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
 
     def __str__(self) -> str:
-        coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
-        return f"rank {self.rank}{coords} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
+        return (
+            f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ class Member:
         coords: its coordinates, by axis.
         facts: the identity of the incarnation that was started last.
         handle: the actor of that incarnation; None before the first one has started.
-        incarnation: how often the rank has been started again, failed attempts included.
-        restarts: how many of these count against `max_restarts`.
-        restarting: whether a restart of it is running.
-        failure: why it was lost; None while it lives.
+        incarnation: how often the rank has been restarted, including failed attempts.
+        restarts: the number of these attempts that count against `max_restarts`.
+        restarting: whether a restart of the rank is running.
+        failure: the report of its loss; None while it lives.
     """
 
     place: Place
@@ -120,12 +121,12 @@ class Member:
 
     @property
     def rank(self) -> int:
-        """Its number in the group."""
+        """The number of the worker in the group."""
         return self.place.rank
 
     @property
     def slot(self) -> Slot:
-        """The slot that it lives in, or moves to with the next restart."""
+        """The slot of the worker, or the slot that it moves to with the next restart."""
         return self.place.slot
 
     @property
@@ -140,11 +141,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All members at one moment. It never changes; whoever works on it sees one consistent state.
+    """All members at one moment: one consistent state that never changes.
 
     Attributes:
-        epoch: how many transitions there were before it.
-        members: by rank.
+        epoch: the number of transitions before it.
+        members: the members by rank.
         ended: whether the group had been shut down.
     """
 
@@ -167,30 +168,30 @@ class Snapshot:
 
     @cached_property
     def lost(self) -> Mapping[int, WorkerFailure]:
-        """Why the lost members were lost, by ascending rank."""
+        """The report of each lost member, by ascending rank."""
         return {member.rank: member.failure for member in self.members if member.failure is not None}
 
     @cached_property
     def restarting(self) -> tuple[int, ...]:
-        """The ranks that are being restarted, ascending."""
+        """The ranks that are being restarted, in ascending order."""
         return tuple(member.rank for member in self.members if member.restarting)
 
 
 class Roster:
-    """The members of one group, and the only place where their state changes.
+    """The members of one group, and the only owner of their state.
 
-    Each method that changes it is one transition under one lock, and ends with a new snapshot and the next epoch.
+    Each method that changes the state is one transition under one lock. It makes a new snapshot with the next epoch.
 
     Args:
-        name: of the group.
-        places: where each rank lives.
+        name: the name of the group.
+        places: the place of each rank.
         sharding: the axes over the ranks.
 
     Attributes:
         name_prefix: the name of the group.
         shape: the sizes of its axes.
         handles: the actor handles by rank, changed in place by restarts; empty after the end.
-        worker_metadata: what users see of each worker; empty after the end.
+        worker_metadata: the description of each worker for users; empty after the end.
         ending: whether a shutdown has begun.
     """
 
@@ -202,7 +203,7 @@ class Roster:
         self.ending: bool = False
         self._made_on = connection()
         self._lock = threading.Lock()
-        # Also those of replaced incarnations, whose answers may still be fetched.
+        # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerFacts] = {}
         coords = [sharding.get_worker_coords(place.rank) for place in places]
         self._now = Snapshot(
@@ -220,17 +221,12 @@ class Roster:
         return self._now
 
     @property
-    def world_size(self) -> int:
-        """The number of members."""
-        return len(self._now.members)
-
-    @property
     def connected(self) -> bool:
         """Whether the Ray that the group was made on is still the one of this process."""
         return self._made_on == connection()
 
     def check_connected(self) -> None:
-        """Refuse to work without the Ray that the group was made on.
+        """Refuse to continue without the Ray that the group was made on.
 
         Raises:
             WorkerGroupError: that Ray has been shut down.
@@ -239,7 +235,7 @@ class Roster:
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:
-        """Return the members of a group that is still there.
+        """Return the members of a group that has not ended.
 
         Raises:
             WorkerGroupError: the group, or its Ray, has been shut down.
@@ -255,11 +251,11 @@ class Roster:
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
     def find(self, actor_id: str) -> WorkerFacts | None:
-        """Return whose actor this is, also after it was replaced; None for an actor of another group."""
+        """Return the worker of an actor, also after its replacement; None for an actor of another group."""
         return self._by_actor.get(actor_id)
 
     def is_lost(self, actor_id: str) -> bool:
-        """Return whether this actor was one of the group and is dead or replaced."""
+        """Return whether this actor belonged to the group and is dead or replaced."""
         who = self._by_actor.get(actor_id)
         if who is None:
             return False
@@ -267,7 +263,7 @@ class Roster:
         return member.failure is not None or member.facts is not who
 
     def record_start(self, workers: Iterable[tuple[str, Any, Place, WorkerFacts]]) -> None:
-        """Note new incarnations, each with the id of its actor and its handle; what was lost before lives again.
+        """Record new incarnations, each with the id of its actor and its handle.
 
         Raises:
             WorkerGroupError: the group is being shut down.
@@ -281,22 +277,19 @@ class Roster:
                 changed[place.rank] = replace(
                     self._now[place.rank], place=place, facts=facts, handle=handle, failure=None
                 )
-            first = not self.handles
             self._change(changed)
-            if first:
-                self.handles = [member.handle for member in self._now.members]
-                self.worker_metadata = [member.place.metadata() for member in self._now.members]
-            else:
-                for rank, member in changed.items():
-                    self.handles[rank] = member.handle
-                    self.worker_metadata[rank] = member.place.metadata()
+            # Users may hold these lists, so they change in place.
+            self.handles[:] = [member.handle for member in self._now.members]
+            shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
+            shown |= {rank: member.place.metadata() for rank, member in changed.items()}
+            self.worker_metadata[:] = [shown[rank] for rank in sorted(shown)]
             self._show_changed()
 
     def record_losses(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-        """Note losses, except of incarnations that have been replaced.
+        """Record losses, except of incarnations that have been replaced.
 
         Returns:
-            The failures to report: for a worker whose loss was known before, the first report.
+            The failures to report. For a worker whose loss was known before, it is the first report.
         """
         with self._lock:
             changed: dict[int, Member] = {}
@@ -309,7 +302,7 @@ class Roster:
             return tuple(self._now[failure.rank].failure or failure for failure in failures)
 
     def record_failed_restart(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
-        """Note why ranks could not be started again; with `override` it replaces the reports of their losses."""
+        """Record why ranks could not be restarted; with `override`, replace the reports of their losses."""
         with self._lock:
             self._change(
                 {
@@ -320,12 +313,12 @@ class Roster:
             )
 
     def mark_restarting(self, ranks: Iterable[int], running: bool = True) -> None:
-        """Note that a restart of these ranks has begun, or with `running=False` that it is over."""
+        """Record that a restart of these ranks has begun, or with `running=False` that it has ended."""
         with self._lock:
             self._change({rank: replace(self._now[rank], restarting=running) for rank in ranks})
 
     def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int]) -> None:
-        """Note the next incarnation of these ranks, and count it as a restart of some of them."""
+        """Record the next incarnation of some ranks, and count it as a restart of those in `counted`."""
         with self._lock:
             changed = {}
             for rank in ranks:
@@ -335,12 +328,12 @@ class Roster:
             self._change(changed)
 
     def move(self, places: Sequence[Place]) -> None:
-        """Note new places of all ranks, which hold from their next start on."""
+        """Record new places of all ranks, which hold from their next start."""
         with self._lock:
             self._change({place.rank: replace(self._now[place.rank], place=place) for place in places})
 
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
-        """Show states that were found out from outside, except of workers that were replaced since `seen`."""
+        """Show states that were observed from outside, except of workers that were replaced since `seen`."""
         with self._lock:
             for shown in self.worker_metadata:
                 rank = shown["global_rank"]
@@ -348,11 +341,11 @@ class Roster:
                     shown["state"] = states[rank]
 
     def begin_end(self) -> None:
-        """Note that a shutdown has begun: no incarnation starts any more."""
+        """Record that a shutdown has begun, so that no incarnation starts any more."""
         self.ending = True
 
     def end(self) -> None:
-        """Note that the group has no workers any more."""
+        """Record that the group has no workers any more."""
         with self._lock:
             self.begin_end()
             self.handles = []
@@ -360,7 +353,7 @@ class Roster:
             self._now = replace(self._now, epoch=self._now.epoch + 1, ended=True)
 
     def _change(self, changed: Mapping[int, Member]) -> None:
-        """Make the next snapshot, and show its states; the caller holds the lock."""
+        """Make the next snapshot, and show its states. The caller holds the lock."""
         members = tuple(changed.get(member.rank, member) for member in self._now.members)
         self._now = replace(self._now, epoch=self._now.epoch + 1, members=members)
         self._show_changed()
@@ -376,7 +369,7 @@ _rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
 
 
 def find_worker(actor_id: str) -> tuple[Roster, WorkerFacts] | None:
-    """Return the roster and the worker that an actor is, in any group of this process; None if there is none."""
+    """Return the roster and the worker of an actor, in any group of this process; None if there is none."""
     for roster in list(_rosters):
         if (facts := roster.find(actor_id)) is not None:
             return roster, facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a group of workers, one class per situation.
+"""The errors of a group of workers, one class for each situation.
 
 A user's own exception is not among them: it reaches the caller with its own type.
 """
@@ -29,12 +29,12 @@ FailureKind = Literal["killed", "node-lost", "out-of-memory", "preempted", "star
 
 
 class WorkerGroupError(Exception):
-    """Base of everything this package raises once something has been launched."""
+    """Base of all errors that this package raises after it has launched something."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What is known of one worker that was lost.
+    """The loss of one worker.
 
     Attributes:
         rank: its number in the group.
@@ -42,11 +42,11 @@ class WorkerFailure:
         coords: its coordinates, by axis.
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
-        cause: what Ray said of it.
-        exit_code: status with which it exited, as after `sys.exit(3)`; None if it did not exit by itself, or if that is
-            unknown.
-        signal: number of the signal that ended it; None if none did, or if that is unknown. Ray reports SIGTERM only:
-            SIGKILL, SIGSEGV and `os._exit` are a closed connection to it.
+        cause: the reason that Ray reported.
+        exit_code: the status with which the process exited, as after `sys.exit(3)`; None if it did not exit by itself,
+            or if that is unknown.
+        signal: the number of the signal that ended the process; None if none did, or if that is unknown. Ray reports
+            SIGTERM only: it sees SIGKILL, SIGSEGV and `os._exit` as a closed connection.
 
     >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
     rank 3 (dp=1): killed: it was killed
@@ -68,15 +68,15 @@ class WorkerFailure:
         ended = "" if self.exit_code is None else f", exit code {self.exit_code}"
         if self.signal is not None:
             ended = f", {signal.Signals(self.signal).name}"
-        return f"rank {self.rank}{_at(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
+        return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
 
 
 class WorkerFailureError(WorkerGroupError):
-    """Workers were lost: their process, their node, or the group they belong to is gone.
+    """Workers were lost: their process, their node, or their group is gone.
 
     Attributes:
-        failures: one `WorkerFailure` per lost worker that is known of.
-        remedy: what to do about it; empty for the usual.
+        failures: one `WorkerFailure` for each worker that is known to be lost.
+        remedy: what to do about it; empty for the usual remedy.
     """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "") -> None:
@@ -99,9 +99,9 @@ class LateWorker:
         coords: its coordinates, by axis.
         node_id: Ray's id of the node it runs on.
         pid: its process there.
-        method: what it is running now: the method that was called, an earlier one, or None when it is idle or cannot
-            be looked at.
-        running_s: seconds since it started that.
+        method: the method that it runs now, which is the called method or an earlier one; None when the worker is idle
+            or its record cannot be read.
+        running_s: the seconds since that method started.
 
     >>> print(LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25))
     rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s
@@ -116,21 +116,21 @@ class LateWorker:
 
     def __str__(self) -> str:
         doing = f": in {self.method!r} for {self.running_s:.1f} s" if self.method else ""
-        return f"rank {self.rank}{_at(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
+        return f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
 
 
 class CallTimeoutError(WorkerGroupError, TimeoutError):
-    """Workers had not finished a call by its deadline, or in the time its caller wanted to wait.
+    """Workers had not finished a call by its deadline, or in the time that its caller wanted to wait.
 
-    The call goes on, and nothing of it is lost: its result can be asked for again. You do not get this when a worker
-    is dead. A call that waits for a restart past its deadline is not sent, and has no late workers.
+    The call continues and nothing is lost: you can ask for its result again. You do not get this error when a worker is
+    dead. A call that waits for a restart past its deadline is not sent, and has no late workers.
 
     Attributes:
-        method: what they were called for.
-        waited_s: seconds since the call was made.
-        called: how many workers were called.
-        late: those that are not done.
-        reason: why they are late, where it is known, such as an argument that another call has to make.
+        method: the name of the called method.
+        waited_s: the seconds since the call was made.
+        called: the number of called workers.
+        late: the workers that have not finished.
+        reason: why they are late, if that is known, such as an argument that another call has not made yet.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class CallCancelledError(WorkerGroupError):
     """A call was cancelled before all of its workers had finished it.
 
     Attributes:
-        method: what they were called for.
-        ranks: those that had not finished.
+        method: the name of the called method.
+        ranks: the ranks that had not finished.
     """
 
     def __init__(self, method: str, ranks: tuple[int, ...]) -> None:
@@ -178,15 +178,16 @@ class CallCancelledError(WorkerGroupError):
 
 
 class WorkerStartError(WorkerGroupError):
-    """A group did not start. Every worker of it has been ended and everything it held given back.
+    """A group did not start. All its workers have been ended, and everything that it held has been released.
 
     Attributes:
         reason: what failed, and where.
-        rank: of the first worker that failed; -1 if it failed before there were workers, or by the deadline.
-        coords: its coordinates.
-        node_id: the node it was on.
+        rank: the rank of the first worker that failed; -1 if the start failed before there were workers, or by the
+            deadline.
+        coords: the coordinates of that worker.
+        node_id: the node of that worker.
         remote_traceback: the traceback in the worker, as text; empty if there is none.
-        others: what the other workers did.
+        others: the states of the other workers.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class WorkerStartError(WorkerGroupError):
     def __str__(self) -> str:
         parts = [self.reason]
         if self.rank >= 0:
-            parts[0] = f"rank {self.rank}{_at(self.coords)} on node {self.node_id[:8]}: {self.reason}"
+            parts[0] = f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}: {self.reason}"
         if self.others:
             parts.append(self.others)
         if self.remote_traceback:
@@ -218,16 +219,16 @@ class WorkerStartError(WorkerGroupError):
 
 
 class RemoteError(WorkerGroupError):
-    """A worker raised an exception that cannot be raised here.
+    """A worker raised an exception that cannot be raised in the driver.
 
-    Its class cannot be imported here, or no copy of it can be made; or it is a KeyboardInterrupt, which would look like
-    one of the caller.
+    The driver cannot import its class or cannot copy it; or it is a KeyboardInterrupt, which would look like one of the
+    caller.
 
     Attributes:
-        type_name: full name of the exception's class.
+        type_name: the full name of the exception's class.
         message: its text.
         remote_traceback: the traceback in the worker, as text.
-        rank: the worker's number; -1 if it is not known.
+        rank: the rank of the worker; -1 if it is not known.
     """
 
     def __init__(self, type_name: str, message: str, remote_traceback: str = "", rank: int = -1) -> None:
@@ -241,11 +242,12 @@ class RemoteError(WorkerGroupError):
         return f"rank {self.rank} raised {self.type_name}: {self.message}\n{self.remote_traceback}".rstrip()
 
 
-def _at(coords: Mapping[str, int]) -> str:
+def format_coords(coords: Mapping[str, int]) -> str:
+    """Return coordinates in parentheses after a space; an empty text for none."""
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
 
 
 def format_lines(workers: Sequence[object]) -> str:
-    """Return a line for each worker, of many the first ones."""
+    """Return a line for each worker, or for the first `MOST_SHOWN` workers if there are more."""
     shown = "".join(f"\n  {worker}" for worker in workers[:MOST_SHOWN])
     return shown + (f"\n  and {len(workers) - MOST_SHOWN} others" if len(workers) > MOST_SHOWN else "")

@@ -5,7 +5,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -32,26 +32,15 @@ WINDOW = 8
 MOST_LOSSES = 3
 
 
-def check_strategy(strategy: Any) -> Strategy:
-    """Return a load balancing strategy if it is valid.
-
-    Raises:
-        ValueError: it is neither one of the names nor a function.
-    """
-    if not callable(strategy) and strategy not in STRATEGIES:
-        raise ValueError(f"a load balancing strategy is one of {list(STRATEGIES)} or a function, got {strategy!r}")
-    return strategy  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class MapOptions:
     """The options of `map`.
 
     Attributes:
-        max_in_flight: the number of items that each worker has at a time.
-        ordered: whether results come in the order of the items.
         strategy: chooses the worker of the next item.
         move_items: whether the items of a worker that dies go to the others.
+        max_in_flight: the number of items that each worker has at a time.
+        ordered: whether results come in the order of the items.
         return_exceptions: whether an item's exception is its result.
         each: the options of the call for each item.
 
@@ -59,18 +48,19 @@ class MapOptions:
         ValueError: a number or a strategy is not valid.
     """
 
-    max_in_flight: int
-    ordered: bool
     strategy: Strategy
     move_items: bool
-    return_exceptions: bool
-    each: CallOptions
+    max_in_flight: int = 2
+    ordered: bool = True
+    return_exceptions: bool = False
+    each: CallOptions = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
-        most = self.max_in_flight
+        most, strategy = self.max_in_flight, self.strategy
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ValueError(f"max_in_flight must be a positive number of items, got {most!r}")
-        check_strategy(self.strategy)
+        if not callable(strategy) and strategy not in STRATEGIES:
+            raise ValueError(f"a load balancing strategy is one of {list(STRATEGIES)} or a function, got {strategy!r}")
 
 
 class _Item(NamedTuple):
@@ -112,7 +102,7 @@ def map_items(
     sender.counters.add(puts=stored.puts, bytes_put=stored.bytes_put)
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
-    order = _Order(WINDOW * balancer.capacity if options.ordered else math.inf)
+    order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)
     return ResultStream(
         lambda: _results(balancer, iter(items), total, order),
         lambda: _async_results(balancer, iter(items), total, order),
@@ -168,7 +158,10 @@ async def _async_results(
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method.name}", total) as bar:
             while balancer.fill(items, until=order.until, may_wait=True):
-                tasks |= {asyncio.ensure_future(get_result(call)): call for call in balancer.take_new_calls()}
+                waiting = set(tasks.values())
+                tasks |= {
+                    asyncio.ensure_future(get_result(call)): call for call in balancer.calls if call not in waiting
+                }
                 finished = balancer.take_unsent()
                 if tasks and not finished:
                     ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -201,16 +194,10 @@ class _Balancer:
         self._position = 0
         # By call, because a call that waits to be sent has no futures yet.
         self._sent: dict[Execution, _Item] = {}
-        self._new: list[Execution] = []
         self._unsent: _Finished = []
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
-
-    @property
-    def capacity(self) -> int:
-        """The number of items that can run at a time."""
-        return self._options.max_in_flight * len(self._loads)
 
     def fill(self, items: Iterator[Any], *, until: float, may_wait: bool) -> bool:
         """Send items while the worker whose turn it is has room.
@@ -262,12 +249,11 @@ class _Balancer:
         self._turn += 1
         self._loads[item.rank] += 1
         self._sent[call] = item
-        self._new.append(call)
 
-    def take_new_calls(self) -> list[Execution]:
-        """Return the calls that have been made since the last time."""
-        new, self._new = self._new, []
-        return new
+    @property
+    def calls(self) -> list[Execution]:
+        """The calls for the items that have not finished."""
+        return list(self._sent)
 
     def take_unsent(self) -> _Finished:
         """Return the positions and errors of items that could not be sent."""
@@ -276,7 +262,6 @@ class _Balancer:
 
     def wait_for_finished(self) -> _Finished:
         """Wait until an item has finished; return all that have finished by then."""
-        self._new.clear()
         if unsent := self.take_unsent():
             return unsent
         calls = {call.futures[0]: call for call in self._sent}

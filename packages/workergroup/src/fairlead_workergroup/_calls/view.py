@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
@@ -31,18 +31,6 @@ class _Options(TypedDict, total=False):
     discard: bool
 
 
-class Balancing(NamedTuple):
-    """The distribution of the items of `map` in a group.
-
-    Attributes:
-        strategy: chooses the worker of the next item.
-        move_items: whether the items of a worker that dies go to the others.
-    """
-
-    strategy: Strategy
-    move_items: bool
-
-
 @dataclass(frozen=True)
 class Target:
     """The workers that a call goes to.
@@ -51,14 +39,14 @@ class Target:
         sender: the sender of the group.
         owner: the group, which stays alive as long as a caller waits for a call.
         mesh: the workers on their axes.
-        balancing: the balancing of the group.
+        map_options: the options of `map` that hold for the whole group.
         options: the options that `with_options` has set; None without.
     """
 
     sender: Sender
     owner: object
     mesh: Mesh
-    balancing: Balancing
+    map_options: MapOptions
     options: CallOptions | None = None
 
     def call(
@@ -190,8 +178,14 @@ class AddressedWorkers(ABC):
         places = target.sender.roster.snapshot().places
         ranks = [rank for rank in self.ranks if places[rank].tied_rank == 0] or self.ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
-        strategy, move_items = strategy or target.balancing.strategy, target.balancing.move_items
-        map_options = MapOptions(max_in_flight, ordered, strategy, move_items, return_exceptions, each)
+        map_options = replace(
+            target.map_options,
+            max_in_flight=max_in_flight,
+            ordered=ordered,
+            strategy=strategy or target.map_options.strategy,
+            return_exceptions=return_exceptions,
+            each=each,
+        )
         return map_items(target.sender, target.owner, ranks, method, items, map_options)
 
 
