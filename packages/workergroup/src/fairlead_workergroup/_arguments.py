@@ -238,11 +238,6 @@ class Arguments:
                 raise NotPicklableError(_explain_failure(value, error)) from None
 
     @property
-    def refs(self) -> list[ObjectRef[Any]]:
-        """The references to the stored values."""
-        return list(self._refs.values())
-
-    @property
     def puts(self) -> int:
         """The number of stored values."""
         return len(self._refs)
@@ -250,7 +245,7 @@ class Arguments:
     @property
     def bytes_put(self) -> int:
         """The size of the stored values in bytes, as Ray stores them."""
-        return sum(object_sizes(self.refs))
+        return sum(object_sizes(list(self._refs.values())))
 
 
 def _explain_failure(value: Any, error: BaseException) -> str:

@@ -92,9 +92,13 @@ class RayWorkerBuilder:
             timeout_s=START_S,
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
-        options = recursive_merge_options(described.options, {"num_gpus": num_gpus, **resources})
-        options = recursive_merge_options(options, {"runtime_env": overrides} if overrides else {})
-        options = recursive_merge_options(options, extra_options)
+        options = dict(described.options)
+        for more in (
+            {"num_gpus": num_gpus, **resources},
+            {"runtime_env": overrides} if overrides else {},
+            extra_options,
+        ):
+            options = recursive_merge_options(options, more)
         check_concurrency(options, concurrent=False)
         environment = worker_environment(
             driver={}, of_class={}, of_slot={}, of_user={}, of_rank={}, configured=env_vars

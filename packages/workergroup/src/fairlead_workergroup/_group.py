@@ -179,7 +179,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             call_timeout_s=call_timeout_s,
             after_restart=partial(_run_after_restart, on_restart, float(start_timeout_s)),
         )
-        self._futures = ClassicFutures(self._sender)
+        self._classic_futures = ClassicFutures(self._sender)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         # Held by the thread that runs the cleanup. It is reentrant because a signal handler may shut down meanwhile.
         self._cleaning = threading.RLock()
@@ -234,10 +234,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     def _target(self) -> Target:
         # It is not stored: it refers to the group, which must be released when its last reference is.
         return Target(self._sender, self, self._mesh, self._map_options)
-
-    @property
-    def _classic_futures(self) -> ClassicFutures:
-        return self._futures
 
     @property
     def dp_size(self) -> int:

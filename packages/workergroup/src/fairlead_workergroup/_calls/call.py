@@ -206,7 +206,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=False)
             if deadline.passed:
                 return self.done()
-            execution.report_slow()
+            execution.check_late(Deadline())
         return True
 
     def __iter__(self) -> Iterator[Outcome]:

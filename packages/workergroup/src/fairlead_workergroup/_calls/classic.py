@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calling methods of the original system, on top of the planning and sending of every call."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,9 @@ from .view import AddressedWorkers
 
 
 class ClassicCalls(AddressedWorkers):
-    """The calling methods of the original system. It has no state."""
+    """The calling methods of the original system. The group sets `_classic_futures`, the futures that they return."""
 
-    @property
-    @abstractmethod
-    def _classic_futures(self) -> ClassicFutures:
-        """The futures that these methods have returned."""
+    _classic_futures: ClassicFutures
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
@@ -154,12 +150,8 @@ class ClassicCalls(AddressedWorkers):
         recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())
         index = plan.piece.tolist()
 
-        def column(what: str, nested: Any) -> Column:
-            try:
-                return Column(plan.pieces(nested), index)
-            except (TypeError, ValueError) as error:
-                error.add_note(f"in {what} of {method_name!r}")
-                raise
+        def column(_: str, nested: Any) -> Column:
+            return Column(plan.pieces(nested), index)
 
         return Call(self._dispatch(method_name, recipients, args, kwargs, column, common_kwargs))
 
@@ -202,7 +194,7 @@ class ClassicCalls(AddressedWorkers):
     ) -> Execution:
         """Send a call, and remember when its futures were made."""
         target, common = self._target, common_kwargs or {}
-        columns, named = make_columns(args, kwargs, column)
+        columns, named = make_columns(args, kwargs, column, method_name)
         if both := sorted(set(named) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
@@ -211,5 +203,5 @@ class ClassicCalls(AddressedWorkers):
         return execution
 
 
-def _replicate(what: str, value: Any) -> Column:
+def _replicate(_: str, value: Any) -> Column:
     return Column([value])

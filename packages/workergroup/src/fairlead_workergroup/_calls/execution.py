@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -36,75 +36,66 @@ class SendState(Enum):
     FAILED = "could not be sent"
 
 
+@dataclass(eq=False)
 class Execution:
     """The state of one call.
 
-    Args:
+    Attributes:
         sender: the sender of the group.
         owner: the group, which stays alive as long as a caller waits for the call.
         order: the call.
-        sent: the futures of the requests, or a future of them while the call waits to be sent.
+        sent: the futures of the requests, or a future of them for a call that had to wait.
         returned: the ranks that return a result, in the order of the results.
         options: the options of the call.
-
-    Attributes:
-        sender, order, options: as given.
+        submit_s: the seconds from the call to the last request.
+        fetched: the number of results that have been fetched, and their bytes.
+        cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
+        items: references to the items of generators that have arrived, by position.
+        attempt: how often the call has been repeated.
         ranks: the called workers.
         method: the method that was called.
         positions: the positions of the workers that return a result, in the order of the results.
         others: the positions of the other called workers.
         answering: the same as `positions`, as a set.
-        fetched: the number of results that have been fetched, and their bytes.
-        submit_s: the seconds from the call to the last request.
-        cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
-        items: references to the items of generators that have arrived, by position.
-        sending: the future of the list of futures, for a call that had to wait; None for one that was sent at once.
-        attempt: how often the call has been repeated.
     """
 
-    def __init__(
-        self,
-        sender: Sender,
-        owner: object,
-        order: Order,
-        sent: list[Any] | Future[list[Any]],
-        returned: list[int],
-        options: CallOptions,
-    ) -> None:
-        self.sending: Future[list[Any]] | None = None
-        if isinstance(sent, list):
-            self.futures = sent
-        else:
-            self.sending = sent
-        self.sender = sender
-        # Without retries the requests are not needed again, and must not keep their values alive.
-        self.order: Order = order if options.retries else replace(order, requests=())
-        self.options = options
-        self.ranks: list[int] = list(order.ranks)
-        self.method: Method = order.method
-        self.positions: list[int]
-        self.others: list[int]
-        self.positions, self.others = split_positions(self.ranks, returned)
+    sender: Sender
+    owner: object
+    order: Order
+    sent: list[Any] | Future[list[Any]]
+    returned: list[int]
+    options: CallOptions
+    submit_s: float = 0.0
+    fetched: tuple[int, int] = (0, 0)
+    cancelled: tuple[int, ...] = ()
+    items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)
+    attempt: int = 0
+    _handed_out: Counter[int] = field(default_factory=Counter)
+    _counted: set[int] = field(default_factory=set)
+    # The attempt whose late errors are being retrieved.
+    _retrieved_attempt: int = -1
+    # Held by the thread that repeats the call: others that wait for the call must not repeat it too.
+    _repeating: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.submit_s = time.monotonic() - self.order.began
+        self.ranks: list[int] = list(self.order.ranks)
+        self.method: Method = self.order.method
+        self.positions, self.others = split_positions(self.ranks, self.returned)
         self.answering: frozenset[int] = frozenset(self.positions)
-        self.submit_s: float = time.monotonic() - order.began
-        self.items: dict[int, list[ObjectRef[Any]]] = {}
-        self.fetched: tuple[int, int] = (0, 0)
-        self.cancelled: tuple[int, ...] = ()
-        self.attempt: int = 0
-        self._owner = owner
-        self._handed_out: Counter[int] = Counter()
-        self._counted: set[int] = set()
-        # The attempt whose late errors are being retrieved.
-        self._retrieved_attempt = -1
-        # Held by the thread that repeats the call: others that wait for the call must not repeat it too.
-        self._repeating = threading.Lock()
+        if not self.options.retries:  # the requests are not needed again, and must not keep their values alive
+            self.order = replace(self.order, requests=())
+
+    @property
+    def sending(self) -> Future[list[Any]] | None:
+        """The future of the list of futures, for a call that had to wait; None for one that was sent at once."""
+        return self.sent if isinstance(self.sent, Future) else None
 
     @cached_property
     def futures(self) -> list[Any]:
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         self.wait_until_sent(self.order.deadline)
-        assert self.sending is not None  # otherwise __init__ has set the list, and this function is not used
-        return self.sending.result()
+        return self.sent.result() if isinstance(self.sent, Future) else self.sent
 
     @property
     def send_state(self) -> SendState:
@@ -293,7 +284,7 @@ class Execution:
             self.sender.roster.check_connected()
             first, _ = ray.wait(list(unread), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
             if not first:
-                self.report_slow()
+                self.check_late(Deadline())
                 continue
             # All streams that are ready: with the first one alone the others would wait.
             ready, _ = ray.wait(list(unread), num_returns=len(unread), timeout=0)
@@ -383,10 +374,6 @@ class Execution:
             raise late
         logger.warning("%s", late)
         return deadline
-
-    def report_slow(self) -> None:
-        """Log the workers that have not finished."""
-        self.check_late(Deadline())
 
     def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         late = self.sender.late_workers([self.ranks[at] for at in pending])

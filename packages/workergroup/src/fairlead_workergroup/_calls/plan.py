@@ -190,27 +190,23 @@ class CallPlan(Recipients):
             TypeError: the pieces are not a sequence.
         """
         if isinstance(value, Shard):
-            return self._shard_column(what, value)
+            return self._shard_column(value)
         if isinstance(value, PerWorker):
             return column_per_worker(what, value.values, len(self.called))
         return Column([value])
 
-    def _shard_column(self, what: str, shard: Shard) -> Column:
-        try:
-            self.mesh.check(shard.axes)
-            if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
-                raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-            everybody = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
-            if isinstance(shard.values, PassedOn):
-                pieces = shard.values.answers()
-                if len(pieces) != everybody.n_pieces:
-                    raise ValueError(f"{len(pieces)} answers, but {everybody.n_pieces} pieces along {list(shard.axes)}")
-            else:
-                pieces = everybody.pieces(shard.values)
-            return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
-        except (TypeError, ValueError) as error:
-            error.add_note(f"in {what}")
-            raise
+    def _shard_column(self, shard: Shard) -> Column:
+        self.mesh.check(shard.axes)
+        if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
+            raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
+        everybody = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
+        if isinstance(shard.values, PassedOn):
+            pieces = shard.values.answers()
+            if len(pieces) != everybody.n_pieces:
+                raise ValueError(f"{len(pieces)} answers, but {everybody.n_pieces} pieces along {list(shard.axes)}")
+        else:
+            pieces = everybody.pieces(shard.values)
+        return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
 
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
         """Return what a call with this plan would do. Nothing is stored or called.
@@ -269,7 +265,7 @@ def column_per_worker(what: str, values: Any, count: int) -> Column:
 
 
 def make_columns(
-    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column]
+    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column], method: str = ""
 ) -> tuple[list[Column], dict[str, Column]]:
     """Return the positional and the keyword arguments of a call as columns.
 
@@ -277,9 +273,21 @@ def make_columns(
         args: the positional arguments.
         kwargs: the keyword arguments.
         make: makes a column of the description of an argument, for errors, and the argument.
+        method: the name of the method, for errors.
+
+    Raises:
+        TypeError, ValueError: what `make` raises, with a note that names the argument.
     """
-    columns = [make(f"positional argument {at}", value) for at, value in enumerate(args)]
-    return columns, {name: make(f"argument {name!r}", value) for name, value in kwargs.items()}
+
+    def column(what: str, value: Any) -> Column:
+        try:
+            return make(what, value)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"in {what}{f' of {method!r}' if method else ''}")
+            raise
+
+    columns = [column(f"positional argument {at}", value) for at, value in enumerate(args)]
+    return columns, {name: column(f"argument {name!r}", value) for name, value in kwargs.items()}
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:

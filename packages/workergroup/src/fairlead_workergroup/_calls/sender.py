@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,179 +63,6 @@ class Order:
     sources: Sequence[Source]
 
 
-class Sender:
-    """Sends requests to the workers of a group.
-
-    Args:
-        roster: the members of the group.
-        launcher: knows the class of the workers.
-        restarter: restarts lost workers.
-        verdicts: records losses.
-        counters: the counters of the group.
-        call_timeout_s: the timeout of calls without one of their own.
-        after_restart: called with this sender and the restarted ranks before a restart ends.
-
-    Attributes:
-        roster, verdicts, counters, call_timeout_s: as given.
-        policy: the restart policy of the group.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        launcher: Launcher,
-        restarter: Restarter,
-        verdicts: Verdicts,
-        counters: Counters,
-        *,
-        call_timeout_s: float | None,
-        after_restart: Callable[["Sender", list[int]], object],
-    ) -> None:
-        self.roster = roster
-        self.verdicts = verdicts
-        self.counters = counters
-        self.call_timeout_s = call_timeout_s
-        self.policy: RestartPolicy = restarter.policy
-        self._launcher = launcher
-        self._restarter = restarter
-        self._after_restart = partial(after_restart, self)
-        self._queue = _Queue()
-
-    def method(self, method: str | Callable[..., Any] | Method) -> Method:
-        """Return the method of the class, or the function, that a caller means.
-
-        Raises:
-            AttributeError, TypeError: there is no such method, or a worker cannot run the function.
-        """
-        return method if isinstance(method, Method) else self._launcher.worker_class.method(method)
-
-    def restart(self) -> list[int]:
-        """Restart the dead workers; return their ranks."""
-        return self._restarter.restart(self._after_restart)
-
-    def check_retries(self, retries: int) -> None:
-        """Refuse retries in a group that does not restart workers.
-
-        Raises:
-            ValueError: there would be no worker to repeat the call on.
-        """
-        if retries and not self.policy.on_failure:
-            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
-
-    def check_callable(self, called: Collection[int]) -> Snapshot:
-        """Return the group's members if these ranks can be called.
-
-        Raises:
-            WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        now = self.roster.check_alive()
-        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now.lost.values(), called)):
-            raise WorkerFailureError(lost, self._restarter.remedy(lost))
-        return now
-
-    def send(self, order: Order) -> list[Any]:
-        """Restart lost workers if that is due, send a request to each rank, and return the futures.
-
-        Raises:
-            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
-        """
-        with self._turn(order) as now:
-            futures = [
-                send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
-            ]
-        self.counters.add(requests=len(futures), **order.counts)
-        return futures
-
-    def send_or_queue(self, order: Order) -> list[Any] | Future[list[Any]]:
-        """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
-        if not self._queue.busy:  # otherwise earlier calls are still waiting
-            # It times out at once if another thread is sending or workers have to be restarted.
-            with contextlib.suppress(CallTimeoutError):
-                return self.send(replace(order, deadline=Deadline.after(0.0)))
-
-        def send_later() -> list[Any]:
-            if order.deadline.passed:
-                raise self.unsent_error(order)
-            return self.send(order)
-
-        return self._queue.add(send_later)
-
-    @contextlib.contextmanager
-    def _turn(self, order: Order) -> Iterator[Snapshot]:
-        """Wait until the workers of a call are available, then keep other threads from sending.
-
-        Yields:
-            The members of the group.
-
-        Raises:
-            CallTimeoutError: other calls or a restart took longer than the call's deadline.
-            WorkerFailureError, WorkerGroupError: as `check_callable` does; or a restart failed.
-        """
-        turn, deadline = self._restarter.turn, order.deadline
-        while True:
-            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-                raise self.unsent_error(order)
-            try:
-                now = self.check_callable(order.ranks)
-                lost = self.policy.blocking(now.lost.values(), order.ranks)
-                if not lost:
-                    yield now
-                    return
-                if self._restarter.began is not None:  # this thread is restarting them, and a worker was lost again
-                    raise WorkerFailureError(lost, self._restarter.remedy(lost))
-                if deadline.at is None:
-                    self.restart()
-                    continue
-            finally:
-                turn.release()
-            # A restart may take longer than this call may wait, and must run to its end.
-            restart = self._restarter.restart_in_background(self._after_restart)
-            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
-                raise self.unsent_error(order)
-            restart.result()
-
-    def unsent_error(self, order: Order) -> CallTimeoutError:
-        """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = time.monotonic() - order.began, self._restarter.describe_wait()
-        return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
-
-    def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
-        """Record losses, and return the error that reports them."""
-        lost = self.verdicts.note(failures)
-        return WorkerFailureError(lost, self._restarter.remedy(lost))
-
-    def is_lost(self, ref: ObjectRef[Any]) -> bool:
-        """Return whether the worker that makes an object is dead or has been replaced."""
-        return self.roster.is_lost(actor_id_of_ref(ref))
-
-    def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
-        """Return what these ranks are doing now."""
-        now = self.roster.snapshot()
-        return late_workers([now[rank].facts for rank in ranks])
-
-    def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop the requests of a call that have not started.
-
-        Args:
-            futures: the future of each request, by rank.
-            method: the name of the method, for reports.
-            force: kill the workers that are running it.
-
-        Returns:
-            The ranks that were running it.
-        """
-        now = self.roster.snapshot()
-        running = cancel_calls([(now[rank].facts, future) for rank, future in futures.items()])
-        now = self.roster.snapshot()
-        if force and running and not now.ended:  # a shutdown kills them anyway
-            for rank in running:
-                ray.kill(now[rank].handle)
-            cause = f"its call of {method!r} was cancelled with force"
-            self.verdicts.note([now[rank].facts.failure("cancelled", cause) for rank in running])
-        return running
-
-
 class _Queue:
     """Runs functions in order on a background thread, which exists only while there is work."""
 
@@ -274,6 +101,170 @@ class _Queue:
                 return self._waiting.popleft()
             self.busy = False
             return None
+
+
+@dataclass(eq=False)
+class Sender:
+    """Sends requests to the workers of a group.
+
+    Attributes:
+        roster: the members of the group.
+        launcher: knows the class of the workers.
+        restarter: restarts lost workers.
+        verdicts: records losses.
+        counters: the counters of the group.
+        call_timeout_s: the timeout of calls without one of their own.
+        after_restart: called with this sender and the restarted ranks before a restart ends.
+        queue: the calls that wait to be sent.
+    """
+
+    roster: Roster
+    launcher: Launcher
+    restarter: Restarter
+    verdicts: Verdicts
+    counters: Counters
+    call_timeout_s: float | None
+    after_restart: Callable[["Sender", list[int]], object]
+    queue: _Queue = field(default_factory=_Queue)
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """The restart policy of the group."""
+        return self.restarter.policy
+
+    def method(self, method: str | Callable[..., Any] | Method) -> Method:
+        """Return the method of the class, or the function, that a caller means.
+
+        Raises:
+            AttributeError, TypeError: there is no such method, or a worker cannot run the function.
+        """
+        return method if isinstance(method, Method) else self.launcher.worker_class.method(method)
+
+    def restart(self) -> list[int]:
+        """Restart the dead workers; return their ranks."""
+        return self.restarter.restart(partial(self.after_restart, self))
+
+    def check_retries(self, retries: int) -> None:
+        """Refuse retries in a group that does not restart workers.
+
+        Raises:
+            ValueError: there would be no worker to repeat the call on.
+        """
+        if retries and not self.policy.on_failure:
+            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
+
+    def check_callable(self, called: Collection[int]) -> Snapshot:
+        """Return the group's members if these ranks can be called.
+
+        Raises:
+            WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        now = self.roster.check_alive()
+        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now.lost.values(), called)):
+            raise WorkerFailureError(lost, self.restarter.remedy(lost))
+        return now
+
+    def send(self, order: Order) -> list[Any]:
+        """Restart lost workers if that is due, send a request to each rank, and return the futures.
+
+        Raises:
+            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
+        """
+        with self._turn(order) as now:
+            futures = [
+                send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
+            ]
+        self.counters.add(requests=len(futures), **order.counts)
+        return futures
+
+    def send_or_queue(self, order: Order) -> list[Any] | Future[list[Any]]:
+        """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
+        if not self.queue.busy:  # otherwise earlier calls are still waiting
+            # It times out at once if another thread is sending or workers have to be restarted.
+            with contextlib.suppress(CallTimeoutError):
+                return self.send(replace(order, deadline=Deadline.after(0.0)))
+
+        def send_later() -> list[Any]:
+            if order.deadline.passed:
+                raise self.unsent_error(order)
+            return self.send(order)
+
+        return self.queue.add(send_later)
+
+    @contextlib.contextmanager
+    def _turn(self, order: Order) -> Iterator[Snapshot]:
+        """Wait until the workers of a call are available, then keep other threads from sending.
+
+        Yields:
+            The members of the group.
+
+        Raises:
+            CallTimeoutError: other calls or a restart took longer than the call's deadline.
+            WorkerFailureError, WorkerGroupError: as `check_callable` does; or a restart failed.
+        """
+        turn, deadline = self.restarter.turn, order.deadline
+        while True:
+            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+                raise self.unsent_error(order)
+            try:
+                now = self.check_callable(order.ranks)
+                lost = self.policy.blocking(now.lost.values(), order.ranks)
+                if not lost:
+                    yield now
+                    return
+                if self.restarter.began is not None:  # this thread is restarting them, and a worker was lost again
+                    raise WorkerFailureError(lost, self.restarter.remedy(lost))
+                if deadline.at is None:
+                    self.restart()
+                    continue
+            finally:
+                turn.release()
+            # A restart may take longer than this call may wait, and must run to its end.
+            restart = self.restarter.restart_in_background(partial(self.after_restart, self))
+            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
+                raise self.unsent_error(order)
+            restart.result()
+
+    def unsent_error(self, order: Order) -> CallTimeoutError:
+        """Return the error of a call that could not be sent by its deadline."""
+        waited_s, reason = time.monotonic() - order.began, self.restarter.describe_wait()
+        return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
+
+    def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
+        """Record losses, and return the error that reports them."""
+        lost = self.verdicts.note(failures)
+        return WorkerFailureError(lost, self.restarter.remedy(lost))
+
+    def is_lost(self, ref: ObjectRef[Any]) -> bool:
+        """Return whether the worker that makes an object is dead or has been replaced."""
+        return self.roster.is_lost(actor_id_of_ref(ref))
+
+    def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
+        """Return what these ranks are doing now."""
+        now = self.roster.snapshot()
+        return late_workers([now[rank].facts for rank in ranks])
+
+    def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
+        """Drop the requests of a call that have not started.
+
+        Args:
+            futures: the future of each request, by rank.
+            method: the name of the method, for reports.
+            force: kill the workers that are running it.
+
+        Returns:
+            The ranks that were running it.
+        """
+        now = self.roster.snapshot()
+        running = cancel_calls([(now[rank].facts, future) for rank, future in futures.items()])
+        now = self.roster.snapshot()
+        if force and running and not now.ended:  # a shutdown kills them anyway
+            for rank in running:
+                ray.kill(now[rank].handle)
+            cause = f"its call of {method!r} was cancelled with force"
+            self.verdicts.note([now[rank].facts.failure("cancelled", cause) for rank in running])
+        return running
 
 
 def is_on_event_loop() -> bool:

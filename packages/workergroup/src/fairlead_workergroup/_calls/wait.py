@@ -175,9 +175,16 @@ class ResultStream(Generic[T]):
     """
 
     def __init__(self, items: Callable[[], Generator[T]], async_items: Callable[[], AsyncGenerator[T]]) -> None:
-        self._make = (items, async_items)
-        self._items: Generator[T] | None = None
-        self._async_items: AsyncGenerator[T] | None = None
+        self._make: dict[str, Callable[[], Any]] = {"for": items, "async for": async_items}
+        self._mode = ""
+        self._iterator: Any = None
+
+    def _start(self, mode: str) -> Any:
+        if not self._mode:
+            self._mode, self._iterator = mode, self._make[mode]()
+        if self._mode != mode:
+            raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
+        return self._iterator
 
     def __iter__(self) -> Self:
         return self
@@ -188,16 +195,13 @@ class ResultStream(Generic[T]):
         Raises:
             RuntimeError: an `async for` iterates over the stream.
         """
-        if self._async_items is not None:
-            raise RuntimeError("these results are being iterated with `async for`; go on with that")
-        if self._items is None:
-            self._items = self._make[0]()
-        return next(self._items)
+        item: T = next(self._start("for"))
+        return item
 
     def close(self) -> None:
         """Give up the rest."""
-        if self._items is not None:
-            self._items.close()
+        if self._mode == "for":
+            self._iterator.close()
 
     def __aiter__(self) -> Self:
         return self
@@ -208,13 +212,10 @@ class ResultStream(Generic[T]):
         Raises:
             RuntimeError: a `for` iterates over the stream.
         """
-        if self._items is not None:
-            raise RuntimeError("these results are being iterated with `for`; go on with that")
-        if self._async_items is None:
-            self._async_items = self._make[1]()
-        return await anext(self._async_items)
+        item: T = await anext(self._start("async for"))
+        return item
 
     async def aclose(self) -> None:
         """Give up the rest."""
-        if self._async_items is not None:
-            await self._async_items.aclose()
+        if self._mode == "async for":
+            await self._iterator.aclose()
