@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of calls share: a worker, its places, and what is in the object store."""
+"""A worker, its axes and a view of the object store, which tests of calls share."""
 
 import asyncio
 import os
@@ -10,14 +10,14 @@ import ray
 
 from fairlead_sharding import NamedSharding
 
-# Rank 5 is at dp=0, tp=0, and so on: nothing may depend on ranks counting up.
+# Rank 5 is at dp=0, tp=0, and so on: no test may depend on ascending ranks.
 LAYOUT = [[5, 1, 6, 2], [0, 7, 3, 4]]
 AXES = NamedSharding(LAYOUT, ["dp", "tp"])
 MB = 1_000_000
 
 
 class Worker:
-    """Answers, waits, fails and counts as it is told."""
+    """A worker that returns, waits, fails and counts on request."""
 
     def __init__(self):
         self.ran = []
@@ -106,7 +106,7 @@ class Child:
 
 
 def store_used() -> int:
-    """Bytes in use, by the object store's own count."""
+    """Return the bytes in use by the object store's own count."""
     from ray._private.internal_api import node_stats
 
     (node,) = ray.nodes()

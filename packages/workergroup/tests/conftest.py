@@ -21,7 +21,7 @@ settings.load_profile("fairlead-workergroup")
 
 @pytest.fixture
 def cluster(local_ray: None) -> Iterator[object]:
-    """One logical node with eight CPU slots."""
+    """Yield one logical node with eight CPU slots."""
     from fairlead_placement import RayVirtualCluster
 
     with RayVirtualCluster([8], use_gpus=False) as reserved:
@@ -29,29 +29,30 @@ def cluster(local_ray: None) -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def shared(local_ray: None) -> Iterator["RayWorkerGroup"]:
-    """One group for the tests that leave it as it was."""
+def shared(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
+    """Yield one group for the tests of a module that leave it unchanged; `SHARED` is its class and its axes."""
     from fairlead_placement import RayVirtualCluster
     from fairlead_workergroup import RayWorkerGroup
 
     from .calling import AXES, Worker
 
+    worker, axes = getattr(request.module, "SHARED", (Worker, AXES))
     with (
         RayVirtualCluster([8], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, sharding_annotations=AXES) as group,
+        RayWorkerGroup(cluster, worker, sharding_annotations=axes) as group,
     ):
         yield group
 
 
 @pytest.fixture
 def group(shared: "RayWorkerGroup") -> "RayWorkerGroup":
-    """The shared group."""
+    """Return the shared group."""
     return shared
 
 
 @pytest.fixture
 def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
-    """A group of four workers for the tests that lose some of them."""
+    """Yield a group of four workers for the tests that lose some of them."""
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup
@@ -67,7 +68,7 @@ def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
 
 @pytest.fixture
 def eventually() -> Callable[..., bool]:
-    """Waits until something holds, at most some seconds; says whether it came to hold."""
+    """Return a function that waits some seconds at most until a condition holds, and returns whether it does."""
 
     def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
         deadline = time.monotonic() + timeout_s

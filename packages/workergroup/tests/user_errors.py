@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions as users write them, which pickle cannot copy."""
+"""Exceptions of users that pickle cannot copy."""
 
 
 class TwoArgumentsError(Exception):
-    """Cannot be made from its `args`, as pickle does it."""
+    """An exception that cannot be made from its `args`, as pickle does it."""
 
     def __init__(self, code, *, where):
         super().__init__(f"code {code} at {where}")
@@ -11,7 +11,7 @@ class TwoArgumentsError(Exception):
 
 
 class PrefixError(ValueError):
-    """Is made from its `args` without an error, with another text."""
+    """An exception that is made from its `args` without an error, but with another text."""
 
     def __init__(self, code):
         super().__init__(f"failed with {code}")
@@ -19,7 +19,7 @@ class PrefixError(ValueError):
 
 
 class HoldingError(OSError):
-    """Holds what does not pickle, in its arguments and its attributes."""
+    """An exception with arguments and attributes that cannot be pickled."""
 
     def __init__(self, text, lock):
         super().__init__(text, lock)
@@ -27,7 +27,7 @@ class HoldingError(OSError):
 
 
 class NewError(Exception):
-    """Its own `__new__` wants other arguments too."""
+    """An exception whose own `__new__` takes other arguments too."""
 
     def __new__(cls, code, *, where):
         return super().__new__(cls, code)
@@ -37,7 +37,7 @@ class NewError(Exception):
 
 
 class StubbornError(Exception):
-    """Does not let itself be made without `__init__` either."""
+    """An exception that cannot be made without `__init__` either."""
 
     def __setstate__(self, state):
         raise RuntimeError("no")

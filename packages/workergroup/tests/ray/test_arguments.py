@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that are refused before anything is sent to real workers."""
+"""Tests of arguments that are refused before anything is sent to real workers."""
 
 import threading
 
@@ -9,7 +9,7 @@ from fairlead_workergroup import Shard
 
 
 def test_refused_before_anything_is_sent(group):
-    """The error names the argument and is short; no worker is asked."""
+    """The error names the argument and is short; no worker is called."""
     before = group.statistics().requests
     lock = threading.Lock()
     for match, args, kwargs in [
@@ -35,7 +35,7 @@ def test_refused_before_anything_is_sent(group):
 
 
 def test_a_large_container_is_stored_once(group):
-    """What is stored is counted, and the object store has one copy for all workers."""
+    """Stored values are counted, and the object store has one copy for all workers."""
     call = group.call("echo", ["x" * 10_000] * 16)
     assert (call.statistics().puts, call.statistics().requests) == (1, 8)
     assert call.statistics().bytes_put > 10_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders: one worker at a time, and what `configure_worker` of a class decides."""
+"""Tests of builders: one worker at a time, and the decisions of a class's `configure_worker`."""
 
 import os
 
@@ -11,7 +11,7 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartEr
 
 
 class Configured:
-    """Answers with what it was asked, through every channel it has."""
+    """A worker whose `configure_worker` returns its arguments through every channel."""
 
     def __init__(self, seed=0, asked=None):
         self.seed, self.asked = seed, asked
@@ -31,7 +31,7 @@ class Configured:
 
 
 class Three:
-    """The short form: two parameters, three answers."""
+    """A worker with the short form of `configure_worker`: two parameters, three results."""
 
     def __init__(self, tag="unset"):
         self.tag = tag
@@ -66,8 +66,8 @@ def told(group):
 
 
 class TestConfigureWorker:
-    def test_four_answers(self, local_ray, caplog):
-        """Resources, variables, constructor arguments and runtime_env overrides; only leaders get the bundles."""
+    def test_four_results(self, local_ray, caplog):
+        """It sets resources, variables, constructor arguments and runtime_env; only leaders get bundles."""
         with (
             RayVirtualCluster([4], num_gpus_per_node=6) as cluster,
             RayWorkerGroup(
@@ -85,20 +85,20 @@ class TestConfigureWorker:
         assert "configure_worker overrides LOCAL_RANK for rank 1" in caplog.messages
         assert "configure_worker overrides LOCAL_RANK, OVERRIDE for rank 0" in caplog.messages
 
-    def test_three_answers(self, cluster):
-        """Without overrides, and by full name: the workers' side configures."""
+    def test_three_results(self, cluster):
+        """For a class that is given by its full name it runs on the workers' side, without overrides."""
         with RayWorkerGroup(cluster, f"{Three.__module__}.Three", workers_per_node=2) as group:
             assert told(group) == [("0 (0, [0])", "x"), ("0 (0, [1])", "x")]
 
-    def test_wrong_answer(self, cluster):
-        """Anything else is refused, wherever the class is looked at."""
+    def test_wrong_result(self, cluster):
+        """Any other result is refused, wherever the class is inspected."""
         with pytest.raises(TypeError, match="configure_worker must return"):
             RayWorkerGroup(cluster, Wrong)
         with pytest.raises(WorkerStartError, match="configure_worker must return"):
             RayWorkerGroup(cluster, f"{Wrong.__module__}.Wrong")
 
     def test_more_than_the_slot_holds(self, cluster):
-        """An answer that the bundle cannot hold is refused before any worker is launched."""
+        """Resources that the bundle cannot hold are refused before any worker is launched."""
 
         class Greedy:
             @staticmethod
@@ -120,7 +120,7 @@ class TestOneWorker:
         ray.kill(worker)
 
     def test_no_room(self, cluster, monkeypatch):
-        """A worker that its bundle has no room for is ended when its time is over."""
+        """A worker whose bundle has no room for it is killed at its deadline."""
         (group,) = cluster.get_placement_groups()
         first = RayWorkerBuilder(Configured)(group, 1, 0)
         monkeypatch.setattr("fairlead_workergroup._builder.START_S", 2.0)
@@ -129,7 +129,7 @@ class TestOneWorker:
         ray.kill(first)
 
     def test_async(self, local_ray):
-        """Or at once, with a ref to wait on; configure_worker is asked."""
+        """`create_worker_async` returns at once with a ref to wait for, and calls `configure_worker`."""
         with RayVirtualCluster([2]) as cluster:
             (group,) = cluster.get_placement_groups()
             ready, worker = RayWorkerBuilder(Configured).create_worker_async(group, 1, 1.0, (0, [1]))
@@ -139,7 +139,7 @@ class TestOneWorker:
             ray.kill(worker)
 
     def test_constructor_fails(self, cluster):
-        """What the constructor raises is raised, and nothing stays."""
+        """The constructor's exception is raised, and nothing is left behind."""
         (group,) = cluster.get_placement_groups()
         with pytest.raises(TypeError, match="can only concatenate str"):
             RayWorkerBuilder(Plain, "a")(group, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`call`: who gets what and who answers, on views as on the group; dry runs."""
+"""Tests of `call`: recipients, arguments and results, on the group and on views; and of dry runs."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,9 @@ import ray
 from fairlead_workergroup import Call, LateWorker, MultiWorkerFuture, PerWorker, Shard
 
 
-class TestWhoGetsWhatAndWhoAnswers:
+class TestRecipientsAndResults:
     def test_everybody(self, group):
-        """Without options all are called with the same, and answer by rank."""
+        """Without options all workers are called with the same arguments, and results are by rank."""
         call = group.call("rank")
         assert isinstance(call, Call)
         assert isinstance(call, MultiWorkerFuture)
@@ -18,7 +18,7 @@ class TestWhoGetsWhatAndWhoAnswers:
         assert group.call("echo", 1, b=2).result() == [((1,), {"b": 2})] * 8
 
     def test_shards(self, group):
-        """Each argument has its own axes; the worker at coordinate c gets piece c whatever its rank."""
+        """Each argument has its own axes; the worker at coordinate c gets piece c, whatever its rank."""
         got = group.call("echo", Shard(["d0", "d1"], "dp"), x=Shard([["t0d0", "t0d1"]] + [["?", "?"]] * 3, "tp", "dp"))
         answers = got.result()
         assert answers[5] == (("d0",), {"x": "t0d0"})
@@ -26,7 +26,7 @@ class TestWhoGetsWhatAndWhoAnswers:
         assert [args[0] for args, _ in answers] == ["d1", "d0", "d0", "d1", "d1", "d0", "d0", "d1"]
 
     def test_per_worker(self, group):
-        """One value for each called worker, by ascending rank."""
+        """Each called worker gets one value, by ascending rank."""
         assert [args[0] for args, _ in group.call("echo", PerWorker([f"r{i}" for i in range(8)])).result()] == [
             f"r{i}" for i in range(8)
         ]
@@ -43,7 +43,7 @@ class TestWhoGetsWhatAndWhoAnswers:
         ],
     )
     def test_collect(self, group, collect, ranks):
-        """One answer per coordinate, row-major in the order given; with no axes, the one answer itself."""
+        """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
 
     def test_first_along(self, group):
@@ -64,7 +64,7 @@ class TestWhoGetsWhatAndWhoAnswers:
         assert group.call("rank").outcomes()[3].coords == {"dp": 1, "tp": 2}
 
     def test_discard(self, group):
-        """Nobody answers, and nothing is fetched; errors are raised all the same."""
+        """No worker returns a result, and nothing is fetched, but errors are raised."""
         call = group.call("make", 8, discard=True)
         assert (call.result(), call.outcomes(), call.refs) == (None, [], [])
         assert call.statistics().bytes_fetched == 0
@@ -72,7 +72,7 @@ class TestWhoGetsWhatAndWhoAnswers:
         with pytest.raises(ValueError, match="rank 3 would not"):
             group.call("fail", [3], discard=True).result()
 
-    def test_refused_before_anybody_is_called(self, group):
+    def test_bad_calls_reach_no_worker(self, group):
         """Wrong methods, arguments, axes, numbers of pieces and timeouts reach no worker."""
         before = group.statistics().requests
         for error, method, args, options in [
@@ -95,7 +95,7 @@ class TestWhoGetsWhatAndWhoAnswers:
 
 class TestViews:
     def test_integers_slices_and_views_of_views(self, group):
-        """An integer drops the axis, a slice keeps it and counts anew; coordinates in errors stay the group's."""
+        """An integer drops the axis, and a slice keeps it and counts from 0; coordinates in errors are the group's."""
         first = group.at(dp=0)
         assert (first.ranks, first.call("rank", collect="tp").result()) == ([1, 2, 5, 6], [5, 1, 6, 2])
         some = group.at(tp=slice(1, 3))
@@ -115,20 +115,20 @@ class TestViews:
         assert "rank 7 (dp=1, tp=1)" in caught.value.__notes__[0]
 
     def test_errors_name_axis_and_size(self, group):
-        """What is not there is said with what there is."""
+        """An unknown axis or coordinate is refused with the valid ones."""
         with pytest.raises(IndexError, match="Coordinate 2 is outside axis 'dp' of size 2"):
             group.at(dp=2)
         with pytest.raises(ValueError, match=r"Invalid axis name: 'dp'. Valid names are: \['tp'\]"):
             group.at(dp=0).at(dp=0)
 
-    def test_looks(self, group):
-        """A view says whose and which it is, and has its workers' handles."""
+    def test_text_of_a_view(self, group):
+        """A view shows its group and its ranks, and has its workers' handles."""
         view = group.at(dp=1)
         assert repr(view) == "GroupView('Worker', {'tp': 4}, ranks [0, 3, 4, 7])"
         assert ray.get([worker.rank.remote() for worker in view.workers]) == [0, 3, 4, 7]
 
     def test_with_options(self, group):
-        """Options set on a view leave every keyword to the method; they add up, and views of it keep them."""
+        """With options on a view, every keyword goes to the method; options add up, and views of the view keep them."""
         view = group.with_options(collect="dp").with_options(timeout=30).at(tp=slice(0, 2))
         answers = view.call("with_our_names", collect=1, timeout=2, discard=3, first_along=4).result()
         assert answers == [(1, 2, 3, 4)] * 2
@@ -137,7 +137,7 @@ class TestViews:
             group.with_options(collect="pp")
 
     def test_options_that_contradict_each_other(self, group):
-        """Refused where they are set, also one after the other."""
+        """Contradicting options are refused where they are set, also one after the other."""
         with pytest.raises(ValueError, match="nothing to collect along"):
             group.with_options(collect="dp").with_options(discard=True)
         with pytest.raises(ValueError, match="cannot be collected"):
@@ -148,7 +148,7 @@ class TestViews:
 
 class TestNotebooks:
     def test_group_and_call(self, group):
-        """A group has a row for each worker, a call one with its state; texts are escaped."""
+        """A group and a call have a row for each worker with its state; texts are escaped."""
         shown = group._repr_html_()
         assert shown.count("<tr>") == 9
         assert "RayWorkerGroup(&#x27;Worker&#x27;" in shown
@@ -163,7 +163,7 @@ class TestNotebooks:
 
 class TestExplain:
     def test_table(self, group):
-        """A dry run: who gets which piece, what would be stored, who answers at which place; nothing is sent."""
+        """A dry run shows the pieces, the stored values and the places of results, and sends nothing."""
         before = group.statistics()
         told = group.explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
         assert group.statistics() == before
@@ -179,5 +179,5 @@ class TestExplain:
         assert "its own" in str(group.explain("echo", PerWorker([1] * 8)))
 
     def test_late_worker_text(self):
-        """Without a record, a late worker's line says what is known."""
+        """Without a record, a late worker's line has the known facts only."""
         assert str(LateWorker(3, {"dp": 1}, "ab" * 28, 77)) == "rank 3 (dp=1) on node abababab, pid 77"

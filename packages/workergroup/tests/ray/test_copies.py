@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call stores and fetches, and what passes from worker to worker."""
+"""Tests of the values that a call stores and fetches, and of values that go from worker to worker."""
 
 import gc
 import time
@@ -14,10 +14,10 @@ from ..calling import MB, store_used
 
 
 class TestCopies:
-    """Everything distinct is stored once, nothing is fetched that is not asked for; all of it is counted."""
+    """Each distinct value is stored once, only wanted results are fetched, and all of it is counted."""
 
     def test_one_put_per_distinct_value(self, group):
-        """By identity, over all arguments; each worker reads the one copy."""
+        """An object is stored once over all arguments, and each worker reads the one copy."""
         a, b = np.zeros(MB), np.ones(MB)
         call = group.call("echo", a, Shard([a, b], "dp"), PerWorker([b] * 8), same=a, discard=True)
         call.result()
@@ -25,7 +25,7 @@ class TestCopies:
         assert 16 * MB <= call.statistics().bytes_put < 16.1 * MB
 
     def test_only_collected_answers_are_fetched(self, group):
-        """Two of eight answer with 8 MB each: so much is fetched, once, and the others return nothing."""
+        """When two of eight workers return 8 MB each, only these are fetched, once, and the others return nothing."""
         call = group.call("make", 8, collect="dp")
         assert [value[0] for value in call.result()] == [5.0, 0.0]
         call.result()
@@ -35,10 +35,10 @@ class TestCopies:
         assert ray.get([call.futures[at] for at in silent]) == [None] * 6
 
     def test_the_store_holds_one_copy(self, group):
-        """By the object store's own count, 64 MB sent to eight workers are 64 MB more, and then again none."""
+        """By the object store's own count, 64 MB sent to eight workers take 64 MB, and later none."""
 
         def used(at_most):
-            # The store frees a moment after the last reference is gone.
+            # The store frees a value a moment after its last reference is released.
             gc.collect()
             deadline = time.monotonic() + 30
             while (now := store_used()) > at_most and time.monotonic() < deadline:
@@ -59,15 +59,15 @@ class TestCopies:
         assert used(at_most=MB) < MB
 
     def test_a_call_as_argument(self, group):
-        """Its one answer goes on by reference: nothing is put and nothing but the last result fetched."""
+        """The one result of a call is passed on by reference: nothing is put, and only the last result is fetched."""
         made = group.call("make", 16, collect=())
         call = group.at(dp=1).call("total", made)
         assert call.result() == [5.0 * 2 * MB] * 4
         assert (made.statistics().bytes_fetched, call.statistics().puts) == (0, 0)
         assert call.statistics().bytes_fetched < 10_000
 
-    def test_answers_of_a_call_as_pieces(self, group):
-        """A call's answers go on as shards, one to each worker, or all of them as one list."""
+    def test_results_of_a_call_as_pieces(self, group):
+        """The results of a call are passed on as shards, one to each worker, or as one list."""
         made = group.call("make", 1, collect="dp")
         each = MB // 8
         assert group.call("total", Shard(made, "dp"), collect="dp").result() == [5.0 * each, 0.0]
@@ -80,7 +80,7 @@ class TestCopies:
         assert made.statistics().bytes_fetched == 0
 
     def test_calls_that_cannot_be_passed_on(self, group):
-        """No answer, one answer where several are wanted, or items: refused in words."""
+        """A call without results, with one in place of several, or with items is refused with the reason."""
         with pytest.raises(ValueError, match="no answer to pass on"):
             group.call("echo", group.call("rank", discard=True))
         with pytest.raises(ValueError, match="has one answer"):
@@ -90,7 +90,7 @@ class TestCopies:
         with pytest.raises(TypeError, match="is a generator method"):
             group.call("echo", group.call("items", 2))
 
-    def test_an_error_in_what_is_passed_on(self, group):
-        """A call that gets another's failure raises that, with its type."""
+    def test_an_error_in_an_argument(self, group):
+        """A call whose argument has failed raises that error with its type."""
         with pytest.raises(ValueError, match="would not"):
             group.call("echo", group.call("fail", [5], collect=())).result()

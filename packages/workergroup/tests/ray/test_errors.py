@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How errors are shown: short tracebacks, and each error once."""
+"""Tests of the display of errors: short tracebacks, and each error once."""
 
 import asyncio
 import subprocess
@@ -14,7 +14,7 @@ from fairlead_workergroup._calls.errors import short_traceback
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that a traceback shows before it."""
+    """Return an error and the errors that a traceback shows before it."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -22,7 +22,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def internal_frames(error: BaseException) -> list[str]:
-    """The functions of Fairlead and Ray in everything that a traceback shows."""
+    """Return the functions of Fairlead and Ray that a traceback shows."""
     found = []
     for one in chain(error):
         traceback = one.__traceback__
@@ -50,7 +50,7 @@ async def awaited(call):
     ],
 )
 def test_tracebacks_are_short(group, make, most):
-    """A worker's error and a timeout show the user's frames and the call, without the inside of Fairlead and Ray."""
+    """A worker's error and a timeout show the user's frames and the call, without the frames of Fairlead and Ray."""
     with pytest.raises((ValueError, KeyError, CallTimeoutError)) as caught:
         make(group)
     assert len(internal_frames(caught.value)) <= most
@@ -143,7 +143,7 @@ print(done)
 
 
 def test_late_errors_are_not_printed(tmp_path):
-    """After a call has raised one rank's error, nothing is printed of the others', whenever they fail."""
+    """After a call has raised the error of one rank, later errors of other ranks are not printed."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::FutureWarning", "-c", textwrap.dedent(LATE), str(tmp_path)],
         capture_output=True,
@@ -157,7 +157,7 @@ def test_late_errors_are_not_printed(tmp_path):
 
 
 def test_ray_is_shut_down_while_errors_are_late():
-    """`ray.shutdown()` waits for the thread that looks at late errors; without that Ray ends the process."""
+    """`ray.shutdown()` waits for the thread that retrieves late errors; otherwise Ray would end the process."""
     source = """
         import threading
         import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions given to `call` in place of a method: methods of the class, and functions that run in real workers."""
+"""Tests of functions in place of method names: methods of the class, and functions that run in real workers."""
 
 import asyncio
 import functools
@@ -36,14 +36,14 @@ class TestRefused:
         ],
     )
     def test_wrong_functions(self, group, function, args, message):
-        """Functions with other parameters, classes, and what cannot be called."""
+        """Functions with other parameters, classes, and objects that cannot be called are refused."""
         before = group.statistics().requests
         for refuse in (group.call, group.explain):
             with pytest.raises(TypeError, match=message):
                 refuse(function, *args)
         assert group.statistics().requests == before
 
-    def test_what_cannot_be_pickled(self, group):
+    def test_functions_that_cannot_be_pickled(self, group):
         """The error names the function, the variable and the reason."""
         lock = threading.Lock()
 
@@ -66,7 +66,7 @@ class TestRefused:
 
 
 class TestCalls:
-    """A function is called as a method is."""
+    """Tests of functions that are called as methods are."""
 
     def test_method_of_the_class(self, group):
         """`group.call(Worker.rank)` is `group.call("rank")`."""
@@ -76,7 +76,7 @@ class TestCalls:
         assert call.statistics().puts == 0
 
     def test_arguments_and_answers(self, group):
-        """Wrapped arguments, collected axes, views, calls as arguments, and closures."""
+        """A function works with wrapped arguments, collected axes, views, calls as arguments, and closures."""
         factor = 10
 
         def scaled(worker, value, *, plus=0):
@@ -92,8 +92,8 @@ class TestCalls:
         assert group.call(lambda worker, ranks: sum(ranks), group.call("rank"), collect=()).result() == 28
         assert group.call(lambda worker, rank: rank, group.call("rank", collect=()), collect=()).result() == 5
 
-    def test_the_instance_is_the_workers(self, group):
-        """State that a function leaves on the instance is there for methods, also in workers that were slowed."""
+    def test_functions_share_the_instance(self, group):
+        """Methods see the state that a function leaves on the instance, also in workers that were slowed."""
 
         def remember(worker, value):
             worker.ran = [value]
@@ -110,7 +110,7 @@ class TestCalls:
         assert view.call("what_ran").result() == [["slowly"]]
 
     def test_discard(self, group):
-        """Nobody answers; generators run to their end, and errors are raised."""
+        """With discard no worker returns a result, generators run to their end, and errors are raised."""
 
         def items(worker):
             yield 1
@@ -149,7 +149,7 @@ class TestCalls:
         assert group.call(fetch, collect=()).result() == "fetched"
 
     def test_errors(self, group):
-        """An exception keeps its type, also one of a class that only the function's module has."""
+        """An exception keeps its type, also if only the function's module has its class."""
 
         class Unlucky(Exception):
             pass
@@ -163,14 +163,14 @@ class TestCalls:
         assert "raised by rank 3" in caught.value.__notes__[0]
 
     def test_deadline(self, group):
-        """A late function is named by the caller, and shows in records as a function."""
+        """The error of a late function has its name, and records show it as a function."""
         call = group.at(dp=0, tp=0).call(lambda worker: time.sleep(1.5), timeout=0.7)
         with pytest.raises(CallTimeoutError, match=r"<lambda> \(test_functions.py:\d+\)") as caught:
             call.result()
         assert [late.method for late in caught.value.late] == ["<function>"]
         assert group.at(dp=0, tp=0).call("rank").result() == [5]
 
-    def test_what_is_stored(self, group):
+    def test_stored_functions(self, group):
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
@@ -191,7 +191,7 @@ class TestCalls:
         assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
 
     def test_repeated_on_a_restarted_worker(self, local_ray):
-        """With retries a function is sent again to a worker that started again."""
+        """With retries a function is sent again to a restarted worker."""
 
         def die_once(worker):
             if current_worker().incarnation == 0:
@@ -209,7 +209,7 @@ class TestCalls:
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """A module that only the driver can import, with what a function uses of it."""
+    """Return a module that only the driver can import, with a function that uses parts of it."""
     (tmp_path / "outside_module.py").write_text(
         "SCALE = 3\n"
         "class Refused(Exception): pass\n"
@@ -224,10 +224,10 @@ def outside(tmp_path, monkeypatch):
 
 
 class TestModules:
-    """Functions of modules that workers do not have."""
+    """Tests of functions from modules that workers do not have."""
 
     def test_module_of_the_driver_only(self, group, outside):
-        """The function, what it calls and its exceptions travel by value."""
+        """A function, the functions that it calls and its exceptions travel by value."""
         with pytest.raises(ModuleNotFoundError):
             group.call(lambda worker: importlib.import_module("outside_module")).result()
         assert group.call(outside.use, 2, collect=()).result() == 6
@@ -235,7 +235,7 @@ class TestModules:
             group.call(outside.use, None).result()
 
     def test_nothing_is_registered(self, outside):
-        """What other threads pickle meanwhile is not changed: there the module's functions travel by name."""
+        """Other threads that pickle meanwhile are not affected: there the module's functions travel by name."""
         meanwhile = []
 
         class Watching:

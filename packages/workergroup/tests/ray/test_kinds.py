@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of other kinds: generators, whose items stream, and async ones."""
+"""Tests of generator methods, whose items stream, and of async methods."""
 
 import asyncio
 import functools
@@ -22,7 +22,7 @@ from fairlead_workergroup.testing import kill
 
 class TestStreams:
     def test_items_by_arrival(self, group):
-        """The items of all workers come interleaved, each with who made it, in its worker's own order."""
+        """The items of all workers arrive interleaved, each with its rank, in the order of its worker."""
         outcomes = list(group.call("items", 3, pause_s=0.1).stream())
         assert sorted(outcome.value for outcome in outcomes) == [100 * rank + i for rank in range(8) for i in range(3)]
         assert {outcome.rank for outcome in outcomes[:8]} != {outcomes[0].rank}
@@ -30,7 +30,7 @@ class TestStreams:
             assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
 
     def test_as_results(self, group):
-        """result() has a list of items per answer; the classic path has them flat, or proxies."""
+        """`result()` has a list of items for each worker; the classic methods return them flat, or proxies."""
         call = group.call("items", 2, collect="dp")
         assert call.result() == call.result() == [[500, 501], [0, 1]]
         assert call.get_results() == [500, 501, 0, 1]
@@ -38,13 +38,13 @@ class TestStreams:
         assert [ray.get(ref) for ref in proxies[0]] == [500, 501]
 
     def test_items_are_handed_out_once(self, group):
-        """What was streamed is not kept; streaming again goes on where it ended."""
+        """Streamed items are not kept; a new stream continues where the last one ended."""
         call = group.at(dp=0, tp=0).call("items", 4)
         stream = call.stream()
         assert [next(stream).value, next(stream).value] == [500, 501]
         assert [outcome.value for outcome in call.stream()] == [502, 503]
 
-    def test_every_worker_has_its_turn(self, group):
+    def test_workers_are_served_in_turn(self, group):
         """Workers that always have an item ready are served in turn, whatever their ranks."""
         call = group.at(dp=0, tp=slice(0, 2)).call("items", 12)
         assert call.wait(60)
@@ -68,7 +68,7 @@ class TestStreams:
         assert empty.result() == [[]] * 4
 
     def test_async_for(self, group, tmp_path):
-        """In a coroutine the loop runs on while items are made; turns and errors are as with `for`."""
+        """In a coroutine the loop keeps running while items are made; turns and errors are as with `for`."""
 
         async def main():
             gate = tmp_path / "gate"
@@ -95,7 +95,7 @@ class TestStreams:
         asyncio.run(main())
 
     def test_a_timeout_is_of_the_next_item(self, group):
-        """A stream may last as long as it likes, as long as its items come."""
+        """A stream has no time limit of its own: its timeout holds for the next item."""
         view = group.at(dp=0, tp=0)
         assert [outcome.value for outcome in view.call("items", 4, pause_s=0.6).stream(timeout=1.5)] == [
             500,
@@ -105,7 +105,7 @@ class TestStreams:
         ]
 
     def test_errors(self, group, doomed):
-        """An error in the middle comes at its place with its type; a worker's end is no quiet end of its stream."""
+        """An error in the middle is raised at its place with its type; a death does not end its stream silently."""
         call = group.at(dp=0, tp=0).call("items_then_fail", 2)
         stream = call.stream()
         assert [next(stream).value, next(stream).value] == [0, 1]
@@ -147,11 +147,11 @@ async def _result_of(call):
 
 class TestAsync:
     def test_one_at_a_time(self, group):
-        """Without async_communication async methods run to their end, one after the other, and answer as others do."""
+        """Without async_communication async methods run one after the other, and return results as others do."""
         assert group.call("slow_echo", "x").result() == ["x"] * 8
 
     def test_overlapping(self, local_ray):
-        """With async_communication they overlap, are cancelled while they run, and all other kinds work as before."""
+        """With async_communication async methods overlap and can be cancelled, and all other kinds work as before."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Overlapping, async_communication=True) as group,
@@ -201,7 +201,7 @@ def hiding(function):
 
 
 class Decorated:
-    """A worker whose methods are other than they look."""
+    """A worker whose decorated methods have other kinds than they seem to have."""
 
     def __init__(self):
         self.made = []
@@ -268,7 +268,7 @@ class Collecting:
 class TestDecorated:
     @pytest.mark.parametrize("async_communication", [False, True])
     def test_kinds(self, local_ray, async_communication):
-        """What a decorated method returns is streamed or awaited where its kind shows, else refused with advice."""
+        """A decorated method's result is streamed or awaited if its kind is visible, else refused with advice."""
         with (
             RayVirtualCluster([1], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Decorated, async_communication=async_communication) as group,
@@ -289,7 +289,7 @@ class TestDecorated:
             assert group.call("what_was_made").result() == [["closed", "closed"]]
 
     def test_a_decorator_that_runs_the_generator(self, local_ray):
-        """A list where items were expected is not taken for the items."""
+        """A list in place of a generator is refused."""
         with (
             RayVirtualCluster([1], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Collecting) as group,
@@ -318,7 +318,7 @@ class Ahead:
 class TestBackpressure:
     @pytest.mark.parametrize("by_name", [False, True])
     def test_stops(self, local_ray, tmp_path, monkeypatch, eventually, by_name):
-        """A generator with back-pressure waits until its items are read; what waits for its end reads them."""
+        """A generator with back-pressure waits until its items are read; a wait for its end reads them."""
         (tmp_path / "ahead_module.py").write_text(AHEAD)
         monkeypatch.syspath_prepend(str(tmp_path))
         import ahead_module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`map`: items over workers, one worker each."""
+"""Tests of `map`, which gives each item to one worker."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailure
 
 
 class Worker:
-    """Says who worked on what; slow, failing or dying for some items."""
+    """A worker that records its items, and is slow, fails or dies for some of them."""
 
     def work(self, item):
         kind, number = item
@@ -45,17 +45,17 @@ def made(**options) -> Iterator[RayWorkerGroup]:
 
 @pytest.fixture(scope="module")
 def group(local_ray: None) -> Iterator[RayWorkerGroup]:
-    """Four workers, for the tests that leave them as they were."""
+    """Yield four workers for the tests that leave them unchanged."""
     yield from made()
 
 
 def test_round_robin_in_order(group):
-    """By default item i goes to worker i modulo their number, and results come in the order of the items."""
+    """By default item i goes to worker i modulo the number of workers, and results are in the order of the items."""
     assert list(group.map("work", [("easy", i) for i in range(10)])) == [(i, i % 4) for i in range(10)]
 
 
 def test_least_loaded(group):
-    """The next item goes to whoever is free: a slow worker does not hold the others up."""
+    """The next item goes to the worker with the fewest items: a slow worker does not delay the others."""
     results = list(group.map("work", [("slow", i) for i in range(24)], strategy="least_loaded", max_in_flight=1))
     assert [number for number, _ in results] == list(range(24))
     shares = Counter(rank for _, rank in results)
@@ -63,14 +63,14 @@ def test_least_loaded(group):
 
 
 def test_unordered(group):
-    """Unordered, results come as they are ready: all of them, a slow one later."""
+    """Unordered results arrive as they finish: all of them, a slow one later."""
     results = list(group.map("work", [("slow", i) for i in range(8)], ordered=False))
     assert sorted(number for number, _ in results) == list(range(8))
     assert results[0][1] != 0
 
 
-def test_a_strategy_of_ones_own(group):
-    """A function of the loads chooses; what it may not return is refused."""
+def test_a_function_as_strategy(group):
+    """A function of the loads chooses the worker; an invalid choice is refused."""
     seen = []
 
     def last(loads):
@@ -85,8 +85,8 @@ def test_a_strategy_of_ones_own(group):
             list(group.map("work", [("easy", 1)], strategy=lambda loads, wrong=wrong: wrong))
 
 
-def test_items_are_taken_as_they_are_needed(group):
-    """An endless iterator is fine: no more is taken than is in flight, and nothing is asked of workers before."""
+def test_items_are_taken_as_needed(group):
+    """An endless iterator works: only the items in flight are taken, and no worker is called before."""
     taken = []
 
     def endless():
@@ -103,8 +103,8 @@ def test_items_are_taken_as_they_are_needed(group):
     assert group.call("done").result() == [True] * 4
 
 
-def test_a_slow_item_holds_up_only_so_much(group):
-    """In order, what is done waits for the oldest item; how much of it there can be is bounded."""
+def test_a_slow_item_bounds_the_window(group):
+    """In order, finished items wait for the oldest item; their number is bounded."""
     taken = []
 
     def items():
@@ -119,7 +119,7 @@ def test_a_slow_item_holds_up_only_so_much(group):
 
 
 def test_an_error(group):
-    """A worker's exception ends the map at its item, which a note names; the group works on."""
+    """A worker's exception ends the map at its item, which a note names; the group still works."""
     results = group.map("work", [("easy", 0), ("bad", 1), ("easy", 2)])
     assert next(results) == (0, 0)
     with pytest.raises(ValueError, match="bad item 1") as caught:
@@ -129,7 +129,7 @@ def test_an_error(group):
 
 
 def test_exceptions_as_results(group):
-    """With return_exceptions an item's error is its result, and the others go on."""
+    """With return_exceptions an item's error is its result, and the others continue."""
     results = list(group.map("work", [("easy", 0), ("bad", 1), ("easy", 2)], return_exceptions=True))
     assert [results[0], results[2]] == [(0, 0), (2, 2)]
     assert isinstance(results[1], ValueError)
@@ -140,7 +140,7 @@ def test_exceptions_as_results(group):
 
 
 def test_async_for(group, tmp_path):
-    """In a coroutine the loop runs on while items are worked on; order and errors are as with `for`."""
+    """In a coroutine the loop keeps running while workers process items; order and errors are as with `for`."""
 
     async def main():
         gate = tmp_path / "gate"
@@ -188,8 +188,8 @@ def test_options_of_a_view(group):
         group.with_options(retries=1).map("work", [])
 
 
-def test_the_rest_is_given_up_at_once(group):
-    """When nobody wants more, the node is asked once for an item of every worker, however many workers there are."""
+def test_the_rest_is_cancelled_with_one_request(group):
+    """The end of a map cancels an item of every worker with one request a node."""
     results = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
     assert next(results) == (0, 0)
     agent = NodeAgent(group.worker_metadata[0]["node_id"])
@@ -200,7 +200,7 @@ def test_the_rest_is_given_up_at_once(group):
 
 
 def test_on_a_view(group):
-    """A view maps over its own workers."""
+    """A view gives items to its own workers."""
     results = group.at(worker=slice(1, 3)).map("work", [("easy", i) for i in range(4)])
     assert [rank for _, rank in results] == [1, 2, 1, 2]
 
@@ -218,7 +218,7 @@ def test_on_a_view(group):
     ],
 )
 def test_bad_arguments(group, method, options, error):
-    """Refused when asked for, not at the first item."""
+    """Bad arguments are refused at once, not at the first item."""
     with pytest.raises(error):
         group.map(method, [1], **options)
 
@@ -239,7 +239,7 @@ def test_leaders_of_tied_groups(local_ray):
 
 
 def test_a_dead_workers_items(local_ray):
-    """With enable_load_balancing the others take over, also what is handed out later; without it that is the end."""
+    """With enable_load_balancing the other workers take over, also later items; without it the loss is raised."""
     items = [("easy", 0), ("fatal to 1", 1), *(("easy", i) for i in range(2, 12))]
     for group in made(enable_load_balancing=True):
         results = list(group.map("work", items, strategy="round_robin"))
@@ -258,7 +258,7 @@ def test_a_dead_workers_items(local_ray):
 
 
 def test_an_item_that_kills(local_ray):
-    """An item that takes its worker with it is given up before it has taken them all."""
+    """An item that kills its workers is given up before it has killed all of them."""
     for group in made(enable_load_balancing=True, load_balancing_strategy="least_loaded"):
         with pytest.raises(WorkerFailureError) as caught:
             list(group.map("work", [("fatal", 0)]))

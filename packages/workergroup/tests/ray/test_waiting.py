@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a call: waiting for it, in a coroutine too; its errors; giving it up."""
+"""Tests of waiting for a call, also in a coroutine, of its errors, and of its cancellation."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ from ..calling import MB, Worker
 
 class TestWaiting:
     def test_a_timeout_consumes_nothing(self, group):
-        """After a timeout the same call can be asked again, and has its result."""
+        """After a timeout the same call can be asked again and returns its result."""
         call = group.call("sleep", 1.0, tag="t")
         with pytest.raises(CallTimeoutError):
             call.result(timeout=0.2)
@@ -39,8 +39,8 @@ class TestWaiting:
         assert call.result() == ["t"] * 8
         assert call.done()
 
-    def test_who_is_late_and_what_it_does(self, group):
-        """The deadline of a call names the ranks that are not done, and the method each of them is in."""
+    def test_late_workers_and_their_methods(self, group):
+        """The deadline of a call names the ranks that have not finished, and the method that each of them runs."""
         slow = group.at(dp=0, tp=1).call("sleep", 3.0, tag="a")
         call = group.call("rank", timeout=0.5)
         with pytest.raises(CallTimeoutError, match="1 of 8 workers have not finished 'rank'") as caught:
@@ -61,7 +61,7 @@ class TestWaiting:
         assert call.result() == list(range(8))  # nothing was lost
 
     def test_outcomes(self, group):
-        """Every worker's own, those that failed too; nothing is raised."""
+        """Each worker has an outcome, also those that failed, and nothing is raised."""
         outcomes = group.call("fail", [1, 6]).outcomes()
         assert [outcome.rank for outcome in outcomes] == list(range(8))
         assert [outcome.value for outcome in outcomes] == ["fine" if r not in (1, 6) else None for r in range(8)]
@@ -71,7 +71,7 @@ class TestWaiting:
         assert [(outcome.rank, outcome.value) for outcome in silent] == [(5, "fine"), (0, "fine"), (6, None)]
 
     def test_as_completed(self, group):
-        """Iterating gives the quick ones first."""
+        """Iteration yields the quick workers first."""
         ranks = [outcome.rank for outcome in group.call("sleep", 0.7, ranks=[0, 5])]
         assert sorted(ranks[:6]) == [1, 2, 3, 4, 6, 7]
         assert sorted(ranks[6:]) == [0, 5]
@@ -79,7 +79,7 @@ class TestWaiting:
             list(group.call("sleep", 1.0, ranks=[3], timeout=0.2))
 
     def test_await_and_async_for(self, group):
-        """In a coroutine: the result, the outcomes as they complete, errors and deadlines; the loop runs on."""
+        """A coroutine gets results, outcomes as they complete, errors and deadlines while the loop keeps running."""
 
         async def main():
             ticks = 0
@@ -111,7 +111,7 @@ class TestWaiting:
         asyncio.run(main())
 
     def test_a_late_argument(self, group, doomed):
-        """A call that waits for another one's answer says which call, of which group, and which ranks are late."""
+        """A call that waits for the result of another call names that call, its group, and the late ranks."""
         made = doomed.call("sleep", 3.0, ranks=[2], tag="made")
         expected = (
             r"does not exist yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
@@ -127,12 +127,12 @@ class TestWaiting:
             plain.result(timeout=0.2)
         assert plain.result(timeout=60) == [(("made",), {})] * 8
         with pytest.raises(CallTimeoutError) as caught:
-            # The arguments of those that have finished are freed.
+            # The arguments of finished workers are freed.
             group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
     def test_a_head_that_hangs(self, group, monkeypatch, eventually):
-        """A timeout is raised although Ray's head does not answer; it cannot say what the late workers are doing."""
+        """A timeout is raised although Ray's head does not answer; it cannot name the methods of the late workers."""
         monkeypatch.setattr(_inspect, "ANSWER_S", 0.5)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
         call = group.call("sleep", 3.0, ranks=[5], timeout=0.5)
@@ -146,8 +146,8 @@ class TestWaiting:
         assert [(late.rank, late.method) for late in caught.value.late] == [(5, None)]
         assert eventually(call.done)
 
-    def test_storing_an_argument_holds_up_no_other_thread(self, group):
-        """While one thread stores a value, another one's call goes through."""
+    def test_storing_an_argument_delays_no_other_thread(self, group):
+        """While one thread stores a value, the call of another thread is sent."""
         storing, stored = threading.Event(), threading.Event()
 
         class Slow:
@@ -166,14 +166,14 @@ class TestWaiting:
             assert slow.result(timeout=60).result() == [(("slow",), {})] * 8
 
     def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
-        """A call without a deadline says now and then whom it waits for."""
+        """A call without a deadline logs the ranks that it waits for at intervals."""
         monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.3)
         assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
         assert "1 of 8 workers have not finished 'sleep'" in caplog.text
         assert "rank 2 (dp=0, tp=3)" in caplog.text
 
     def test_statistics(self, group):
-        """Requests, puts and bytes of one call, and how long sending it took."""
+        """A call counts its requests, puts and bytes, and the time of its sending."""
         call = group.call("total", np.ones(MB))
         call.result()
         told = call.statistics()
@@ -182,7 +182,7 @@ class TestWaiting:
         assert repr(call) == "Call('total', 8 of 8 workers done, 8 answer)"
 
     def test_group_timeout(self, local_ray):
-        """call_timeout_s is the deadline of calls that set none."""
+        """`call_timeout_s` is the timeout of calls without one of their own."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Worker, call_timeout_s=0.3) as group,
@@ -211,14 +211,14 @@ class TestWaiting:
 
 class TestErrors:
     def test_type_and_ranks(self, group):
-        """A worker's exception keeps its type, and a note names each failing rank with where it is."""
+        """A worker's exception keeps its type, and a note names each failed rank with its coordinates and node."""
         with pytest.raises(ValueError, match="would not") as caught:
             group.call("fail", [3]).result()
         notes = "\n".join(caught.value.__notes__)
         assert re.search(r"rank 3 \(dp=1, tp=2\) on node \w{8} \([\d.]+\), pid \d+", notes)
 
     def test_all_failing_ranks_are_listed(self, group):
-        """Once all have failed, all are in the notes."""
+        """Once all workers have failed, the notes name all of them."""
         call = group.call("fail", [3, 6])
         assert call.wait(timeout=60)
         with pytest.raises(ValueError, match="would not") as caught:
@@ -226,7 +226,7 @@ class TestErrors:
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3", "6"]
 
     def test_a_lost_worker(self, doomed):
-        """The first loss ends the wait; outcomes tells of the others; a later call is refused at once."""
+        """The first loss ends the wait; `outcomes` reports the others; a later call is refused at once."""
         call = doomed.call("die", [2])
         with pytest.raises(WorkerFailureError, match=r"rank 2 \(dp=1, tp=0\)"):
             call.result()
@@ -239,7 +239,7 @@ class TestErrors:
         assert doomed.at(dp=0).call("rank").result() == [0, 1]
 
     def test_deaths_that_are_not_the_workers(self, group, doomed):
-        """What a method meets, a dead actor of its own or an argument lost with its maker, is no loss of its worker."""
+        """An error of a method about its own dead actor or a lost argument is not a loss of its worker."""
         with pytest.raises(ActorDiedError) as caught:
             group.call("lose_a_child", [3]).result()
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3"]
@@ -251,8 +251,8 @@ class TestErrors:
 
 
 class TestCancel:
-    def test_queued_is_dropped_running_runs_on(self, group):
-        """What a rank has not started is never run; which ranks are running it is known exactly."""
+    def test_queued_requests_are_dropped(self, group):
+        """A queued request is never run, and `cancel` returns exactly the ranks that run the method."""
         blocking = group.at(dp=0, tp=0).call("sleep", 2.0, tag="blocks 5")
         call = group.call("sleep", 1.5, ranks=[0, 5], tag="cancelled")
         time.sleep(0.3)
@@ -269,7 +269,7 @@ class TestCancel:
         assert group.call("rank").result() == list(range(8))
 
     def test_by_cancelling_the_task(self, group):
-        """Whoever cancels `await call`, as a timeout does, cancels the call; under `asyncio.shield` it goes on."""
+        """Cancelling `await call`, as a timeout does, cancels the call; under `asyncio.shield` it continues."""
         view = group.at(dp=0, tp=0)
         running, queued, shielded = (view.call("sleep", 1.0, tag=tag) for tag in ("running", "dropped", "shielded"))
 
@@ -288,7 +288,7 @@ class TestCancel:
         assert "dropped" not in view.call("what_ran").result()[0]
 
     def test_while_another_thread_waits(self, group):
-        """Who waits for the result is told that it was cancelled, whatever became of its parts."""
+        """A thread that waits for the result gets CallCancelledError, whatever the outcomes of the workers."""
         view = group.at(dp=0, tp=0)
         running, queued = view.call("sleep", 1.0), view.call("sleep", 1.0, tag="never")
         with ThreadPoolExecutor() as pool:
@@ -299,15 +299,15 @@ class TestCancel:
                 waiting.result(timeout=30)
         running.result()
 
-    def test_when_all_is_done(self, group):
-        """There is nothing left to cancel, and the result stays."""
+    def test_a_finished_call(self, group):
+        """A finished call has nothing to cancel, and keeps its result."""
         call = group.call("rank")
         call.wait(30)
         assert call.cancel() == []
         assert call.result() == list(range(8))
 
     def test_with_force(self, doomed):
-        """The workers that are running it are ended; the group has lost them, and says why."""
+        """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 60, ranks=[1], tag=0)
         time.sleep(0.5)
         assert call.cancel(force=True) == [1]

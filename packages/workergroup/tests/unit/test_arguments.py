@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments travel with a call, which are stored, and which are refused."""
+"""Tests of the arguments that travel with a call, that are stored, and that are refused."""
 
 import threading
 
@@ -58,7 +58,7 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
     ],
 )
 def test_a_nested_mark_is_refused(mark, nest, path):
-    """A mark inside an argument is found at any depth, and the message says where it is."""
+    """A mark inside an argument is refused at any depth, and the message has its place."""
     with pytest.raises(NotPicklableError) as caught:
         Arguments(ray.cloudpickle.dumps).prepare(nest(mark))
     assert path in str(caught.value)

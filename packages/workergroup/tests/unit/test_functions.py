@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions given to `call` in place of a method's name: how they are recognized and pickled."""
+"""Tests of functions in place of method names: how they are recognized and pickled."""
 
 import functools
 
@@ -55,7 +55,7 @@ class Model(Base):
 
 
 class Owner:
-    """An object that can be called, and has a method that can."""
+    """A callable object with a method."""
 
     def __call__(self, worker):
         yield worker
@@ -65,7 +65,7 @@ class Owner:
 
 
 def described(cls, *, by_name):
-    """The class as a group sees it that was given the class, or its full name."""
+    """Return the description of a class that is given as the class or by its full name."""
     told = describe(cls)
     methods = {name: Method(name, kind, None) for name, (kind, _) in told["methods"].items()}
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -73,7 +73,7 @@ def described(cls, *, by_name):
 
 
 class TestResolution:
-    """Which functions are methods of the class."""
+    """Tests of functions that are methods of the class."""
 
     @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
     def test_methods(self, by_name):
@@ -84,15 +84,15 @@ class TestResolution:
         assert model.method(Base.inherited) is model.methods["inherited"]
 
     def test_methods_that_have_another_name(self):
-        """With the class at hand a method is found by what it is, not by what its function is called."""
+        """With the class at hand a method is found by its function, not by the function's name."""
         model = described(Model, by_name=False)
         assert model.method(Model.renamed) is model.methods["renamed"]
-        # By full name only nobody can tell which method an anonymous function is.
+        # With the full name only, the method of an anonymous function is not known.
         assert described(Model, by_name=True).method(Model.renamed).function is not None
 
     @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
     def test_other_functions(self, by_name):
-        """What the class overrides, private methods and namesakes from elsewhere are functions like any other."""
+        """Overridden methods, private methods and namesakes from elsewhere are ordinary functions."""
 
         def inherited(worker):
             return worker
@@ -109,13 +109,13 @@ class TestResolution:
         assert model.method(remote.of_class) is model.methods["of_class"]
 
     def test_a_bound_method_is_a_function(self):
-        """A method of an object of the driver's is not the worker's method."""
+        """A method of an object in the driver is not the worker's method."""
         model = described(Owner, by_name=False)
         assert model.method(Owner.method) is model.methods["method"]
         assert model.method(Owner().method).function is not None
 
     def test_kinds_and_names(self):
-        """Partial functions and callable objects are told by what they call."""
+        """Partial functions and callable objects have the kind and the name of the function that they call."""
 
         async def fetch(worker, x):
             pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How statuses and statistics look in a notebook."""
+"""Tests of statuses and statistics in a notebook."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from fairlead_workergroup._display import MOST_ROWS, Records
     ],
 )
 def test_a_record(record, cells):
-    """One value is a table of its fields; texts are escaped."""
+    """A value is shown as a table of its fields; texts are escaped."""
     shown = record._repr_html_()
     assert shown.startswith(f"<p>{type(record).__name__}</p><table>")
     for cell in cells:
@@ -27,7 +27,7 @@ def test_a_record(record, cells):
 
 
 def test_a_list_of_records():
-    """A list has a column for each field and a row for each record; of many, the first and the last are shown."""
+    """A list has a column for each field and a row for each record; a long list shows both ends."""
     statuses = [
         WorkerStatus(rank, f"w<{rank}>", {"dp": rank}, "idle", "ab" * 28, 7, message="x" * 999) for rank in range(100)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is called, with what, and who answers: against a model that looks at every worker, on any layout and view."""
+"""Tests of plans against a model that checks every worker, on any layout and view."""
 
 import itertools
 
@@ -17,7 +17,7 @@ AXES = ("pp", "dp", "tp")
 
 @st.composite
 def meshes(draw):
-    """A mesh of one to three axes with its ranks in any order, or a view of one."""
+    """Draw a mesh of one to three axes with its ranks in any order, or a view of one."""
     names = draw(st.permutations(AXES))[: draw(st.integers(1, 3))]
     shape = draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
     ranks = draw(st.permutations(range(int(np.prod(shape)))))
@@ -34,7 +34,7 @@ def meshes(draw):
 
 
 def positions(mesh):
-    """(rank, coordinates) of every worker, as a model that does not plan sees them."""
+    """Return the rank and the coordinates of every worker, without a plan."""
     if mesh.single:
         return [(mesh.ranks[0], {})]
     layout = mesh.sharding.layout
@@ -44,8 +44,8 @@ def positions(mesh):
 
 
 @given(meshes())
-def test_views_are_numpys(drawn):
-    """A view holds the ranks that indexing the layout by numpy's rule gives; and so do views of views."""
+def test_views_select_as_numpy(drawn):
+    """A view, or a view of a view, has the ranks that numpy selects from the layout."""
     view, mesh, coords = drawn
     index = tuple(coords.get(name, slice(None)) for name in mesh.names)
     assert view.ranks == sorted(np.asarray(mesh.sharding.layout[index]).ravel().tolist())
@@ -57,8 +57,8 @@ def test_views_are_numpys(drawn):
 
 
 @given(meshes(), st.data())
-def test_who_is_called_and_who_answers(drawn, data):
-    """Called are those at 0 along first_along; one answers per collected coordinate, row-major in the order given."""
+def test_recipients(drawn, data):
+    """Workers at 0 along first_along are called; one returns a result for each collected coordinate, row-major."""
     view, _, _ = drawn
     first = data.draw(st.lists(st.sampled_from(view.names), unique=True)) if view.names else []
     others = [name for name in view.names if name not in first]
@@ -82,7 +82,7 @@ def test_who_is_called_and_who_answers(drawn, data):
 
 
 @given(meshes(), st.data())
-def test_who_gets_which_piece(drawn, data):
+def test_pieces(drawn, data):
     """The worker at coordinate c along the axes gets piece c, whatever its rank; PerWorker goes by ascending rank."""
     view, _, _ = drawn
     if not view.names:
@@ -115,7 +115,7 @@ MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))
     ],
 )
 def test_bad_options(options, message):
-    """Axes that make no sense are refused, and named."""
+    """Contradicting axes are refused and named."""
     with pytest.raises(ValueError, match=message):
         plan_call(MESH, **options)
 
@@ -136,14 +136,14 @@ def test_bad_options(options, message):
     ],
 )
 def test_bad_values(value, error, message):
-    """Too few, too many, or no sequence at all: refused."""
+    """Too few values, too many values, and values that are not a sequence are refused."""
     mesh = Mesh(NamedSharding.from_shape(dp=2, tp=4, pp=3))
     with pytest.raises(error, match=message):
         plan_call(mesh, first_along="tp").column("argument 'x'", value())
 
 
 def test_a_view_of_one_worker_has_no_axes():
-    """What cannot be named there is refused in words of its own; a coordinate outside names the axis and its size."""
+    """An axis of a single worker is refused with its own message; a coordinate outside names the axis and its size."""
     one = MESH.at({"dp": 1, "tp": -1})
     assert (one.ranks, one.names) == ([7], ())
     with pytest.raises(ValueError, match="This is a view of one worker"):
@@ -155,7 +155,7 @@ def test_a_view_of_one_worker_has_no_axes():
     assert plan_call(one, collect=()).returned == [7]
 
 
-def test_plans_are_kept():
-    """Asking again gives the plan there is."""
+def test_plans_are_cached():
+    """The same question returns the cached plan."""
     again = Mesh(NamedSharding.from_shape(dp=2, tp=4))
     assert plan_call(MESH, collect="dp") is plan_call(again, collect=["dp"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions that keep their own type: how they are copied."""
+"""Tests of the copies of exceptions, which keep their types."""
 
 import threading
 
@@ -49,7 +49,7 @@ class TestCopies:
         ]
 
     def test_what_cannot_be_copied(self):
-        """Such an exception is left as it was."""
+        """An exception that cannot be copied stays unchanged."""
         error = StubbornError(1, where="home")
         make_portable(error)
         assert vars(error) == {"where": "home"}

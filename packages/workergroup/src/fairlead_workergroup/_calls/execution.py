@@ -70,6 +70,8 @@ class Execution:
     cancelled: tuple[int, ...] = ()
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)
     attempt: int = 0
+    positions: list[int] = field(init=False)
+    others: list[int] = field(init=False)
     _handed_out: Counter[int] = field(default_factory=Counter)
     _counted: set[int] = field(default_factory=set)
     # The attempt whose late errors are being retrieved.

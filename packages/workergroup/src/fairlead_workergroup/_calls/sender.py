@@ -69,7 +69,7 @@ class _Queue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.busy = False
+        self.busy: bool = False
 
     def add(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a function; return a future of its result, which can be cancelled until the function starts."""
