@@ -132,7 +132,7 @@ class TestViews:
         view = group.with_options(collect="dp").with_options(timeout=30).at(tp=slice(0, 2))
         answers = view.call("with_our_names", collect=1, timeout=2, discard=3, first_along=4).result()
         assert answers == [(1, 2, 3, 4)] * 2
-        assert view.explain("with_our_names", collect=1, timeout=2).summary.endswith("2 answer(s)")
+        assert view.explain("with_our_names", collect=1, timeout=2).summary.endswith("2 result(s)")
         with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):
             group.with_options(collect="pp")
 
@@ -167,9 +167,9 @@ class TestExplain:
         before = group.statistics()
         told = group.explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
         assert group.statistics() == before
-        assert told.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 answer(s)"
+        assert told.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
         lines = str(told).splitlines()
-        assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "answer"]
+        assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "result"]
         assert lines[2].split() == ["0", "1", "0", "piece", "1", "with", "the", "call", "the", "same", "1"]
         assert lines[7].split()[:4] == ["5", "0", "0", "piece"]
         assert lines[7].split()[-1] == "0"

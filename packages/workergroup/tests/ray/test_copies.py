@@ -81,11 +81,11 @@ class TestCopies:
 
     def test_calls_that_cannot_be_passed_on(self, group):
         """A call without results, with one in place of several, or with items is refused with the reason."""
-        with pytest.raises(ValueError, match="no answer to pass on"):
+        with pytest.raises(ValueError, match="no result to pass on"):
             group.call("echo", group.call("rank", discard=True))
-        with pytest.raises(ValueError, match="has one answer"):
+        with pytest.raises(ValueError, match="has one result"):
             group.call("echo", Shard(group.call("rank", collect=()), "dp"))
-        with pytest.raises(ValueError, match="4 answers, but 2 pieces"):
+        with pytest.raises(ValueError, match="4 results, but 2 pieces"):
             group.call("echo", Shard(group.call("rank", collect="tp"), "dp"))
         with pytest.raises(TypeError, match="is a generator method"):
             group.call("echo", group.call("items", 2))

@@ -456,7 +456,7 @@ def test_an_event_loop_runs_on_during_a_restart(made, tmp_path, eventually):
         items = group.call("count", 2)
         config["lr"] = 2
         assert time.monotonic() - began < 1.0
-        assert repr(waiting[0]) == "Call('double', waits to be sent, 4 answer)"
+        assert repr(waiting[0]) == "Call('double', waits to be sent, 4 results)"
         assert "not sent" in waiting[0]._repr_html_()
         assert not waiting[0].done()
         assert waiting[0].statistics().requests == 4
@@ -488,7 +488,7 @@ def test_an_event_loop_runs_on_during_a_restart(made, tmp_path, eventually):
     given_up, late = asyncio.run(main())
     for call, error in ((given_up, CallCancelledError), (late, CallTimeoutError)):
         state = "cancelled" if error is CallCancelledError else "could not be sent"
-        assert repr(call) == f"Call('note', {state}, 4 answer)"
+        assert repr(call) == f"Call('note', {state}, 4 results)"
         for ask in (call.result, call.wait, call.outcomes, lambda call=call: list(call), lambda call=call: call.refs):
             with pytest.raises(error):
                 ask()

@@ -179,7 +179,7 @@ class TestWaiting:
         told = call.statistics()
         assert (told.requests, told.puts, told.fetched) == (8, 1, 8)
         assert 0 < told.submit_s < 60
-        assert repr(call) == "Call('total', 8 of 8 workers done, 8 answer)"
+        assert repr(call) == "Call('total', 8 of 8 workers done, 8 results)"
 
     def test_group_timeout(self, local_ray):
         """`call_timeout_s` is the timeout of calls without one of their own."""

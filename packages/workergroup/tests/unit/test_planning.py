@@ -111,7 +111,7 @@ MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))
         ({"first_along": ["pp"]}, "Invalid axis name: 'pp'"),
         ({"collect": ("dp", "dp")}, "an axis is named twice"),
         ({"collect": ("dp",), "first_along": ("dp",)}, r"axes \['dp'\] cannot be collected"),
-        ({"collect": (), "discard": True}, "nobody answers"),
+        ({"collect": (), "discard": True}, "discard=True returns no results"),
     ],
 )
 def test_bad_options(options, message):

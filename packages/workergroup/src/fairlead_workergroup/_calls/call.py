@@ -114,7 +114,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         else:
             count = len(self.futures)
             state = f"{count - len(execution.pending())} of {count} workers done"
-        return f"Call({execution.method.name!r}, {state}, {len(execution.positions)} answer)"
+        return f"Call({execution.method.name!r}, {state}, {len(execution.positions)} results)"
 
     def _repr_html_(self) -> str:
         execution = self._execution
@@ -129,7 +129,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             )
             for at, rank in enumerate(execution.ranks)
         ]
-        return table_html(repr(self), ("rank", "coords", "state", "answers"), rows)
+        return table_html(repr(self), ("rank", "coords", "state", "returns"), rows)
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
@@ -333,13 +333,15 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         execution = self._execution
         self._check_passable()
         if execution.is_single:
-            raise ValueError(f"the call of {execution.method.name!r} has one answer (collect=()): pass it as it is")
+            raise ValueError(
+                f"the call of {execution.method.name!r} has one result (collect=()): pass the call as it is"
+            )
         return [Answer(execution.method.name, ref) for ref in self.refs]
 
     def _check_passable(self) -> None:
         execution = self._execution
         if execution.options.discard:
-            raise ValueError(f"the call of {execution.method.name!r} has no answer to pass on (discard=True)")
+            raise ValueError(f"the call of {execution.method.name!r} has no result to pass on (discard=True)")
         if execution.yields_items:
             raise TypeError(
                 f"{execution.method.name!r} is a generator method: stream or collect its items, and pass these on"

@@ -199,13 +199,14 @@ class CallPlan(Recipients):
         self.mesh.check(shard.axes)
         if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
             raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-        everybody = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
+        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
+        n_pieces = layout.n_pieces
         if isinstance(shard.values, PassedOn):
             pieces = shard.values.answers()
-            if len(pieces) != everybody.n_pieces:
-                raise ValueError(f"{len(pieces)} answers, but {everybody.n_pieces} pieces along {list(shard.axes)}")
+            if len(pieces) != n_pieces:
+                raise ValueError(f"{len(pieces)} results, but {n_pieces} pieces along {list(shard.axes)}")
         else:
-            pieces = everybody.pieces(shard.values)
+            pieces = layout.pieces(shard.values)
         return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
 
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
@@ -229,9 +230,9 @@ class CallPlan(Recipients):
         stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
         summary = (
             f"{method.name}: {len(self.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
-            f"{len(self.returned)} answer(s)"
+            f"{len(self.returned)} result(s)"
         )
-        return CallExplanation(summary, ("rank", *self.mesh.names, *names, "answer"), tuple(rows))
+        return CallExplanation(summary, ("rank", *self.mesh.names, *names, "result"), tuple(rows))
 
 
 def _describe(value: Any, column: Column, at: int) -> str:
@@ -319,7 +320,7 @@ def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), disca
     if both := [axis for axis in wanted or () if axis in first]:
         raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
     if discard and wanted is not None:
-        raise ValueError(f"discard=True means that nobody answers; there is nothing to collect along {list(wanted)}")
+        raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(wanted)}")
     return _make_plan(mesh, wanted, first, discard)
 
 

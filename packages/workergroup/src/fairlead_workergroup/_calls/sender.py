@@ -151,7 +151,9 @@ class Sender:
             ValueError: there would be no worker to repeat the call on.
         """
         if retries and not self.policy.on_failure:
-            raise ValueError(f"retries={retries} needs a group with restart_on_failure=True: nobody would be restarted")
+            raise ValueError(
+                f"retries={retries} needs a group with restart_on_failure=True, which restarts its workers"
+            )
 
     def check_callable(self, called: Collection[int]) -> Snapshot:
         """Return the group's members if these ranks can be called.
