@@ -36,7 +36,7 @@ class SendState(Enum):
     FAILED = "could not be sent"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Execution:
     """The state of one call.
 

@@ -103,7 +103,7 @@ class _Queue:
             return None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sender:
     """Sends requests to the workers of a group.
 
