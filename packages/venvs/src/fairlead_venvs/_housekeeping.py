@@ -25,7 +25,7 @@ from ._build.users import (
     read_marks,
 )
 from ._planning.plan import read_draft
-from ._planning.resolution import RESOLVED
+from ._planning.requirements import RESOLVED
 from ._planning.wheel import WHEELS
 from ._spec import VenvSpec
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fairlead_venvs import VenvSpec
 from fairlead_venvs._planning.plan import read_draft
-from fairlead_venvs._planning.resolution import Resolution
+from fairlead_venvs._planning.requirements import Resolution
 
 # Another version than that of the tests.
 OTHER_PYTHON = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"

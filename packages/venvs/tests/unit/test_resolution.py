@@ -4,7 +4,7 @@
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec
-from fairlead_venvs._planning.resolution import Resolution, installed_lines, parse_resolution
+from fairlead_venvs._planning.requirements import Resolution, installed_lines, parse_resolution
 from fairlead_venvs._planning.settings import read_settings
 
 

@@ -18,7 +18,7 @@ from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_lo
 from fairlead_venvs._build.node_task import build_here
 from fairlead_venvs._build.uv import DECIDING, NOT_INHERITED, Deadline, Session, is_neutral
 from fairlead_venvs._planning.plan import plan_venv, read_draft
-from fairlead_venvs._planning.resolution import RESOLVED, Resolution
+from fairlead_venvs._planning.requirements import RESOLVED, Resolution
 
 # Variables of uv about interpreters, output and checks, which do not change the result.
 OTHERS = r"UV_(MANAGED_PYTHON|NO_MANAGED_PYTHON|PYTHON_.*|NO_VERIFY_HASHES|REQUIRE_HASHES|PREVIEW.*|VENV_CLEAR|SHOW_.*)"
@@ -116,7 +116,7 @@ def test_drivers_without_locks(spec, links, tools, root, monkeypatch):
         return None if len(looked) < 4 else Resolution(("alpha==1.0", "beta==1.0"))
 
     stored.unlink()
-    monkeypatch.setattr("fairlead_venvs._planning.resolution._read", look)
+    monkeypatch.setattr("fairlead_venvs._planning.requirements._read", look)
     assert plan_venv(spec).recipe.requirements == ("alpha==1.0", "beta==1.0")
 
 

@@ -167,18 +167,14 @@ def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
             failed="uv could not install the wheels of the project's own code",
         )
     if recipe.setup:
-        _set_up(recipe.setup, env, runner)
-
-
-def _set_up(command: tuple[str, ...], env: Path, runner: Runner) -> None:
-    path = os.pathsep.join([os.path.dirname(python_of(env)), runner.env.get("PATH", os.defpath)])
-    program = shutil.which(command[0], path=path) or command[0]
-    runner.run(
-        [program, *command[1:]],
-        cwd=env,
-        env={"PATH": path, "VIRTUAL_ENV": str(env)},
-        failed="The setup command failed",
-    )
+        path = os.pathsep.join([os.path.dirname(python), runner.env.get("PATH", os.defpath)])
+        program = shutil.which(recipe.setup[0], path=path) or recipe.setup[0]
+        runner.run(
+            [program, *recipe.setup[1:]],
+            cwd=env,
+            env={"PATH": path, "VIRTUAL_ENV": str(env)},
+            failed="The setup command failed",
+        )
 
 
 def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:

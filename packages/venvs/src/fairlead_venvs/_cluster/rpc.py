@@ -121,7 +121,12 @@ def run_on_nodes(
             if report is not None:
                 report([keys[ref] for ref in pending])
     finally:
-        _cancel(pending)
+        # A task is interrupted first, so that it ends its processes; a task that is killed cannot do that.
+        for ref in pending:
+            ray.cancel(ref)
+        _, stubborn = ray.wait(pending, num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
+        for ref in stubborn:
+            ray.cancel(ref, force=True)
     late = set(pending)
     answers: dict[Key, Outcome | VenvError | None] = {}
     refused: list[Key] = []
@@ -142,17 +147,6 @@ def run_on_nodes(
         staying = nodes.without_draining().labels
         answers = {key: answer for key, answer in answers.items() if calls[key][0] in staying}
     return answers
-
-
-def _cancel(refs: Sequence[Any]) -> None:
-    """End tasks. A task is interrupted first, so that it ends its processes; a task that is killed cannot do that."""
-    import ray
-
-    for ref in refs:
-        ray.cancel(ref)
-    _, stubborn = ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S) if refs else ([], [])
-    for ref in stubborn:
-        ray.cancel(ref, force=True)
 
 
 def pickle_by_value(function: Callable[..., Any]) -> bytes:

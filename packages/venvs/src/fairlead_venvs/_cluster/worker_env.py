@@ -60,23 +60,24 @@ def ensure_worker_env(
             environment, or has another version than the cluster's.
     """
     what = python
-    if isinstance(what, str) and not is_uv_command(what) and not _is_path(what):
+    if isinstance(what, str) and not is_uv_command(what) and os.sep not in what:
         what = get_actor_python_env(what)
     if what == sys.executable:
         return WorkerEnv(sys.executable, {})
-    if isinstance(what, str) and not is_uv_command(what):
-        deadline = start_deadline(timeout_s)
-        alive = alive_nodes(nodes)
-        outcomes = _probe(what, alive, deadline)
-    else:
+    deadline = start_deadline(timeout_s)
+    built = not isinstance(what, str) or is_uv_command(what)
+    if built:
         spec = as_spec(what)
         _check_python(spec)
         alive = alive_nodes(nodes)
         _check_ray(spec)
-        (outcomes,) = ensure_on_nodes([spec], None, alive, start_deadline(timeout_s), progress=progress)
+        (outcomes,) = ensure_on_nodes([spec], None, alive, deadline, progress=progress)
+    else:
+        alive = alive_nodes(nodes)
+        outcomes = _probe(str(what), alive, deadline)
     _check_outcomes(outcomes, alive.labels)
     path = next(iter(outcomes.values())).python
-    return WorkerEnv(path, _make_runtime_env(path, built=not isinstance(what, str) or is_uv_command(what)))
+    return WorkerEnv(path, _make_runtime_env(path, built=built))
 
 
 def make_actor_runtime_env(
@@ -98,10 +99,6 @@ def make_actor_runtime_env(
     """
     what = get_actor_python_env(actor_class_fqn)
     return dict(ensure_worker_env(what, nodes=nodes, timeout_s=timeout_s, progress=progress).runtime_env)
-
-
-def _is_path(text: str) -> bool:
-    return os.sep in text
 
 
 def _check_python(spec: VenvSpec) -> None:

@@ -15,8 +15,7 @@ from .._build.redact import redact
 from .._build.store import FORMAT, check_name, venv_root
 from .._build.uv import Runner, Session
 from .project import Project, read_project
-from .requirements import is_wheel
-from .resolution import Resolution, installed_lines, resolve
+from .requirements import Resolution, installed_lines, is_wheel, resolve
 from .settings import Settings, digest_secrets, read_settings
 from .spec import BaseSpec
 from .wheel import ensure_wheel, hash_file

@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements in one spelling, so that equal requirements are equal strings."""
+"""Requirements in one spelling, so that equal requirements are equal strings, and the versions they are resolved to.
 
+The driver resolves them once, so that every node installs the same versions whenever it joins.
+"""
+
+import contextlib
 import os
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
@@ -10,7 +18,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from .._build.build import choose_interpreter, lay_out
+from .._build.publish import make_once
+from .._build.recipe import File, Recipe
 from .._build.redact import redact
+from .._build.store import read_facts, write_facts
+from .._build.users import share, touch
+from .._build.uv import Runner
+from ..exceptions import VenvBuildError
 
 
 def is_wheel(requirement: str) -> bool:
@@ -99,3 +114,182 @@ def _normalise(text: str) -> str:
         )
     requirement.name = canonicalize_name(requirement.name)
     return str(requirement)
+
+
+# The folder of all resolutions, one file each.
+RESOLVED = ".resolved"
+PINS = "pins.txt"
+COMMIT = r"@([0-9a-f]{40})(?=[#\s;]|$)"
+# The conventional user of git's hosts has no password and is not a credential.
+PLAIN_USER = "://git@"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The versions that a list of requirements was resolved to.
+
+    Attributes:
+        pins: distributions with their versions, "numpy==2.4.6".
+        direct: the names of the distributions that a requirement gives by URL or as a wheel, each with its commit if it
+            comes from git.
+    """
+
+    pins: tuple[str, ...] = ()
+    direct: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def resolve(
+    draft: Recipe, requirements: Sequence[str], files: Iterable[File], runner: Runner, *, refresh: bool = False
+) -> Resolution:
+    """Return the stored resolution of a request, or let uv resolve the requirements and store the result.
+
+    Args:
+        draft: the recipe as far as it is known.
+        requirements: as in the spec; those of the draft are lines for uv, with wheels by their relative paths.
+        files: the files of the recipe.
+        runner: runs uv.
+        refresh: resolve again, and replace the stored resolution.
+
+    Raises:
+        VenvBuildError: nothing satisfies the requirements, or the result cannot be stored.
+        VenvTimeoutError: the deadline passed.
+    """
+    root = Path(draft.folder)
+    path = root / RESOLVED / draft.request
+    lines = draft.requirements or ()
+
+    def compile_lines(aside: Path) -> Resolution:
+        aside.mkdir(mode=0o700)
+        lay_out([(name, content) for name, content in files if f"./{name}" in lines], aside)
+        resolution = parse_resolution(_compile(draft, lines, aside, runner), requirements, draft.secrets)
+        return _store(resolution, aside / draft.request, path, refresh)
+
+    return make_once(
+        root,
+        path,
+        lambda: None if refresh else _find(path),
+        compile_lines,
+        runner.deadline,
+        doing="resolves the requirements for",
+    )
+
+
+def _find(path: Path) -> Resolution | None:
+    """Return a stored resolution; None if there is none, or it is damaged."""
+    stored = _read(path)
+    if stored is not None:
+        with contextlib.suppress(OSError):  # a folder that may be read only
+            touch(path)  # `prune` reads its time
+    return stored
+
+
+def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -> str:
+    """Return uv's list of everything to install. This machine need not have an interpreter of the requested version."""
+    # An empty uv.toml ends the search for settings in the folders above.
+    (aside / "uv.toml").touch()
+    ours = choose_interpreter(draft.python, draft.implementation) == sys.executable
+    runner.uv(
+        *("pip", "compile", "--python", sys.executable, *([] if ours else ["--python-version", draft.python])),
+        # These override a configuration of uv.
+        *("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--no-generate-hashes"),
+        *("--no-universal", "--strip-extras"),
+        # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
+        *("--output-file", PINS, "-"),
+        cwd=aside,
+        stdin="\n".join(lines) + "\n",
+        failed="uv could not resolve the requirements",
+    )
+    return (aside / PINS).read_text(encoding="utf-8")
+
+
+def parse_resolution(text: str, requirements: Sequence[str], secrets: frozenset[str] = frozenset()) -> Resolution:
+    """Read the output of `uv pip compile`.
+
+    Args:
+        text: lines "name==version", "name @ URL", or the path of a wheel.
+        requirements: the requirements of the spec. The result does not repeat URLs and wheels that they give.
+        secrets: strings that the result must not contain.
+
+    Raises:
+        VenvBuildError: the metadata of a distribution names a dependency by a URL with a credential.
+    """
+    given = {name for one in requirements if (name := _direct_name(one)) is not None}
+    pins: list[str] = []
+    direct: dict[str, str] = {}
+    for line in (one.strip() for one in text.splitlines()):
+        if not line or line.startswith(("#", "-")):
+            continue
+        name = _direct_name(line)
+        if name is not None and name in given:
+            commit = re.search(COMMIT, line) if "git+" in line else None
+            direct[name] = commit[1] if commit else ""
+            continue
+        shown = redact(line, secrets)
+        if name is not None and redact(line.replace(PLAIN_USER, "://"), secrets) != line.replace(PLAIN_USER, "://"):
+            raise VenvBuildError(
+                f"A dependency is named by a URL with a credential, which is not stored: {shown}. Add it to the "
+                "requirements of the spec."
+            )
+        pins.append(line)
+    return Resolution(tuple(sorted(pins)), dict(sorted(direct.items())))
+
+
+def installed_lines(requirements: Sequence[str], staged: Sequence[str], resolution: Resolution) -> tuple[str, ...]:
+    """Return the lines that install exactly a resolution.
+
+    Args:
+        requirements: as in the spec.
+        staged: the same as lines for uv.
+        resolution: their resolution.
+    """
+    lines = []
+    for requirement, line in zip(requirements, staged, strict=True):
+        name = _direct_name(requirement)
+        if name is not None and name in resolution.direct:
+            commit = resolution.direct[name]
+            lines.append(_at_commit(line, commit) if commit else line)
+    return (*lines, *resolution.pins)
+
+
+def _direct_name(line: str) -> str | None:
+    """Return the name of a distribution that a line gives by URL or as a wheel; None for any other line."""
+    if is_wheel(line):
+        return parse_wheel_filename(os.path.basename(line))[0]
+    name, at, _ = line.partition("@")
+    return canonicalize_name(re.sub(r"\[.*", "", name).strip()) if at else None
+
+
+def _at_commit(line: str, commit: str) -> str:
+    """Return a requirement of git with a commit in the place of its revision."""
+    requirement = Requirement(line)
+    address, hash_sign, fragment = (requirement.url or "").partition("#")
+    scheme, _, place = address.partition("://")
+    host, _, path = place.partition("/")
+    repository, at, rest = path.rpartition("@")
+    requirement.url = f"{scheme}://{host}/{repository if at else rest}@{commit}{hash_sign}{fragment}"
+    return str(requirement)
+
+
+def _read(path: Path) -> Resolution | None:
+    facts = read_facts(path)
+    pins, direct = facts.get("pins"), facts.get("direct")
+    if not isinstance(pins, list) or not isinstance(direct, dict):
+        return None
+    is_valid = all(isinstance(one, str) for one in [*pins, *direct, *direct.values()])
+    return Resolution(tuple(pins), direct) if is_valid else None
+
+
+def _store(resolution: Resolution, new: Path, path: Path, refresh: bool) -> Resolution:
+    """Store a resolution in one step. A resolution that is there stays, unless this is a refresh."""
+    write_facts(new, {"direct": dict(resolution.direct), "pins": resolution.pins})
+    if not refresh:
+        # On a file system without locks, another process may have finished first.
+        with contextlib.suppress(OSError):
+            os.link(new, path)
+            share(path)
+            return resolution
+        if (ready := _read(path)) is not None:
+            return ready
+    os.replace(new, path)
+    share(path)
+    return resolution

@@ -93,7 +93,8 @@ def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, pr
         texts[name] = [contents[path].decode(errors="replace") if path in contents else path for path in paths]
         secrets |= find_secrets(texts[name])
         if name in ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE"):  # the others are only used for the resolution
-            places = {path: _choose_place(name, number) for number, path in enumerate(contents)}
+            stem = "uv.toml" if name == "UV_CONFIG_FILE" else "build-constraint-{}.txt"
+            places = {path: f"settings/{stem.format(number)}" for number, path in enumerate(contents)}
             files += [(places[path], content) for path, content in contents.items()]
             staged[name] = tuple(places.get(path, path) for path in paths)
     hidden = frozenset(secrets)
@@ -139,10 +140,6 @@ def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, s
 def _resolve(path: str) -> str:
     """Return the absolute path of a path of this machine, and a URL unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
-
-
-def _choose_place(name: str, number: int) -> str:
-    return "settings/uv.toml" if name == "UV_CONFIG_FILE" else f"settings/build-constraint-{number}.txt"
 
 
 def _read_file(name: str, path: str) -> bytes:
