@@ -3,19 +3,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, overload
 
 import ray
 
 from fairlead_placement.spi import SlotClaim
 
 from ._accelerators.config import AcceleratorConfigType
-from ._pool import SlicePool, arrange
+from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
 from ._run.work import Class, Function, Work, inspect_work
 
 
-class _OnDevices:
+class _OnDevices(ClosesOnExit):
     """A function or a class with its slices, which are taken on first use and kept until `close()`.
 
     Attributes:
@@ -33,12 +33,6 @@ class _OnDevices:
     def close(self) -> bool:
         """End what still runs and give everything back. Can be repeated; the next use reserves again."""
         return self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class DeviceFunction(_OnDevices):
@@ -90,7 +84,7 @@ class DeviceClass(_OnDevices):
         return DeviceInstances(self.work.function, actors, claim, self.pool, give_back)
 
 
-class DeviceInstances:
+class DeviceInstances(ClosesOnExit):
     """An instance on every host: `instances.method(...)` calls it on all, and returns the values in order.
 
     `instances.method.remote(...)` returns references instead. State is kept from call to call, in one process per host.
@@ -125,12 +119,6 @@ class DeviceInstances:
         if self._give_back is not None:
             give_back, self._give_back = self._give_back, None
             give_back()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Method:

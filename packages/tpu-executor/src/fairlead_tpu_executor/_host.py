@@ -100,18 +100,14 @@ def _prepare_process(facts: dict[str, Any]) -> None:
         os.environ["TPU_ZONE"] = zone
 
 
-def _address(name: str) -> str:
-    """Return the address of an abstract socket: it needs no file, and the kernel closes it with the process."""
-    return f"\0fairlead-tpu-{name}"
-
-
 def _hold(name: str, timeout_s: float) -> socket.socket | None:
     """Hold a name in the place of its previous process; return None if that does not end in time."""
     deadline = time.monotonic() + timeout_s
     while True:
         held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            held.bind(_address(name))
+            # An abstract socket needs no file, and the kernel closes it with the process.
+            held.bind(f"\0fairlead-tpu-{name}")
         except OSError as error:
             held.close()
             if error.errno != errno.EADDRINUSE:

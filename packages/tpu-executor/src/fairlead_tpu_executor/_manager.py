@@ -8,11 +8,11 @@ from typing import Any
 from . import _host
 from ._accelerators.config import TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
-from ._pool import SlicePool, arrange
+from ._pool import ClosesOnExit, SlicePool, arrange
 from ._run.work import Function, take_options
 
 
-class TpuRemoteManager:
+class TpuRemoteManager(ClosesOnExit):
     """Calls functions and methods on every host of slices that are kept from call to call.
 
     Each call runs in a new process, so that no handle of an accelerator outlives it.
@@ -96,9 +96,6 @@ class TpuRemoteManager:
 
     def __enter__(self) -> "TpuRemoteManager":
         return self.ensure()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class SlicePoolManager:

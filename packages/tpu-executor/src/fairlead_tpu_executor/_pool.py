@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -46,7 +46,21 @@ class PoolStatistics:
     reservations: int = 0
 
 
-class SlicePool:
+class ClosesOnExit:
+    """The base of what is closed at the end of its `with` statement."""
+
+    def close(self) -> object:
+        """Give everything back. Can be repeated."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SlicePool(ClosesOnExit):
     """Whole slices that are kept from run to run. A run goes to every host of every slice.
 
     Slices are taken on first use, kept until `close()`, and replaced one by one when they are lost. A pool has one run
@@ -258,9 +272,6 @@ class SlicePool:
 
     def __enter__(self) -> "SlicePool":
         return self.reserve()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False

@@ -10,6 +10,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from ._pool import ClosesOnExit
+
 __all__ = ["PretendSlices"]
 
 _QUICK_DEATHS = {
@@ -20,7 +22,7 @@ _QUICK_DEATHS = {
 }
 
 
-class PretendSlices:
+class PretendSlices(ClosesOnExit):
     """A cluster on this machine: a head without TPUs, and hosts of slices that tests add and kill one by one.
 
     Each host is a raylet with the variables of a TPU VM, so Ray gives it the labels and resources of one. All hosts
@@ -150,12 +152,6 @@ class PretendSlices:
         """Detach from the cluster, and end it."""
         ray.shutdown()
         self._cluster.shutdown()
-
-    def __enter__(self) -> "PretendSlices":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
