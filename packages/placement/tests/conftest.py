@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: scripts in processes of their own, and waiting."""
+"""Fixtures that the tests share: clusters of several raylets, scripts in their own processes, and waiting."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import time
 import pytest
 from hypothesis import settings
 
-# No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
+# No deadline, which would fail slow tests on a busy machine. No database, so that a test run leaves no files.
 settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
 settings.load_profile("fairlead")
 
@@ -29,20 +29,20 @@ QUICK_DEATHS = {
 
 @contextlib.contextmanager
 def several_raylets(head, workers=(), *, quick_deaths=False, **options):
-    """A cluster of several raylets on this machine, with this process attached to it.
+    """Start a cluster of several raylets on this machine, and attach this process to it.
 
     Args:
         head: the resources of the head, as arguments of `Cluster.add_node`.
         workers: the resources of each further node, in the order in which the nodes start.
-        quick_deaths: whether Ray is to declare a node dead at once.
-        options: how to attach, as arguments of `ray.init`.
+        quick_deaths: whether Ray declares a node dead within about a second.
+        options: options of `ray.init`.
     """
-    # Not at the top: some tests of this folder run where Ray must not be imported before them.
+    # Not at the top, because some tests of this folder check that nothing has imported Ray yet.
     import ray
     from ray.cluster_utils import Cluster
 
     settings = {"_system_config": QUICK_DEATHS} if quick_deaths else {}
-    # Ray puts sockets below it: short.
+    # The path must be short, because Ray puts sockets below it.
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
@@ -60,12 +60,12 @@ def several_raylets(head, workers=(), *, quick_deaths=False, **options):
 
 @pytest.fixture(scope="session")
 def raylets():
-    """Makes clusters of several raylets; see `several_raylets`."""
+    """Return a function that starts clusters of several raylets; see `several_raylets`."""
     return several_raylets
 
 
 class Script:
-    """A Python script in a process of its own. It goes on past `input()` when `finish` is called."""
+    """A Python script in its own process. Its `input()` returns when `finish` is called."""
 
     def __init__(self, source, folder, env):
         self.process = subprocess.Popen(
@@ -79,13 +79,13 @@ class Script:
         )
 
     def line(self):
-        """The next line it prints, or its errors if it prints no more."""
+        """Return the next line that it prints; fail with its errors if it prints no more."""
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=60)[1]
         return line.strip()
 
     def finish(self, *, check=True):
-        """(stdout, stderr) of what is left."""
+        """Return the rest of (stdout, stderr)."""
         out, err = self.process.communicate(input="\n", timeout=120)
         assert not check or self.process.returncode == 0, err
         return out, err
@@ -93,13 +93,13 @@ class Script:
 
 @pytest.fixture(scope="session")
 def script_class():
-    """For fixtures that live longer than a test."""
+    """Return the class, for fixtures that live longer than a test."""
     return Script
 
 
 @pytest.fixture
 def start_script(tmp_path):
-    """Starts scripts, and ends those that a test leaves running."""
+    """Return a function that starts scripts. Those that a test leaves running are killed."""
     started = []
 
     def start(source, **env):
@@ -114,13 +114,13 @@ def start_script(tmp_path):
 
 @pytest.fixture
 def run_script(start_script):
-    """Runs a script to its end and gives its output."""
+    """Return a function that runs a script to its end and returns its output."""
     return lambda source, **env: start_script(source, **env).finish()[0]
 
 
 @pytest.fixture
 def eventually():
-    """Waits until something holds, at most some seconds; says whether it came to hold."""
+    """Return a function that waits until a condition holds, or for some seconds, and returns whether it holds."""
 
     def wait(holds, timeout_s=15.0):
         deadline = time.monotonic() + timeout_s

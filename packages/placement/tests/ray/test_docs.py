@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example that a reader sees is run."""
+"""Every example in the documentation of this package is run."""
 
 import doctest
 import importlib
@@ -19,7 +19,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_examples_in_docstrings(name, monkeypatch):
-    """The examples show what the code does. (Some start a Ray, so no fixture here does.)"""
+    """The examples print what they show. (Some start a Ray, so no fixture here does.)"""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     module = importlib.import_module(name.removesuffix(".__init__"))
     public = {one: getattr(fairlead_placement, one) for one in fairlead_placement.__all__}
@@ -31,17 +31,17 @@ def test_examples_in_docstrings(name, monkeypatch):
 
 
 def without_ids(text):
-    """Addresses and node ids differ, and with them the widths of columns."""
+    """Remove addresses and node ids, which differ, and with them the widths of columns."""
     text = re.sub(r"[\d.]+ \([0-9a-f]{6}\)", "ADDRESS (ID)", text)
     return re.sub(r" +", " ", re.sub(r"─+", "─", text)).strip()
 
 
 def test_readme(run_script):
-    """The example of the README runs as a script, and prints what the README shows."""
+    """The example of the README runs as a script and prints what the README shows."""
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 150
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     shown, refusal = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    # A Ray of its own, whatever runs on this machine.
+    # Always a new Ray, even if one runs on this machine.
     assert without_ids(run_script(example, RAY_ADDRESS="local")) == without_ids(shown)
     assert refusal.startswith(fairlead_placement.PlacementTimeoutError.__name__)

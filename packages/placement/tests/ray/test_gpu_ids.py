@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reserving particular GPUs, on one node of 4 that are not real."""
+"""Reservations of particular GPUs, on one node with 4 pretended GPUs."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ def groups_there():
     return [i for i, row in placement_group_table().items() if row["state"] != "REMOVED"]
 
 
-def seen(cluster):
-    """The ids that a process in each bundle gets, by logical node."""
+def read_gpu_ids(cluster):
+    """Return the ids that a process in each bundle gets, by logical node."""
 
     @ray.remote(num_cpus=1, num_gpus=1)
     def ids():
@@ -58,7 +58,7 @@ def actor(**options):
 
 
 @contextlib.contextmanager
-def held(bundles, name=""):
+def hold_group(bundles, name=""):
     group = placement_group(bundles, name=name)
     ray.get(group.ready())
     try:
@@ -69,7 +69,7 @@ def held(bundles, name=""):
 
 @pytest.fixture
 def local(local_ray):
-    """What is left over after a test would be somebody's GPU."""
+    """Start a Ray, and check after each test that no placement group is left."""
     assert groups_there() == []
     yield
     assert groups_there() == []
@@ -77,49 +77,49 @@ def local(local_ray):
 
 @pytest.mark.parametrize("ids", [[2], [3, 1], [0, 1, 2, 3]])
 def test_the_bundles_have_the_ids(local, ids):
-    """The bundles kept are on the GPUs that were named, in ascending order; the other GPUs are free again."""
+    """The bundles are on the named GPUs, in ascending order; the other GPUs are free again."""
     with RayVirtualCluster([0, len(ids)], gpu_ids=ids) as cluster:
-        assert seen(cluster) == {1: sorted(ids)}
+        assert read_gpu_ids(cluster) == {1: sorted(ids)}
         assert groups_there() == [cluster.get_placement_groups()[0].id.hex()]
         assert ray.available_resources().get("GPU", 0) == 4 - len(ids)
 
 
 def test_a_list_for_each_logical_node(local):
-    """Logical nodes that share a physical node each get their own ids; a list of an unused one is empty."""
+    """Logical nodes that share a physical node each get their ids; the list of an unused one is empty."""
     with RayVirtualCluster([2, 0, 1], gpu_ids=[[3, 0], [], [2]], max_colocated_worker_groups=2) as cluster:
         assert [slot.accelerator_ids for slot in cluster.slots()] == [("0",), ("2",), ("3",)]
         assert [slot.node_idx for slot in cluster.slots()] == [0, 2, 0]
         assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0, "GPU": 0.5}] * 3
     with RayVirtualCluster([0, 2], gpu_ids=[[], [3, 2]]).reserve(unified=True) as cluster:
-        assert seen(cluster) == {1: [2, 3]}
+        assert read_gpu_ids(cluster) == {1: [2, 3]}
 
 
 def test_auto(local, monkeypatch):
-    """ "auto" is any GPUs, found without holding others."""
+    """ "auto" means any GPUs, and holds no others in between."""
     monkeypatch.delattr("fairlead_placement._reserve.lifecycle.GpuAttempt")
     with RayVirtualCluster([2], gpu_ids="auto") as cluster:
         assert len(cluster.slots()) == 2
 
 
 def test_two_at_once(local):
-    """Two clusters that ask for different GPUs of one node at the same time both get theirs."""
+    """Two clusters that request different GPUs of one node at the same time both get theirs."""
     clusters = [RayVirtualCluster([2], gpu_ids=ids, reserve_timeout_s=60) for ids in ([1, 2], [0, 3])]
     threads = [threading.Thread(target=cluster.reserve) for cluster in clusters]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [seen(cluster) for cluster in clusters] == [{0: [1, 2]}, {0: [0, 3]}]
+    assert [read_gpu_ids(cluster) for cluster in clusters] == [{0: [1, 2]}, {0: [0, 3]}]
     for cluster in clusters:
         cluster.shutdown()
 
 
 def test_held_by_actors(local):
-    """GPUs that live actors have are waited for until the deadline; the error names each actor, and nothing is left."""
+    """A reservation waits for GPUs of live actors until its deadline. The error names each actor; nothing is left."""
     job = ray.get_runtime_context().get_job_id()
     with (
         actor(name="first") as (first,),
-        held([{"GPU": 1}], name="other[/people]") as group,
+        hold_group([{"GPU": 1}], name="other[/people]") as group,
         actor(num_gpus=0.5, scheduling_strategy=in_bundle(group)) as (second,),
     ):
         before = groups_there()
@@ -140,11 +140,11 @@ def test_held_by_actors(local):
 
         free = sorted({0, 1, 2, 3} - {first, second})
         with RayVirtualCluster([2], gpu_ids=free, reserve_timeout_s=0) as cluster:
-            assert seen(cluster) == {0: free}
+            assert read_gpu_ids(cluster) == {0: free}
 
 
 def test_held_by_a_part(local):
-    """A GPU of which somebody has a part is held, though Ray counts the rest as free."""
+    """A GPU of which an actor holds a part is not free, although Ray counts the rest as free."""
     with (
         actor(num_gpus=0.25) as (part,),
         pytest.raises(ResourceInsufficientError, match=f"id {part} is held by actor Trainer"),
@@ -153,7 +153,7 @@ def test_held_by_a_part(local):
 
 
 def test_held_by_idle_reservations(local, eventually):
-    """GPUs of a reservation in which nothing runs are found by elimination: it is named."""
+    """The error names a reservation in which nothing runs, which is found by elimination."""
     with RayVirtualCluster([2], gpu_ids=[1, 3], name="idle") as cluster:
         (group,) = cluster.get_placement_groups()
         with actor(), pytest.raises(ResourceInsufficientError) as caught:
@@ -169,7 +169,7 @@ def test_held_by_idle_reservations(local, eventually):
 
 
 def test_held_by_a_task(local, tmp_path, eventually):
-    """Ray does not tell which GPUs a task has: it is what remains when nobody else is known."""
+    """Ray does not report the GPUs of tasks: the error names a task if no other holder is known."""
     started, stop = tmp_path / "started", tmp_path / "stop"
 
     def work():
@@ -193,7 +193,7 @@ def test_held_by_a_task(local, tmp_path, eventually):
     ],
 )
 def test_no_node_has_them(local, counts, ids, message):
-    """Ids that no node has, or that several logical nodes want of one node, are refused at once."""
+    """Ids that no node has, or that two logical nodes request on one node, are refused at once."""
     began = time.monotonic()
     with pytest.raises(ResourceInsufficientError, match=message) as caught:
         RayVirtualCluster(counts, gpu_ids=ids).reserve()
@@ -202,13 +202,16 @@ def test_no_node_has_them(local, counts, ids, message):
 
 
 def test_only_the_rest_is_missing(local):
-    """When the GPUs are free and something else is not, that is said, and not that GPUs are held."""
-    with held([{"CPU": 15}]), pytest.raises(PlacementTimeoutError, match="GPUs asked for are free, but others hold"):
+    """If the GPUs are free and another resource is not, the error says so."""
+    with (
+        hold_group([{"CPU": 15}]),
+        pytest.raises(PlacementTimeoutError, match="GPUs asked for are free, but others hold"),
+    ):
         RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
 
 
 def test_a_waiter_is_served(local):
-    """Whoever waits for particular GPUs gets them when they are given back."""
+    """A waiting reservation gets its GPUs when they are released."""
     first = RayVirtualCluster([2], gpu_ids=[0, 1]).reserve()
     second = RayVirtualCluster([2], gpu_ids=[1, 2], reserve_timeout_s=60)
     waiter = threading.Thread(target=second.reserve)
@@ -217,12 +220,12 @@ def test_a_waiter_is_served(local):
     assert waiter.is_alive()
     first.shutdown()
     waiter.join()
-    assert seen(second) == {0: [1, 2]}
+    assert read_gpu_ids(second) == {0: [1, 2]}
     second.shutdown()
 
 
 def test_wrong_ids_are_not_kept(local, monkeypatch):
-    """What Ray placed on other GPUs is given back, and counts as taken (seam: the check says they are others)."""
+    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the check fails)."""
     checked = []
     monkeypatch.setattr(
         "fairlead_placement._reserve.gpus._check_ids", lambda *placed, **options: checked.append(placed)
@@ -233,7 +236,7 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
 
 
 def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
-    """Slow nodes have all the time of the reservation to report their ids (seam: the time they are given)."""
+    """Nodes may take the whole time of the reservation to report ids (seam: the timeouts are recorded)."""
     given = []
     get = ray.get
 
@@ -252,13 +255,13 @@ def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypa
 
 
 def test_ids_are_found_without_time_to_wait(local):
-    """A reservation that takes only what is free now still learns its ids: the resources are held by then."""
+    """A reservation without time to wait still reads its ids, because the resources are held by then."""
     with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
         assert len(cluster.slots()[0].accelerator_ids) == 1
 
 
 def test_ids_that_do_not_come(local, monkeypatch):
-    """When the tasks do not finish, the error says so and what to do, and nothing stays reserved (seam: the task)."""
+    """If the tasks do not finish, the error says so and what to do, and nothing stays reserved (seam: the task)."""
     release = ray.remote(num_cpus=0)(Gate).remote()
 
     def never():
@@ -286,7 +289,7 @@ class Gate:
     ],
 )
 def test_interrupted(local, monkeypatch, seam):
-    """Wherever an interrupt comes, no group is left when it is raised (seam: the step that it comes in)."""
+    """An interrupt at any step leaves no placement group (seam: the step)."""
 
     def interrupt(*args, **options):
         os.kill(os.getpid(), signal.SIGINT)
@@ -299,7 +302,7 @@ def test_interrupted(local, monkeypatch, seam):
 
 
 def test_interrupted_at_the_end(local, monkeypatch):
-    """Also the groups on the right GPUs are gone when the fillers' removal is interrupted (seam: that removal)."""
+    """An interrupt of the fillers' removal leaves no group on the requested GPUs (seam: that removal)."""
     from fairlead_placement._reserve import gpus as _gpus
 
     drop, calls = _gpus.drop, []
@@ -318,7 +321,7 @@ def test_interrupted_at_the_end(local, monkeypatch):
 
 
 def test_renamed(run_script):
-    """On a node whose Ray sees some GPUs only, the ids are theirs."""
+    """On a node whose Ray sees only some GPUs, the ids are those of these GPUs."""
     out = run_script(
         """
         import ray

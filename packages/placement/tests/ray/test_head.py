@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's head (GCS) that does not answer: typed errors in time, and nothing left behind once it answers again."""
+"""A Ray head (GCS) that does not answer: errors in time, and nothing left behind once it answers again."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture
-def hung(monkeypatch):
-    """Stops the head for as long as a `with` statement lasts. Requests get at least half a second."""
+def stop_head(monkeypatch):
+    """Stop the head during a `with` statement. Requests get at least half a second."""
     monkeypatch.setattr(_head, "LEAST_S", 0.5)
     process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
 
@@ -43,9 +43,9 @@ def hung(monkeypatch):
         yield stopped
 
 
-def test_one_request(hung):
+def test_one_request(stop_head):
     """The error says what was requested, how long this process waited, and what to do."""
-    with hung():
+    with stop_head():
         began = time.monotonic()
         with pytest.raises(HeadTimeoutError) as caught:
             alive_nodes(timeout_s=0.7)
@@ -59,24 +59,24 @@ def test_one_request(hung):
 
 
 @pytest.mark.parametrize("read", [read_nodes, read_holders, alive_nodes])
-def test_a_deadline_for_a_block(hung, read):
-    """All requests of a block end by its deadline; without one a request waits until the head answers."""
-    with hung():
+def test_a_deadline_for_a_block(stop_head, read):
+    """All requests of a block end by its deadline. Without a deadline, a request waits until the head answers."""
+    with stop_head():
         with pytest.raises(HeadTimeoutError), head_deadline(0.5):
             read()
         with ThreadPoolExecutor() as pool:
             late = pool.submit(read)
             time.sleep(1)
             assert not late.done()
-            hung.resume()
+            stop_head.resume()
             assert late.result(20) is not None
 
 
 @pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
-def test_reserving(hung, options):
-    """A reservation ends within its own time, and can be made once the head answers."""
+def test_reserving(stop_head, options):
+    """A reservation fails within its own time, and succeeds once the head answers."""
     cluster = RayVirtualCluster([1], reserve_timeout_s=2.0, **options)
-    with hung():
+    with stop_head():
         began = time.monotonic()
         with pytest.raises(HeadTimeoutError):
             cluster.reserve()
@@ -85,8 +85,8 @@ def test_reserving(hung, options):
         assert len(cluster.slots()) == 1
 
 
-def test_the_head_hangs_while_a_reservation_waits(hung):
-    """The same when others hold what it needs first, and the head hangs then."""
+def test_the_head_hangs_while_a_reservation_waits(stop_head):
+    """A waiting reservation also fails in time if the head hangs during the wait."""
     outcome = []
 
     def reserve():
@@ -100,30 +100,30 @@ def test_the_head_hangs_while_a_reservation_waits(hung):
         waiter = threading.Thread(target=reserve)
         waiter.start()
         time.sleep(1)
-        with hung():
+        with stop_head():
             waiter.join(20)
         ((kind, ended),) = outcome
         assert kind is HeadTimeoutError
         assert ended - began < 6
 
 
-def test_groups_that_are_created_too_late(hung, eventually):
-    """A placement group that Ray creates after its reservation has given up is removed."""
+def test_groups_that_are_created_too_late(stop_head, eventually):
+    """A placement group that Ray creates after its reservation has failed is removed."""
     node_id = ray.nodes()[0]["NodeID"]
     message = "a request to create a placement group"
-    with hung(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
+    with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
         place_pinned({"late": [(node_id, {"CPU": 1.0})]})
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 
-def test_using_and_shutting_down(hung, monkeypatch, eventually):
-    """Reading a cluster's state and shutting it down end by the error; its groups are removed later."""
+def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
+    """Reading a cluster's state and shutting it down fail in time; the groups are removed later."""
     monkeypatch.setattr("fairlead_placement._nodes.head.ALIVE_S", 0.5)
     monkeypatch.setattr(_head, "HEAD_S", 0.5)
     monkeypatch.setattr(_lifecycle, "GIVE_BACK_S", 1.0)
     cluster = RayVirtualCluster([2], use_gpus=False).reserve()
     cluster.get_master_address_and_port()
-    with hung():
+    with stop_head():
         for use in (cluster.explain, cluster.get_resource_usage, lambda: cluster.replace_lost_nodes(0.5)):
             with pytest.raises(HeadTimeoutError):
                 use()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching to a Ray that somebody else runs, or starting one."""
+"""Attaching to a Ray that another process runs, or starting one."""
 
 import shutil
 import tempfile
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-# Said, since only some versions of Ray want one on a cluster of this machine.
+# Explicit, because only some versions of Ray require a token on a local cluster.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
 
 @pytest.fixture(scope="module")
 def server(script_class):
-    """(address, log folder) of a Ray that another process started with `init_ray` and ends."""
-    # Ray puts sockets below it: short.
+    """Yield (address, log folder) of a Ray that another process starts with `init_ray` and ends."""
+    # The path must be short, because Ray puts sockets below it.
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     script = script_class(
         f"""
@@ -35,9 +35,9 @@ def server(script_class):
 
 
 def test_attaching(server, run_script):
-    """RAY_ADDRESS is attached to; nothing of this process's environment goes there, and `os.environ` is left alone.
+    """RAY_ADDRESS is attached to. Nothing of this process's environment goes there, and `os.environ` is unchanged.
 
-    A second call gives the same cluster and leaves Ray's log level alone; naming another cluster is refused.
+    A second call returns the same cluster and does not change Ray's log level; naming another cluster is refused.
     """
     address, _ = server
     secret = "FAIRLEAD_TEST_SECRET"
@@ -118,7 +118,7 @@ def test_whose_local_ray(server, run_script):
 
 
 def test_a_file_that_outlived_its_cluster(run_script):
-    """Where something else listens at the address in Ray's file, `init_ray` gives up in time and names the file.
+    """If something else listens at the address in Ray's file, `init_ray` fails in time and names the file.
 
     The script hides other heads of this machine from Ray, which would attach to the only one that it finds.
     """
@@ -152,13 +152,13 @@ def test_a_file_that_outlived_its_cluster(run_script):
 
 
 def test_log_dir(server):
-    """A local Ray keeps its session and its logs in the folder given, which is made."""
+    """A local Ray creates the given folder, and keeps its session and its logs there."""
     _, logs = server
     assert list(logs.glob("session_*/logs/raylet.out"))
 
 
 def test_no_token(server, run_script, tmp_path):
-    """A cluster that wants a token refuses with what to set."""
+    """The error of a cluster that requires a token says what to set."""
     address, _ = server
     out = run_script(
         f"""

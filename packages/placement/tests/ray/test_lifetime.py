@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a cluster when Ray or the driver ends before it."""
+"""A cluster whose Ray or driver ends before it is shut down."""
 
 
 def test_ray_ends_first(start_script):
-    """Shutting down after Ray has ended, or on another Ray, is safe; a cluster left at exit prints nothing."""
+    """Shutdown after Ray has ended, or on another Ray, is safe; a cluster that is left at exit prints nothing."""
     script = start_script(
         """
         import ray
@@ -33,7 +33,7 @@ def test_ray_ends_first(start_script):
         second.reserve()
         print(len(second.slots()), second.get_master_address_and_port()[1] > 0)
         """,
-        PYTHONWARNINGS="ignore::FutureWarning",  # of some versions of Ray, about their own future
+        PYTHONWARNINGS="ignore::FutureWarning",  # some versions of Ray warn about their own future
     )
     out, err = script.finish()
 
@@ -44,7 +44,7 @@ def test_ray_ends_first(start_script):
 
 
 def test_import_is_light(run_script):
-    """Importing the package starts no Ray and no agent."""
+    """Importing the package starts neither Ray nor an agent."""
     out = run_script("""
         import fairlead_placement, ray
         from fairlead_placement import testing
@@ -54,7 +54,7 @@ def test_import_is_light(run_script):
 
 
 def test_at_exit(run_script):
-    """At interpreter exit nothing is released, and an object that is dropped then is not waited for."""
+    """At interpreter exit nothing is released, and an object that is dropped then does not delay the exit."""
     out = run_script(
         """
         from fairlead_placement.spi import release_when_dropped
@@ -71,7 +71,7 @@ def test_at_exit(run_script):
 
 
 def test_ray_is_shut_down_meanwhile(run_script):
-    """`ray.shutdown()` waits for a release that frees references; without that Ray ends the process."""
+    """`ray.shutdown()` waits for a release that frees references. Otherwise Ray would end the process."""
     out = run_script(
         """
         import threading

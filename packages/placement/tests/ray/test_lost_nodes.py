@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that go, and nodes that an autoscaler has still to bring: several raylets on one address."""
+"""Nodes that die, and nodes that join later: several raylets on one address."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ from fairlead_placement.testing import assert_no_leaks
 
 @pytest.fixture
 def nodes(raylets):
-    """A head without room, and two nodes of 2 CPUs."""
+    """Start a head without room, and two nodes of 2 CPUs."""
     quiet = {"quick_deaths": True, "logging_level": "error", "log_to_driver": False}
     with raylets({"num_cpus": 0}, [{"num_cpus": 2}] * 2, **quiet) as made:
         yield made
 
 
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
-    """A node dies without a word."""
+    """Kill a node without a graceful shutdown."""
     (node,) = [one for one in nodes.worker_nodes if one.node_id == node_id]
     os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
     assert eventually(lambda: not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()), 30)
@@ -45,7 +45,7 @@ def live_groups():
 
 
 def test_a_lost_node_is_replaced(nodes, eventually):
-    """Survivors stay usable, others are not held up, and the lost slots come back at their places on a new node."""
+    """Survivors stay usable, others are not delayed, and new slots take the places of the lost ones."""
     with RayVirtualCluster([2, 2], use_gpus=False, name="lasting") as cluster:
         before = cluster.slots()
         gone, kept = before[0].node_id, before[2].node_id
@@ -54,7 +54,9 @@ def test_a_lost_node_is_replaced(nodes, eventually):
 
         assert where(before[2]) == kept
         began = time.monotonic()
-        with pytest.raises(PlacementTimeoutError, match=r"Waited \d\.\d s"):  # all that is left is held, by itself
+        with pytest.raises(
+            PlacementTimeoutError, match=r"Waited \d\.\d s"
+        ):  # the cluster itself holds all that is left
             cluster.replace_lost_nodes(timeout_s=1)
         assert 1 <= time.monotonic() - began < 4
         assert cluster.slots() == before
@@ -63,7 +65,7 @@ def test_a_lost_node_is_replaced(nodes, eventually):
         assert f"Node(s) {gone[:8]} are gone: replace_lost_nodes() reserves" in " ".join(str(report).split())
 
         late = nodes.add_node(num_cpus=4)
-        with RayVirtualCluster([1], use_gpus=False, name="other"):  # not held up by the parked group
+        with RayVirtualCluster([1], use_gpus=False, name="other"):  # the parked group does not delay it
             new = cluster.replace_lost_nodes(timeout_s=30)
         assert [slot.node_id for slot in new] == [late.node_id] * 2
         assert cluster.slots() == new + before[2:]
@@ -79,12 +81,12 @@ def test_a_lost_node_is_replaced(nodes, eventually):
             new[0].placement_group.id,
             before[2].placement_group.id,
         ]
-        assert live_groups() == ["lasting", "lasting"]  # the one that lost all its bundles is gone
+        assert live_groups() == ["lasting", "lasting"]  # the group that lost all its bundles is gone
         assert cluster.replace_lost_nodes(timeout_s=1) == ()
 
 
 def test_part_of_a_logical_node_is_replaced(nodes, eventually):
-    """Of a logical node over several nodes, and of a unified group, only the bundles that were lost are replaced."""
+    """If a logical node or a unified group loses some bundles, only these are replaced."""
     for options, unified in (({"placement_group_strategy": "STRICT_SPREAD"}, False), ({}, True)):
         counts = [1, 1] if unified else [2]
         with RayVirtualCluster(counts, use_gpus=False, **options).reserve(unified=unified) as cluster:
@@ -101,7 +103,7 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
 
 
 def test_a_lost_segment_is_replaced(nodes, eventually):
-    """A segment that has lost all its nodes comes back in one domain, also if another one has a node before that."""
+    """A segment that has lost all its nodes gets nodes of one domain, even if another has a node before it."""
 
     def add(domain):
         return nodes.add_node(num_cpus=1, labels={"ray.io/gpu-domain": domain}).node_id
@@ -118,7 +120,7 @@ def test_a_lost_segment_is_replaced(nodes, eventually):
 
 
 def test_a_replacement_is_watched(nodes, eventually):
-    """With `monitor_memory` a node that takes the place of a lost one is sampled from then on."""
+    """With `monitor_memory` a replacement node is sampled from then on."""
     with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
         kill(nodes, cluster.slots()[0].node_id, eventually)
         late = nodes.add_node(num_cpus=2)
@@ -127,7 +129,7 @@ def test_a_replacement_is_watched(nodes, eventually):
 
 
 def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
-    """A node that is to go while it is being reserved is planned around (seam: the moment at which it is drained)."""
+    """A reservation avoids a node that starts to drain during it (seam: the moment at which it drains)."""
     slots_of = _holding.slots_of
     drained: list[str] = []
 
@@ -138,7 +140,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
             assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 60) * 1000))[0]
         return slots_of(placed, capacity, **options)
 
-    class Busy:  # an idle node goes as soon as it is drained
+    class Busy:  # an idle node ends as soon as it drains
         def here(self):
             return True
 
@@ -151,7 +153,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
 
 
 def test_particular_gpus_are_replaced(nodes, eventually):
-    """A lost logical node that asked for particular GPUs gets those of another node."""
+    """A lost logical node with particular GPUs gets these GPUs of another node."""
     for _ in range(2):
         nodes.add_node(num_cpus=2, num_gpus=2)
     with RayVirtualCluster([1, 1], gpu_ids=[[1], [1]]) as cluster:
@@ -164,9 +166,9 @@ def test_particular_gpus_are_replaced(nodes, eventually):
 
 
 def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
-    """Where an autoscaler may add nodes, too large a request shows as demand until they come, or the deadline.
+    """If an autoscaler may add nodes, a request that is too large shows as demand until they join or the time is up.
 
-    The seam is the one private call that says whether there is an autoscaler: the real one stops every Ray it finds.
+    The seam is the private call that reports an autoscaler: the real autoscaler stops every Ray on this machine.
     """
     monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
     began = time.monotonic()
@@ -188,7 +190,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
 
 
 def test_a_node_dies_while_others_hold(nodes, eventually):
-    """A request that only waited for its turn is told at once when a death has made it impossible."""
+    """A waiting request is refused at once when the death of a node has made it impossible."""
     with RayVirtualCluster([2], use_gpus=False) as holder:
         lost = next(n.node_id for n in nodes.worker_nodes if n.node_id != holder.slots()[0].node_id)
         outcome: list[BaseException] = []

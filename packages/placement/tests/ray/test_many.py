@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many logical nodes: what Ray places one after the other takes longer than one placement may take."""
+"""Many logical nodes. Ray places groups one after the other, which takes longer than one placement may."""
 
 import pytest
 import ray
@@ -17,6 +17,6 @@ def roomy_ray():
 
 
 def test_many_logical_nodes(roomy_ray):
-    """As many groups as there is room for are placed at the first try, however many they are."""
+    """Any number of groups that fit are placed in the first attempt."""
     with RayVirtualCluster([1] * MANY, use_gpus=False, reserve_timeout_s=0) as cluster:
         assert len(cluster.get_placement_groups()) == MANY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several nodes: which logical node goes where, in what order, and nodes that come later."""
+"""Several nodes: the node of each logical node, their order, and nodes that join later."""
 
 import os
 import signal
@@ -23,8 +23,10 @@ from fairlead_placement.spi import run_on_nodes
 
 @pytest.fixture(scope="module")
 def cluster(raylets):
-    """Three nodes of 2, 4 and 4 CPUs, the latter with 2 GPUs. Their physical order is the reverse of the order in which
-    they start."""
+    """Start three nodes of 2, 4 and 4 CPUs, the latter with 2 GPUs.
+
+    Their physical order is the reverse of the order in which they start.
+    """
     # Domains are ordered by their lowest rank: the head's is the last.
     head = {"num_cpus": 2, "resources": {"nvlink_domain_b": 1, "topo_rank": 3}}
     workers = [
@@ -36,7 +38,7 @@ def cluster(raylets):
 
 @pytest.fixture
 def ids(cluster):
-    """Node ids in physical order."""
+    """Return the node ids in physical order."""
     rank = {2.0: 1, 1.0: 0}
     rows = [row for row in ray.nodes() if row["Alive"]]
     return [row["NodeID"] for row in sorted(rows, key=lambda row: rank.get(row["Resources"].get("topo_rank"), 2))]
@@ -47,7 +49,7 @@ def facts(cluster):
 
 
 def test_logical_nodes_are_physical_nodes(ids):
-    """Each logical node is on one physical node of its own; slots are in physical order and so are equal asks."""
+    """Each logical node has its own physical node; slots and equal asks are in physical order."""
     with RayVirtualCluster([4, 4, 2], use_gpus=False) as cluster:
         assert facts(cluster) == [
             *((0, ids[0], 0, local) for local in range(4)),
@@ -59,7 +61,7 @@ def test_logical_nodes_are_physical_nodes(ids):
 
 
 def test_uneven_logical_nodes(ids):
-    """A small logical node makes way for the large ones; slots follow the nodes, not the numbers."""
+    """A small logical node leaves the large nodes to large ones; slots follow the nodes, not the numbers."""
     with RayVirtualCluster([2, 4, 4], use_gpus=False) as cluster:
         assert facts(cluster) == [
             *((1, ids[0], 0, local) for local in range(4)),
@@ -69,7 +71,7 @@ def test_uneven_logical_nodes(ids):
 
 
 def test_unified(ids):
-    """Unified is one group of pinned bundles; it needs as many nodes as logical nodes, however small."""
+    """A unified cluster is one group of pinned bundles; it needs a physical node for each logical node."""
     with RayVirtualCluster([1, 0, 1], use_gpus=False).reserve(unified=True) as cluster:
         assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
         (group,) = cluster.get_placement_groups()
@@ -85,7 +87,7 @@ def test_spreading(ids):
 
 
 def test_segments(ids):
-    """Logical nodes are taken in groups of `segment_size` from one topology domain, each on a node of its own."""
+    """Groups of `segment_size` logical nodes are in one topology domain, each on its own node."""
     with RayVirtualCluster([1, 0, 1], use_gpus=False, segment_size=2) as cluster:
         assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
     with pytest.raises(ResourceInsufficientError, match="in segments of 2 nodes of one topology domain"):
@@ -94,7 +96,7 @@ def test_segments(ids):
 
 
 def test_label_selector(ids):
-    """Only nodes that match take bundles; the table says what was asked of them."""
+    """Only matching nodes take bundles; the table shows the selector."""
     selector = {"ray.io/node-id": f"in({ids[2]}, {ids[1]})"}
     with RayVirtualCluster([2, 2], use_gpus=False, label_selector=selector) as cluster:
         assert {slot.node_id for slot in cluster.slots()} == {ids[1], ids[2]}
@@ -104,7 +106,7 @@ def test_label_selector(ids):
 
 
 def test_particular_gpus(ids):
-    """A logical node gets a physical node on which its GPUs are free; if there is none, the holder on each is named."""
+    """A logical node gets a node on which its GPUs are free. If there is none, the error names the holder on each."""
     with RayVirtualCluster([1], gpu_ids=[1], name="first") as first:
         with RayVirtualCluster([2, 1], gpu_ids=[[0, 1], [0]]) as cluster:
             assert (first.slots()[0].node_id, cluster.slots()[0].node_id) == (ids[0], ids[0])
@@ -125,7 +127,7 @@ def test_particular_gpus(ids):
 
 
 def test_ports_on_several_nodes(ids):
-    """Each node is asked for its ports; here they share one address, so all must differ."""
+    """Each node leases its own ports. All must differ here, because the nodes share one address."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
         assert [lease.node_id for lease in leases] == [node_id for node_id in ids for _ in range(2)]
@@ -135,8 +137,8 @@ def test_ports_on_several_nodes(ids):
 
 
 @pytest.fixture
-def hung(cluster, ids):
-    """The agent of the first node stands still; `resume` lets it go on."""
+def stop_agent(cluster, ids):
+    """Stop the agent of the first node; `resume` continues it."""
     pid = NodeAgent(ids[0]).run(os.getpid)
     os.kill(pid, signal.SIGSTOP)
 
@@ -147,32 +149,32 @@ def hung(cluster, ids):
     resume()
 
 
-def test_ports_where_an_agent_hangs(ids, hung, eventually):
-    """An agent that does not answer keeps no other from giving ports back, and gives its own back when it does."""
-    hung()
+def test_ports_where_an_agent_hangs(ids, stop_agent, eventually):
+    """An agent that does not answer delays no other agent's release, and releases its ports when it answers."""
+    stop_agent()
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
         os.kill(NodeAgent(ids[0]).run(os.getpid), signal.SIGSTOP)
         with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 1 s"):
             release_ports(leases, timeout_s=1.0)
         assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
-        hung()
+        stop_agent()
         assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
 
 
-def test_ports_that_are_leased_too_late(ids, hung, eventually, monkeypatch):
-    """What an agent leases after nobody waits for it any more is given back (seam: how long it is waited for)."""
+def test_ports_that_are_leased_too_late(ids, stop_agent, eventually, monkeypatch):
+    """Ports that an agent leases after the deadline are released (seam: the deadline)."""
     monkeypatch.setattr("fairlead_placement._nodes.ports.ANSWER_S", 1.0)
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 1 s"):
             lease_ports(cluster.slots())
-        hung()
+        stop_agent()
         assert eventually(lambda: NodeAgent(ids[0]).requests() is not None)
         assert eventually(lambda: [NodeAgent(node_id).leased() for node_id in ids] == [[], [], []])
 
 
 def test_run_on_nodes(ids):
-    """A function runs on several nodes at once; one that fails does not hide what the others say."""
+    """A function runs on several nodes at once; a failure on one does not hide the results of the others."""
 
     def node_id(wanted, seconds=0.0):
         time.sleep(seconds)
@@ -193,7 +195,7 @@ def test_run_on_nodes(ids):
 
 
 def test_run_where_the_agent_has_died(ids):
-    """A dead agent is replaced, as it is for a single request."""
+    """A dead agent is replaced, as for a single request."""
     first = NodeAgent(ids[0]).run(os.getpid)
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 30
@@ -203,7 +205,7 @@ def test_run_where_the_agent_has_died(ids):
 
 
 def test_agents_that_die_again_and_again(ids):
-    """Each is replaced at once, however many have died before."""
+    """Each dead agent is replaced at once, however many have died before."""
     pids = [NodeAgent(ids[0]).run(os.getpid)]
     for _ in range(4):
         os.kill(pids[-1], signal.SIGKILL)
@@ -212,7 +214,7 @@ def test_agents_that_die_again_and_again(ids):
 
 
 def test_a_node_that_joins_later(cluster):
-    """With `wait_for_nodes_s` a node that is still joining is waited for; without, it is not, and says how to."""
+    """`wait_for_nodes_s` waits for a node that is joining. Without it, the request is refused with that advice."""
     with pytest.raises(ResourceInsufficientError, match=r"wait for nodes that are joining \(wait_for_nodes_s\)"):
         RayVirtualCluster([6], use_gpus=False).reserve()
     began = time.monotonic()

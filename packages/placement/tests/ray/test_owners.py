@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of placement groups, ports and agents when the process that asked for them ends, or the job."""
+"""Placement groups, ports and agents of a process that ends, or of a job that ends."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ LOW = 30000 + os.getpid() % 1000 * 2
 
 @pytest.fixture(scope="module")
 def nodes(raylets):
-    """A head of 4 CPUs to which this process is attached; a test may add a node."""
+    """Start a head of 4 CPUs and attach this process to it; a test may add a node."""
     with raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made:
         yield made
 
@@ -32,7 +32,7 @@ def head(nodes):
 
 @ray.remote(num_cpus=0)
 class Controller:
-    """Reserves, as an RL controller does, and keeps what it has."""
+    """Reserves, as an RL controller does, and keeps its reservation."""
 
     def reserve(self, port, where):
         selector = {"ray.io/node-id": where}
@@ -67,10 +67,10 @@ def agents_of(job):
 
 
 def test_a_controller_that_ends(nodes, head, eventually):
-    """However an actor ends, its groups and ports come back; the agent and what others hold stay."""
+    """However an actor ends, its groups and ports are released; the agent and others' leases stay."""
     first = Controller.options(runtime_env={"env_vars": {"MINE": "yes"}}).remote()
     pid, mine = ray.get(first.agent.remote(head))
-    assert not mine  # the agent does not run in the environment of who asks first
+    assert not mine  # the agent does not run in the environment of the process that asks first
     ends = {"killed": ray.kill, "exits": lambda actor: actor.exit.remote(), "dropped": lambda actor: None}
     first.__ray_terminate__.remote()
     with RayVirtualCluster([1], use_gpus=False, port_range_low=LOW + 1, port_range_high=LOW + 1) as cluster:
@@ -132,7 +132,7 @@ def test_a_driver_that_ends(nodes, start_script, eventually, how):
 
 
 def test_unknown_is_not_dead(nodes, monkeypatch):
-    """Nothing is known of a process that there never was, or without Ray's private calls (seam: they are missing)."""
+    """An unknown process, or one that Ray's private calls cannot report, is unknown (seam: they are missing)."""
     me = ray.get_runtime_context().get_worker_id()
     assert worker_is_alive(me) is True
     assert worker_is_alive("ab" * 28) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leased ports: held against everybody, usable by the server they are for; and the agents that hold them."""
+"""Leased ports, which only the server that they are for can use, and the agents that hold them."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from fairlead_placement import (
 )
 from fairlead_placement._reserve import lifecycle as _holding
 
-# Other processes on this machine may run these tests too.
+# Other processes on this machine may run these tests at the same time.
 LOW = 20000 + os.getpid() % 1000 * 10
 RANGE = {"low": LOW, "high": LOW + 3}
 
@@ -45,7 +45,7 @@ def agent(slots):
 
 
 def bind(port, *, reuse=False):
-    """Bind and listen, as a server would."""
+    """Bind and listen, as a server does."""
     with contextlib.closing(socket.socket()) as server:
         if reuse:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ def kill_agent(slots, eventually):
 
 
 def test_a_leased_port_is_held(slots, agent):
-    """While it is leased nobody can bind the port plainly and no other lease gets it; afterwards both can."""
+    """While a port is leased, no plain bind and no other lease gets it; afterwards both can."""
     ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     assert (lease.port, lease.address, lease.node_id) == (LOW, slots[0].node_ip, slots[0].node_id)
     assert agent.leased() == [LOW]
@@ -95,7 +95,7 @@ def test_the_server_it_is_for_can_listen(slots, run_script):
 
 
 def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
-    """A lease that arrives after another thread's shutdown is given back, and the caller is told (seam: the moment)."""
+    """A lease that arrives after a shutdown by another thread is released, with an error (seam: the moment)."""
     before = agent.leased()
 
     def shut_down_meanwhile(*args, **options):
@@ -111,7 +111,7 @@ def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
 
 
 def test_counts(slots):
-    """Each slot gets as many ports as asked, all different, and each node is asked once."""
+    """Each slot gets as many different ports as requested, with one request to each node."""
     leases = lease_ports(slots, count=2, **RANGE)
     try:
         assert [len(of_slot) for of_slot in leases] == [2, 2]
@@ -123,7 +123,7 @@ def test_counts(slots):
 
 
 def test_a_range_that_is_used_up(slots, agent):
-    """Too few ports is an error that counts who has them; nothing stays leased for it."""
+    """The error for too few ports counts who has them; nothing stays leased."""
     with contextlib.closing(socket.socket()) as other, lease_ports(slots[:1], low=LOW + 1, high=LOW + 1)[0][0]:
         other.bind(("", LOW))
         with pytest.raises(PortUnavailableError) as caught:
@@ -139,7 +139,7 @@ def test_a_range_that_is_used_up(slots, agent):
 
 
 def test_releasing_twice(slots, agent):
-    """A second release does nothing, even when the port has been leased by somebody else since."""
+    """A second release does nothing, even if the port has been leased again since."""
     ((mine,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     mine.release()
     mine.release()
@@ -150,7 +150,7 @@ def test_releasing_twice(slots, agent):
 
 
 def test_a_cluster_leases_until_shutdown(local_ray, agent):
-    """The cluster's methods give a new port of its range each time, all of them held until shutdown."""
+    """Each method of the cluster leases a new port of its range, held until shutdown."""
     own = {"port_range_low": LOW, "port_range_high": LOW + 3}
     with RayVirtualCluster([1, 2], use_gpus=False, **own) as cluster:
         ip = cluster.slots()[0].node_ip
@@ -171,7 +171,7 @@ def test_a_cluster_leases_until_shutdown(local_ray, agent):
 
 
 def test_two_drivers(slots, start_script, eventually):
-    """Leases of two drivers on one node are distinct, and a driver's leases end with it."""
+    """Two drivers on one node lease different ports, and a driver's leases end with it."""
     ((mine,),) = lease_ports(slots[:1], **RANGE)
     address = ray.get_runtime_context().gcs_address
     other = start_script(f"""
@@ -200,7 +200,7 @@ def test_two_drivers(slots, start_script, eventually):
 
 
 def test_a_killed_agent(slots, agent, eventually):
-    """When an agent dies its leases are gone, the next request makes a new one, and old leases release nothing."""
+    """When an agent dies its leases are gone. The next request creates a new one, and old leases release nothing."""
     ((old,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     kill_agent(slots, eventually)
     assert eventually(lambda: not lease_ports(slots[:1], low=LOW, high=LOW)[0][0].release())
@@ -211,7 +211,7 @@ def test_a_killed_agent(slots, agent, eventually):
 
 
 def test_a_killed_agent_and_many_threads(slots, agent, eventually):
-    """Threads that all meet the dead agent share the new one: it stays, and every lease with it."""
+    """Threads that meet the dead agent share one new agent, which stays with all leases."""
     agent.leased()
     kill_agent(slots, eventually)
     leases = []
@@ -226,7 +226,7 @@ def test_a_killed_agent_and_many_threads(slots, agent, eventually):
 
 
 def test_run(agent):
-    """A function runs on the node, in another process, and its result comes back."""
+    """A function runs on the node, in another process, and its result is returned."""
     assert agent.run(lambda a, b: (a + b, os.getpid() != 0), 1, 2) == (3, True)
     assert agent.run(os.getpid) != os.getpid()
 
@@ -245,7 +245,7 @@ def test_slow_functions_block_nobody(agent):
 
 @pytest.mark.parametrize("error", [KeyError("k"), ray.exceptions.ActorDiedError(), ray.exceptions.GetTimeoutError("t")])
 def test_errors_of_functions(agent, tmp_path, error):
-    """What a function raises is raised, once, also when it looks like trouble with the agent."""
+    """An exception of a function is raised, once, even if it looks like a failure of the agent."""
     calls = tmp_path / "calls"
 
     def fail():
@@ -261,7 +261,7 @@ def test_errors_of_functions(agent, tmp_path, error):
 
 @pytest.mark.parametrize("use_libuv", [True, False])
 def test_torch(slots, run_script, use_libuv):
-    """torch's store, with either backend and in another process, listens and is used while its port is leased."""
+    """torch's store, with either backend and in another process, listens on a port while it is leased."""
     pytest.importorskip("torch")
     with lease_ports(slots[:1], **RANGE)[0][0] as lease:
         out = run_script(f"""
@@ -277,7 +277,7 @@ def test_torch(slots, run_script, use_libuv):
 
 
 def test_many_leases_of_two_drivers(slots, start_script):
-    """64 leases that two drivers take on one node at the same time, by ones and by eights, are 64 ports."""
+    """64 leases by two drivers on one node at the same time, one by one and in eights, are 64 ports."""
     wide = {"low": LOW, "high": LOW + 70}
     source = f"""
         import ray
@@ -306,7 +306,7 @@ def test_many_leases_of_two_drivers(slots, start_script):
 
 
 def test_workers_survive_their_agent(slots, agent, eventually):
-    """The death of a node's agent harms no worker there: it keeps its state and answers."""
+    """Workers keep their state and answer when the agent of their node dies."""
 
     class Worker:
         def __init__(self):

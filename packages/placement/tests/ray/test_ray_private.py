@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running Ray that lacks what `_ray_private` wraps (seam: the attribute is removed)."""
+"""A running Ray that lacks the private parts that `_ray_private` wraps (seam: the attribute is removed)."""
 
 import pytest
 import ray
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def test_free_resources(monkeypatch):
-    """Without Ray's figures what is free is computed from what placement groups hold; a reservation works."""
+    """Without Ray's figures, free amounts are computed from placement groups, and a reservation works."""
     monkeypatch.delattr(ray._private.state, "available_resources_per_node")
     with RayVirtualCluster([3], use_gpus=False):
         (node,) = read_nodes()
@@ -22,7 +22,7 @@ def test_free_resources(monkeypatch):
 
 
 def test_the_environment_of_agents():
-    """A process that cannot read its job's environment gives its own to the agents that it creates."""
+    """A process that cannot read its job's environment passes its own to the agents that it creates."""
 
     @ray.remote(num_cpus=0, runtime_env={"env_vars": {"MINE": "yes"}})
     def has_clean_environment(missing):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reserving on one node of 16 CPUs and 4 GPUs: slots, waiting, giving back."""
+"""Reservations on one node of 16 CPUs and 4 GPUs: slots, waiting, release."""
 
 import contextlib
 import gc
@@ -30,8 +30,8 @@ def in_bundle(slot):
 
 
 @contextlib.contextmanager
-def held(bundles, name="", **options):
-    """A placement group of somebody else's."""
+def hold_group(bundles, name="", **options):
+    """Hold a placement group, as another user of the cluster does."""
     group = placement_group(bundles, name=name, **options)
     ray.get(group.ready())
     yield group
@@ -39,7 +39,7 @@ def held(bundles, name="", **options):
 
 
 def test_slots():
-    """A slot says where it is and what one worker there asks for; its bundle is pinned to its node."""
+    """A slot says where it is and what one worker there requests; its bundle is pinned to its node."""
     (here,) = ray.nodes()
     with RayVirtualCluster([2, 0, 3], use_gpus=False, name="facts") as cluster:
         slots = cluster.slots()
@@ -68,7 +68,7 @@ def test_slots():
 
 
 def test_bundles_are_pinned(monkeypatch):
-    """Every bundle is asked for with the id of its node, so that Ray parks the group if the node is lost."""
+    """Every bundle is requested with the id of its node, so that Ray parks the group if the node is lost."""
     asked = []
 
     def recording(bundles, **options):
@@ -94,10 +94,10 @@ def test_slots_are_values():
 
 
 def test_accelerator_ids():
-    """A slot names the GPUs that a process in its bundle really gets; slots are in ascending order of them."""
+    """A slot names the GPUs that a process in its bundle gets; slots are in ascending order of them."""
     first = RayVirtualCluster([1]).reserve()
     with RayVirtualCluster([1]):
-        first.shutdown()  # leaves a gap, so what is free is not a run
+        first.shutdown()  # leaves a gap, so the free GPUs are not consecutive
         with RayVirtualCluster([2], max_colocated_worker_groups=2) as cluster:
 
             @ray.remote(num_cpus=1, num_gpus=0.5)
@@ -113,7 +113,7 @@ def test_accelerator_ids():
 
 
 def test_slots_of_two_logical_nodes_on_one_node():
-    """On a shared node slots are ordered by accelerator, and local ranks run through."""
+    """On a shared node, slots are ordered by accelerator, and local ranks continue."""
     with RayVirtualCluster([2, 2]) as cluster:
         slots = cluster.slots()
         assert [slot.accelerator_ids for slot in slots] == [("0",), ("1",), ("2",), ("3",)]
@@ -123,8 +123,7 @@ def test_slots_of_two_logical_nodes_on_one_node():
 
 @pytest.mark.parametrize(("groups", "share"), [(3, 0.3333), (6, 0.1666), (7, 0.1428)])
 def test_shares(groups, share):
-    """As many workers as may share a slot all start when each asks for its share, also of a GPU that does not divide
-    evenly."""
+    """All workers that may share a slot start if each requests its share, even if a GPU does not divide evenly."""
 
     class Worker:
         def gpu(self):
@@ -144,7 +143,7 @@ def test_shares(groups, share):
 
 
 def test_constraints():
-    """`node_resource_constraints` are held besides; a resource no node has can never fit."""
+    """`node_resource_constraints` are held too; a resource that no node has never fits."""
     with pytest.raises(ResourceInsufficientError, match="1 CPU, 1 tape"):
         RayVirtualCluster([1], use_gpus=False, node_resource_constraints=[{"tape": 1}]).reserve()
 
@@ -157,7 +156,7 @@ def test_strategies(strategy):
 
 
 def test_unified():
-    """Unified is one group with every logical node on its own physical node; one node holds one logical node."""
+    """A unified cluster is one group with each logical node on its own physical node; one node holds one."""
     with RayVirtualCluster([0, 2], use_gpus=False).reserve(unified=True) as cluster:
         assert [(slot.node_idx, slot.bundle_index) for slot in cluster.slots()] == [(1, 0), (1, 1)]
         assert len(cluster.get_placement_groups()) == 1
@@ -168,7 +167,7 @@ def test_unified():
 
 
 def test_reserving_twice():
-    """Reserving again changes nothing; with another `unified` it is refused; after shutdown it starts anew."""
+    """A second `reserve` changes nothing, and is refused with another `unified`; after shutdown it reserves again."""
     cluster = RayVirtualCluster([2], use_gpus=False, name="twice").reserve()
     (group,) = cluster.get_placement_groups()
     assert cluster.reserve() is cluster
@@ -182,7 +181,7 @@ def test_reserving_twice():
 
 
 def test_empty():
-    """A cluster that uses none of its nodes reserves nothing."""
+    """A cluster without a node in use reserves nothing."""
     for unified in (False, True):
         with RayVirtualCluster([0, 0]).reserve(unified=unified) as cluster:
             assert (cluster.world_size(), cluster.slots(), cluster.get_placement_groups()) == (0, (), [])
@@ -191,21 +190,21 @@ def test_empty():
 
 
 def test_a_refusal_is_planned_once(monkeypatch):
-    """What the refusal shows is what was planned: nothing is planned again for it (seam: the start of planning)."""
+    """A refusal shows the plan that was made, and makes no further one (seam: the start of planning)."""
     made = []
     site = _planner.Site
     monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
     with pytest.raises(ResourceInsufficientError) as caught:
         RayVirtualCluster([17]).reserve()
     assert (len(made), caught.value.report.verdict) == (1, "impossible")
-    with held([{"CPU": 3}]), pytest.raises(PlacementTimeoutError) as caught:
+    with hold_group([{"CPU": 3}]), pytest.raises(PlacementTimeoutError) as caught:
         RayVirtualCluster([15], use_gpus=False, reserve_timeout_s=0).reserve()
     assert (len(made), caught.value.report.verdict) == (3, "taken")
 
 
 def test_never_fits():
-    """What cannot fit even when the node is idle is refused in under two seconds, with what was asked and found."""
-    with held([{"CPU": 3}]):
+    """A request that does not fit an idle node is refused in two seconds, with what was requested and found."""
+    with hold_group([{"CPU": 3}]):
         began = time.monotonic()
         with pytest.raises(ResourceInsufficientError) as caught:
             RayVirtualCluster([2, 5, 5, 1]).reserve()
@@ -223,8 +222,8 @@ def test_never_fits():
 
 
 def test_taken():
-    """What others hold is waited for until the deadline; the error then names the holder, and nothing is left."""
-    with held([{"CPU": 12}, {"CPU": 1}, {"CPU": 1}], name="other[/people]") as group:
+    """A reservation waits for held resources until its deadline. The error names the holder; nothing is left."""
+    with hold_group([{"CPU": 12}, {"CPU": 1}, {"CPU": 1}], name="other[/people]") as group:
         for timeout_s in (0.0, 0.7):
             began = time.monotonic()
             with pytest.raises(PlacementTimeoutError) as caught:
@@ -243,15 +242,15 @@ def test_taken():
 
 
 def test_what_ray_cannot_place_is_given_back():
-    """GPUs may be free in sum but not as a whole: the group that Ray does not place is removed before the error."""
-    with held([{"GPU": 0.6}] * 4) as group:
+    """GPUs may be free in sum but not as wholes: the group that Ray cannot place is removed before the error."""
+    with hold_group([{"GPU": 0.6}] * 4) as group:
         with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
             RayVirtualCluster([1], reserve_timeout_s=0.5).reserve()
         assert list(groups_there()) == [group.id.hex()]
 
 
-def test_nothing_is_left_when_ids_are_not_told(monkeypatch):
-    """A reservation that fails after Ray has placed it is given back too."""
+def test_nothing_is_left_when_ids_are_not_reported(monkeypatch):
+    """A reservation that fails after Ray has placed it is released too."""
     monkeypatch.setattr("fairlead_placement._reserve.groups.read_nodes", lambda: ())
     with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
         RayVirtualCluster([1], use_gpus=False).reserve()
@@ -259,7 +258,7 @@ def test_nothing_is_left_when_ids_are_not_told(monkeypatch):
 
 
 def test_a_waiter_is_served():
-    """Whoever waits gets the resources when another cluster is shut down."""
+    """A waiting reservation gets the resources when another cluster is shut down."""
     first = RayVirtualCluster([16], use_gpus=False).reserve()
     second = RayVirtualCluster([10], use_gpus=False, reserve_timeout_s=30)
     waiter = threading.Thread(target=second.reserve)
@@ -274,8 +273,8 @@ def test_a_waiter_is_served():
 
 @pytest.mark.parametrize("bundles", [[{"CPU": 16}], [{"GPU": 0.6}] * 4], ids=["waiting", "placing"])
 def test_interrupted(bundles):
-    """An interrupt ends the wait at once and leaves nothing, also while Ray is asked to place a group."""
-    with held(bundles) as group:
+    """An interrupt ends the wait at once and leaves nothing, also while Ray places a group."""
+    with hold_group(bundles) as group:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         began = time.monotonic()
@@ -287,7 +286,7 @@ def test_interrupted(bundles):
 
 
 def test_side_by_side():
-    """Two clusters of one name, or of none, hold groups of different names."""
+    """Two clusters with the same name, or without one, hold groups of different names."""
     for name in ("same", ""):
         with RayVirtualCluster([1], use_gpus=False, name=name), RayVirtualCluster([1], use_gpus=False, name=name):
             names = [row["name"] for row in groups_there().values()]
@@ -296,7 +295,7 @@ def test_side_by_side():
 
 
 def test_shutdown_returns_the_resources():
-    """After shutdown Ray has the resources, however short a time they were held, and whatever still ran there."""
+    """After shutdown Ray has the resources, even if they were held briefly or a worker still ran."""
     for held_s in (0, 0, 0, 0.02, 0.1):
         with RayVirtualCluster([4, 8], use_gpus=False):
             time.sleep(held_s)
@@ -317,7 +316,7 @@ def test_shutdown_returns_the_resources():
 
 
 def test_an_error_inside_gives_back():
-    """The context manager gives everything back when its body fails, and hides no error."""
+    """The context manager releases everything when its body fails, and raises the body's error."""
 
     def use(cluster):
         cluster.get_master_address_and_port()
@@ -328,8 +327,8 @@ def test_an_error_inside_gives_back():
     assert groups_there() == {}
 
 
-def test_forgotten(eventually, recwarn):
-    """A cluster that nobody refers to any more gives its bundles back, with a warning that says what to do."""
+def test_dropped(eventually, recwarn):
+    """A dropped cluster releases its bundles, with a warning that says what to do."""
     RayVirtualCluster([2], use_gpus=False, name="lost").reserve()
     gc.collect()
     assert eventually(lambda: not groups_there())
@@ -350,7 +349,7 @@ def test_forgotten(eventually, recwarn):
 
 
 def test_dropping_waits_for_nothing(eventually):
-    """The garbage collector may run while a thread has the cluster's lock: it takes none, and does not wait."""
+    """The garbage collector may run while a thread has the cluster's lock, so the finalizer takes no lock."""
     cluster = RayVirtualCluster([2], use_gpus=False).reserve()
     holding, release = cluster._holding, threading.Event()
 
@@ -373,7 +372,7 @@ def test_dropping_waits_for_nothing(eventually):
 
 
 def test_groups_pinned_by_hand():
-    """All are placed, each bundle on its node, or none is left."""
+    """Either all groups are placed, each bundle on its node, or none is left."""
     node_id = ray.nodes()[0]["NodeID"]
     asked = {"a": [(node_id, {"CPU": 2}), (node_id, {"CPU": 1})], "b": [(node_id, {"GPU": 1})]}
     groups = place_pinned(asked)

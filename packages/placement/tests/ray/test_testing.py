@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`assert_no_leaks` finds what is left, and says what it is."""
+"""`assert_no_leaks` finds what a test leaves behind, and names it."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def test_nothing_left():
-    """What is given back in time is no leak, nor is the agent that a lease needed; errors of the body pass."""
+    """Resources released in time are no leak, nor is a node agent; errors of the body are raised."""
     agent = NodeAgent(ray.nodes()[0]["NodeID"])
     with assert_no_leaks():
         group = placement_group([{"CPU": 1}])
@@ -27,7 +27,7 @@ def test_nothing_left():
 
 
 def leak(make):
-    """What `assert_no_leaks` says about `make`, and what that made."""
+    """Return the message of `assert_no_leaks` about `make`, and what that created."""
     made = []
     shown = pytest.raises(AssertionError, match=r"after 0.3 s the cluster is not as it was")
     with shown as caught, assert_no_leaks(timeout_s=0.3):
@@ -36,7 +36,7 @@ def leak(make):
 
 
 def test_a_placement_group_is_left():
-    """A placement group is named, and what it holds is missing."""
+    """The message names a placement group and the resources that are missing."""
 
     def make():
         group = placement_group([{"CPU": 1}], name="forgotten")
@@ -50,7 +50,7 @@ def test_a_placement_group_is_left():
 
 
 def test_an_actor_is_left():
-    """An actor is named, even one that holds no resources."""
+    """The message names an actor, even one that holds no resources."""
 
     class Forgotten:
         pass
@@ -66,7 +66,7 @@ def test_an_actor_is_left():
 
 
 def test_a_port_is_left():
-    """A leased port is named."""
+    """The message names a leased port."""
     agent = NodeAgent(ray.nodes()[0]["NodeID"])
     message, ([(port, lease_id)], _, _) = leak(lambda: agent.lease(1, 1400, 1999))
     assert f"new leased port: {agent.node_id[:8]}: {port}" in message

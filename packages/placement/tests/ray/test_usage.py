@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes and nodes use, as their agents measure it."""
+"""The use of resources by processes and nodes, as node agents measure it."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def agent(node_id):
 
 @pytest.fixture
 def requests(monkeypatch):
-    """Every request to an agent, by method. They are all made."""
+    """Return a list to which every request to an agent is added, by method. All requests are made."""
     made = []
     send = _agent._send
 
@@ -49,7 +49,7 @@ def watchers(agent):
 
 @pytest.fixture
 def child():
-    """A process that uses a CPU as long as it lives, and about 64 MiB."""
+    """Start a process that uses a CPU while it lives, and about 64 MiB."""
     source = "held = bytearray(b'x') * (64 << 20); print('ready', flush=True)\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -60,7 +60,7 @@ def child():
 
 
 def test_processes(agent, child):
-    """CPU time, memory and threads of processes are told, in the order asked, as values that cannot be changed."""
+    """CPU time, memory and threads of processes are reported in the order requested, as immutable values."""
     mine, busy = agent.usage([os.getpid(), child.pid])
 
     assert [type(mine), mine.pid, busy.pid] == [ProcessUsage, os.getpid(), child.pid]
@@ -71,20 +71,20 @@ def test_processes(agent, child):
     assert mine.rss_bytes > 0
     time.sleep(0.3)
     (again,) = agent.usage([child.pid])
-    assert 5 < again.cpu_percent < 150  # since it was asked for
+    assert 5 < again.cpu_percent < 150  # since the last request
     with pytest.raises(dataclasses.FrozenInstanceError):
         again.cpu_percent = 0.0
 
 
 def test_a_process_that_stands_still(agent):
-    """CPU percent is that of the time since the last request, not of the whole life."""
+    """The CPU percentage covers the time since the last request, not the whole life."""
     agent.usage([os.getpid()])
     time.sleep(0.5)
     assert agent.usage([os.getpid()])[0].cpu_percent < 60
 
 
 def test_a_process_that_has_gone(agent, child):
-    """A process that was never there, has ended, or has ended and waits to be collected, is left out."""
+    """A process that never existed, has ended, or is a zombie is left out."""
     assert len(agent.usage([child.pid])) == 1
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -95,7 +95,7 @@ def test_a_process_that_has_gone(agent, child):
 
 
 def test_several_nodes_at_once(agent, child):
-    """One request to each node, and what failed there as a value; the agent counts them itself."""
+    """There is one request to each node, and a failure is returned as a value; the agent counts requests."""
     before = agent.requests()
     found = usage_on_nodes({agent.node_id: [os.getpid(), child.pid]}, timeout_s=60)
     assert [type(one) for one in found[agent.node_id]] == [ProcessUsage, ProcessUsage]
@@ -106,7 +106,7 @@ def test_several_nodes_at_once(agent, child):
 
 
 def test_one_sample(local_ray, agent, requests):
-    """Without `monitor_memory` a sample is taken on request, with one request a node, and nothing goes on."""
+    """Without `monitor_memory` each call takes one sample, with one request to each node, and no sampling goes on."""
     with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
         assert requests == []
         (usage,) = cluster.get_resource_usage()
@@ -131,7 +131,7 @@ def test_monitoring(local_ray, agent, requests, eventually):
         assert first.samples >= 2
         time.sleep(1.6)
         (later,) = cluster.get_resource_usage()
-        # Besides the one on request; on a busy machine the last may be late.
+        # In addition to the one on request; on a busy machine the last one may be late.
         assert 1 <= later.samples - first.samples - 1 <= 3
         assert later.memory_peak_bytes >= max(first.memory_peak_bytes, later.memory_used_bytes)
         assert later.sampled_at > first.sampled_at
@@ -143,7 +143,7 @@ def test_monitoring(local_ray, agent, requests, eventually):
 
 
 def test_two_clusters(local_ray, agent):
-    """A cluster that stops watching a node does not stop another's samples, and each has its own count."""
+    """A cluster that stops watching a node does not stop another's samples; each has its own count."""
     one = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
     time.sleep(1.2)
     other = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
@@ -159,7 +159,7 @@ def test_two_clusters(local_ray, agent):
 
 
 def test_an_agent_that_dies(local_ray, agent, eventually):
-    """When the agent has died the next request has a new one go on, from its start."""
+    """When an agent has died, the next request creates a new one, which starts to sample from zero."""
     with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:
         assert eventually(lambda: cluster.get_resource_usage()[0].samples >= 4)
         (before,) = cluster.get_resource_usage()
@@ -173,7 +173,7 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
 
 
 def test_no_agent(local_ray, monkeypatch):
-    """When the nodes cannot be watched nothing stays reserved (seam: the answer of the agent)."""
+    """If the nodes cannot be watched, nothing stays reserved (seam: the answer of the agent)."""
 
     def fail(*args, **options):
         raise ray.exceptions.ActorUnschedulableError("no")
@@ -187,7 +187,7 @@ def test_no_agent(local_ray, monkeypatch):
 
 
 def test_gpu_values(agent, monkeypatch):
-    """GPU memory arrives as values (seam: the agent's answer)."""
+    """GPU memory is returned as values (seam: the agent's answer)."""
     row = (9, 4, 5, 6, [(3, 1, 2)], 7, 8.0)
     monkeypatch.setattr(NodeAgent, "_ask", lambda *args: row)
     usage = agent.memory()
@@ -196,7 +196,7 @@ def test_gpu_values(agent, monkeypatch):
 
 
 def test_metrics(run_script):
-    """With ray[default] on the node the samples are Ray's metrics, tagged with node and cluster."""
+    """With ray[default] on the node the samples are Ray metrics, tagged with node and cluster."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a reserved cluster, and what would become of a reservation."""
+"""Views of a reserved cluster, and reports on a reservation."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 class TestViews:
     def test_split(self):
-        """Views divide the slots, in order; each is a cluster of its own to look at."""
+        """Views divide the slots in order, and each behaves as a cluster."""
         with RayVirtualCluster([3, 0, 3], use_gpus=False, name="whole") as cluster:
             first, second = cluster.split([4, 2])
             assert first.slots() + second.slots() == cluster.slots()
@@ -26,7 +26,7 @@ class TestViews:
             assert (address, port) != cluster.get_master_address_and_port()
 
     def test_select(self):
-        """By logical node; a view of a view selects among its slots."""
+        """A view has the slots of some logical nodes; a view of a view selects among its slots."""
         with RayVirtualCluster([2, 1, 3], use_gpus=False) as cluster:
             assert {slot.node_idx for slot in cluster.select(node_idx=[0, 2]).slots()} == {0, 2}
             inner = cluster.select(node_idx=[0, 2]).select(node_idx=2)
@@ -45,14 +45,14 @@ class TestViews:
         ],
     )
     def test_bad_sizes(self, sizes, message):
-        """Sizes are positive and are the whole cluster together; nothing is reserved before that is known."""
+        """Sizes must be positive and add up to the cluster, which is checked before anything is reserved."""
         cluster = RayVirtualCluster([4], use_gpus=False)
         with pytest.raises(ValueError, match=message):
             cluster.split(sizes)
         assert repr(cluster).endswith("not reserved)")
 
     def test_a_view_owns_nothing(self):
-        """Shutting a view down gives nothing back; a view of a cluster that was shut down says so."""
+        """The shutdown of a view releases nothing; a view of a cluster that was shut down says so."""
         cluster = RayVirtualCluster([4], use_gpus=False)
         first, _ = cluster.split([2, 2])
         assert first.shutdown() is True
@@ -63,7 +63,7 @@ class TestViews:
             first.slots()
 
     def test_a_view_keeps_its_cluster(self, eventually):
-        """The reservation lives as long as a view of it."""
+        """A reservation lives as long as a view of it."""
         views = RayVirtualCluster([4], use_gpus=False).split([2, 2])
         gc.collect()
         assert ray.available_resources()["CPU"] == 12
@@ -73,7 +73,7 @@ class TestViews:
         assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
     def test_views_count_separately(self):
-        """One group on each view is one group on each slot."""
+        """A group on each of two views is one group on each slot."""
         with RayVirtualCluster([4], use_gpus=False) as cluster:
             claims = [claim_slots(view.slots(), f"group {at}") for at, view in enumerate(cluster.split([2, 2]))]
             for claim in claims:
@@ -81,7 +81,7 @@ class TestViews:
 
 
 class Group:
-    """What a library gives as `group`; all of them are equal, and none can be hashed."""
+    """A `group` of a library; all of them are equal, and none can be hashed."""
 
     __hash__ = None
 
@@ -90,7 +90,7 @@ class Group:
 
 
 def test_groups_of_a_cluster():
-    """Groups are listed in the order they were made, until they release their slots or are gone."""
+    """Groups are listed in the order of their creation until they release their slots or are dropped."""
     with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=3) as cluster:
         assert cluster.groups() == ()
         slots = cluster.slots()
@@ -105,7 +105,7 @@ def test_groups_of_a_cluster():
         assert numbers(cluster) == [0, 1, 2]
         left, right = cluster.split([2, 1])
         assert (numbers(left), numbers(right)) == ([1, 2], [0, 2])
-        last.release()  # as a group does that moves to other slots
+        last.release()  # a group that moves to other slots
         last = claim_slots(slots[1:2], "first made, moved", group=groups[0])
         assert numbers(cluster) == [0, 1, 2]
         assert numbers(right) == [2]
@@ -120,7 +120,7 @@ def test_groups_of_a_cluster():
 
 class TestExplain:
     def test_fits(self):
-        """Where it would go, without reserving anything."""
+        """The report shows where the cluster would be placed, and reserves nothing."""
         cluster = RayVirtualCluster([2, 3], use_gpus=False)
         report = cluster.explain()
         (node,) = report.nodes
@@ -130,7 +130,7 @@ class TestExplain:
         assert repr(cluster).endswith("not reserved)")
 
     def test_taken(self):
-        """Others hold what it needs: groups by name, actors by name or class, tasks as the rest."""
+        """The report names holders: groups by name, actors by name or class, and tasks as the rest."""
         holder = ray.remote(num_cpus=3)(Holder)
         actors = [holder.options(name="trainer").remote(), holder.remote()]
         ray.get([actor.ping.remote() for actor in actors])
@@ -151,7 +151,7 @@ class TestExplain:
             ray.kill(actor)
 
     def test_tasks(self, eventually):
-        """What is neither free nor held by a group or an actor is with tasks."""
+        """Resources that are neither free nor held by a group or an actor are attributed to tasks."""
         release = ray.remote(num_cpus=0)(Event).remote()
         running = ray.remote(num_cpus=5)(wait_for).remote(release)
         cluster = RayVirtualCluster([16], use_gpus=False)
@@ -161,7 +161,7 @@ class TestExplain:
         ray.kill(release)
 
     def test_reserved(self):
-        """A cluster that is reserved says so, where and since when; a view speaks for its own slots."""
+        """The report of a reserved cluster says where and since when; that of a view is about its own slots."""
         with RayVirtualCluster([10, 3], use_gpus=False, name="first") as cluster:
             report = cluster.explain()
             (node,) = report.nodes
@@ -179,7 +179,7 @@ class TestExplain:
         assert cluster.explain().verdict == "fits"
 
     def test_impossible(self):
-        """Even when idle it would not fit; so the one group over several logical nodes on one physical node."""
+        """A request that does not fit idle nodes is impossible, also a unified group with too few physical nodes."""
         assert RayVirtualCluster([17], use_gpus=False).explain().verdict == "impossible"
         assert RayVirtualCluster([1, 1], use_gpus=False).explain(unified=True).verdict == "impossible"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node agent does in its process, without Ray: it holds ports, and notices who has ended."""
+"""The process of a node agent, without Ray: it holds ports, and notices which processes have ended."""
 
 import contextlib
 import errno
@@ -11,12 +11,12 @@ import pytest
 from fairlead_placement._nodes.agent_process import AgentProcess
 from fairlead_placement._nodes.owners import SCANS, Owners
 
-# Other processes on this machine may run these tests too.
+# Other processes on this machine may run these tests at the same time.
 LOW = 20000 + os.getpid() % 1000 * 10
 
 
 def bind(port, *, reuse=False):
-    """Bind and listen, as a server would."""
+    """Bind and listen, as a server does."""
     with contextlib.closing(socket.socket()) as server:
         if reuse:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -25,7 +25,7 @@ def bind(port, *, reuse=False):
 
 
 def test_a_release_that_overtakes_its_lease():
-    """Of an agent that stood still either may come first: nothing stays held, and others can have the port."""
+    """A release may arrive before its lease. Then no port stays held, and others can use it."""
     agent = AgentProcess("0" * 56)
     agent.release(["late"])
     assert agent.lease(["late"], LOW, LOW) == ([], 0, 0)
@@ -48,7 +48,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 
 
 def serve(family, address, port, *, reuse, only_ipv6=False):
-    """Listen as a server of one family, or of both, would."""
+    """Listen as a server of one family, or of both, does."""
     with contextlib.closing(socket.socket(family)) as server:
         if family == socket.AF_INET6:
             server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
@@ -60,7 +60,7 @@ def serve(family, address, port, *, reuse, only_ipv6=False):
 
 @pytest.fixture
 def process():
-    """What an agent runs, in this process."""
+    """Return the object that an agent runs, in this process."""
     process = AgentProcess("0" * 56)
     yield process
     process.release(list(process._held))
@@ -78,7 +78,7 @@ def process():
     ],
 )
 def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
-    """Nobody else can bind it on IPv4, on IPv6 or on both; the server that it is for can; who has it keeps it."""
+    """No other process can bind a leased port on IPv4, IPv6 or both. The server that it is for can listen on it."""
     assert process.lease(["mine"], LOW, LOW) == ([LOW], 0, 0)
     with pytest.raises(OSError, match="Address already in use"):
         serve(family, address, LOW, reuse=False, only_ipv6=only_ipv6)
@@ -93,7 +93,7 @@ def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
 
 @pytest.mark.parametrize("missing", ["the family", "its addresses"])
 def test_a_machine_without_ipv6(process, monkeypatch, missing):
-    """Ports are leased on IPv4 alone where the system has no IPv6 (seam: the system's refusal of it)."""
+    """Ports are leased on IPv4 alone if the system has no IPv6 (seam: the system refuses it)."""
 
     class Socket(socket.socket):
         def __init__(self, family=socket.AF_INET, *more):
@@ -114,8 +114,8 @@ def test_a_machine_without_ipv6(process, monkeypatch, missing):
     assert process.lease(["other"], LOW, LOW) == ([], 1, 0)
 
 
-def test_who_is_looked_at(monkeypatch):
-    """What the dead hold is released, the job's end ends the agent, and what is unknown changes nothing (seam: Ray)."""
+def test_ended_processes(monkeypatch):
+    """An agent releases what ended processes hold and ends with the job; an unknown state has no effect (seam: Ray)."""
     done, alive = [], {"job": True, "dead": False, "guarded": False, "unknown": None, "well": True}
     monkeypatch.setattr(
         "fairlead_placement._nodes.owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")

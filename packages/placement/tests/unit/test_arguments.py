@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known without Ray is said without Ray."""
+"""Arguments are checked before Ray is asked."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
-    """Without a running Ray a cluster can be made, counted, drawn and shut down; it is only not reserved."""
+    """Without a running Ray a cluster can be constructed, counted, drawn and shut down, but not reserved."""
     assert not ray.is_initialized()
     cluster = RayVirtualCluster([4, 0, 2], use_gpus=False, name="mine")
 
@@ -26,7 +26,7 @@ def test_constructing_asks_nothing_of_ray(capsys):
 
 
 def test_from_config():
-    """Equal logical nodes from a mapping; the options are those of the class."""
+    """A config gives equal logical nodes; the options are those of the class."""
     cluster = RayVirtualCluster.from_config({"gpus_per_node": 4, "num_nodes": 3}, use_gpus=False, name="c")
     assert repr(cluster) == "RayVirtualCluster([4, 4, 4], CPU, name='c', not reserved)"
     ports = {"master_port_range_low": 2000, "master_port_range_high": 2010, "segment_size": 2}
@@ -44,7 +44,7 @@ def test_from_config():
     ],
 )
 def test_bad_config(config, message):
-    """What is missing or no count is named."""
+    """The error names the key that is missing or whose value is not a count."""
     with pytest.raises(ValueError, match=message):
         RayVirtualCluster.from_config(config)
 
@@ -94,7 +94,7 @@ def test_bad_config(config, message):
     ],
 )
 def test_bad_arguments(counts, options, message):
-    """A bad argument is refused at once, with its value."""
+    """A bad argument is refused at once, and the error shows its value."""
     with pytest.raises(ValueError, match=message):
         RayVirtualCluster(counts, **options)
 
@@ -107,20 +107,20 @@ def test_bad_arguments(counts, options, message):
     ],
 )
 def test_bad_leases(options, message):
-    """Ports are not asked for with a range or a count that cannot be."""
+    """A bad range or count is refused before any port is requested."""
     with pytest.raises(ValueError, match=message):
         lease_ports([], **options)
 
 
 def test_colocation():
-    """`enable_colocation` means at least two groups; a larger number wins."""
+    """`enable_colocation` means at least two groups; a larger number takes precedence."""
     assert RayVirtualCluster([1]).max_colocated_worker_groups == 1
     assert RayVirtualCluster([1], enable_colocation=True).max_colocated_worker_groups == 2
     assert RayVirtualCluster([1], True, 3, enable_colocation=True).max_colocated_worker_groups == 3
 
 
 def test_communication_backend():
-    """Unless it is given, workers use nccl with GPUs and gloo without."""
+    """The default backend is nccl with GPUs and gloo without."""
     assert RayVirtualCluster([1]).communication_backend == "nccl"
     assert RayVirtualCluster([1], use_gpus=False).communication_backend == "gloo"
     assert RayVirtualCluster([1], communication_backend="gloo").communication_backend == "gloo"
@@ -128,6 +128,6 @@ def test_communication_backend():
 
 
 def test_a_cluster_is_not_sent():
-    """A cluster belongs to its driver; pickling it says what to send instead."""
+    """A cluster belongs to its driver. The error of pickling it says what to send instead."""
     with pytest.raises(TypeError, match=r"belongs to its driver; send its slots\(\) instead"):
         pickle.dumps(RayVirtualCluster([1]))

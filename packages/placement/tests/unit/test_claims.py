@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing is counted: a worker group too many is refused instead of waiting for ever."""
+"""Worker groups are counted per slot: one too many is refused instead of waiting forever."""
 
 import pytest
 from ray import PlacementGroupID
@@ -27,7 +27,7 @@ def slots_of(count, capacity=1):
 
 
 def test_a_second_group_is_refused():
-    """The second holder is told who is there and what to change; it gets none of its slots."""
+    """The error names the group that is in the slot and what to change; no slot is claimed."""
     slots = slots_of(3)
     first = claim_slots(slots[1:2], "policy")
     with pytest.raises(ResourceInsufficientError) as caught:
@@ -41,7 +41,7 @@ def test_a_second_group_is_refused():
 
 
 def test_capacity():
-    """As many groups as the cluster was reserved for share a slot; the refusal names them and what is missing."""
+    """A slot takes as many groups as the cluster was reserved for. The error names them and the missing option."""
     slots = slots_of(1, capacity=2)
     claims = [claim_slots(slots, "one"), claim_slots(slots, "two")]
     with pytest.raises(ResourceInsufficientError) as caught:
@@ -57,7 +57,7 @@ def test_capacity():
 
 
 def test_release():
-    """What is released can be claimed again; releasing twice frees nobody else's slot."""
+    """A released slot can be claimed again; a second release does not free a slot that another group has claimed."""
     slots = slots_of(2)
     first = claim_slots(slots, "first")
     assert repr(first) == "SlotClaim('first', 2 slots)"

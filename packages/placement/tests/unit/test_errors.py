@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors travel between processes with their message; their tables show what is there, literally."""
+"""Errors can be pickled, and their tables show names literally."""
 
 import pickle
 
@@ -49,7 +49,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_pickle(error):
-    """Every error is the same after pickling: class, message and attributes."""
+    """An error has the same class, message and attributes after pickling."""
     twin = pickle.loads(pickle.dumps(error))
 
     assert type(twin) is type(error)
@@ -60,7 +60,7 @@ def test_pickle(error):
 
 
 def test_report():
-    """The table merges equal neighbours, shows only what was asked for, and takes no name for markup."""
+    """The table merges equal neighbours, shows only requested resources, and does not parse names as markup."""
     assert str(REPORT) == SHOWN
     assert "Found no node that is alive." in str(Report(REPORT.asks, ()))
     assert str(ERRORS[2]) == f"too much\n\n{REPORT}"

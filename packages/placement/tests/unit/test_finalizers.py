@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object held that the program dropped: returned by a background thread, with a warning."""
+"""A background thread releases what a dropped object held, with a warning."""
 
 import logging
 import threading
@@ -46,7 +46,7 @@ def test_an_object_that_was_closed():
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_a_release_that_fails(caplog):
-    """A release that fails, or a warning that is an error, is logged; the next object is served."""
+    """A release that fails, or a warning that is an error, is logged. The thread then releases the next object."""
     released = []
     with caplog.at_level(logging.WARNING, logger="fairlead_placement"):
         release_when_dropped(Owner(), lambda: "held", lambda: 1 // 0)

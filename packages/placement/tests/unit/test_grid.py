@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a cluster."""
+"""The drawing of a cluster."""
 
 import pytest
 from ray import PlacementGroupID
@@ -12,7 +12,7 @@ from fairlead_placement.spi import claim_slots
 
 
 class Group:
-    """Anything with these three attributes can be drawn."""
+    """A group for the drawing, which needs three attributes."""
 
     def __init__(self, prefix, *workers):
         self.name_prefix = prefix
@@ -24,7 +24,7 @@ class Group:
 
 
 def slots_of(*places):
-    """Slots in the order given: (logical node, bundle)."""
+    """Return slots in the order given: (logical node, bundle)."""
     group = PlacementGroup(PlacementGroupID.from_random())
     return tuple(
         Slot(
@@ -40,13 +40,13 @@ def slots_of(*places):
     )
 
 
-def shown(cluster, *groups, **options):
+def read_grid(cluster, *groups, **options):
     return as_text(cluster.grid(groups, **options)).splitlines()
 
 
 def test_not_reserved():
-    """A row per logical node, a cell per slot, and a legend; drawing reserves nothing (Ray does not run here)."""
-    assert shown(RayVirtualCluster([4, 8, 2])) == [
+    """The grid has a row per logical node, a cell per slot and a legend. Drawing reserves nothing; Ray does not run."""
+    assert read_grid(RayVirtualCluster([4, 8, 2])) == [
         "Ray Cluster: 3 nodes, 14 GPUs",
         "┌────────┬─────┬─────┬─────┬─────┬─────┬─────┬─────┬─────┐",
         "│ node 0 │ 0.0 │ 0.1 │ 0.2 │ 0.3 │     │     │     │     │",
@@ -69,20 +69,20 @@ def test_not_reserved():
 )
 def test_headline(counts, headline):
     """The headline counts the logical nodes in use and their GPUs."""
-    assert shown(RayVirtualCluster(counts))[0] == headline
+    assert read_grid(RayVirtualCluster(counts))[0] == headline
 
 
 def test_unused_and_empty():
-    """A logical node that is not used says so; a cluster without any bundle is an empty one."""
-    text = shown(RayVirtualCluster([0, 1], use_gpus=False))
+    """An unused logical node is marked; a cluster without bundles is shown as empty."""
+    text = read_grid(RayVirtualCluster([0, 1], use_gpus=False))
     assert text[0] == "Ray Cluster: 1 node, 1 CPU"
     assert "│ node 0   │     │" in text
     assert "│ not used │     │" in text
-    assert shown(RayVirtualCluster([0, 0])) == ["Empty Ray Cluster"]
+    assert read_grid(RayVirtualCluster([0, 0])) == ["Empty Ray Cluster"]
 
 
 def test_one_group():
-    """Workers stand in the cell of their slot, which is not the one of Ray's bundle number, with their trouble."""
+    """Workers are in the cell of their slot, not of Ray's bundle index, and a state that needs attention is shown."""
     slots = slots_of((0, 1), (0, 0), (1, 0))  # physical order is not Ray's
     group = Group("policy", (0, 0, "alive"), (0, 1, "stuck"), (1, 0, "dead"))
 
@@ -103,7 +103,7 @@ def test_one_group():
 
 
 def test_two_groups(capsys):
-    """Workers of several groups carry the number of theirs; the global view counts the groups."""
+    """With several groups, workers show the number of their group; the global view counts the groups."""
     groups = [Group("policy", (0, 0, ""), (0, 1, "")), Group("", (0, 1, ""))]
     cluster = RayVirtualCluster([2])
     cluster.print_all_worker_groups(groups)
@@ -122,7 +122,7 @@ def test_two_groups(capsys):
 
 
 def test_printing(capsys):
-    """`print_cluster_grid` prints what `grid` returns, with a group or without."""
+    """`print_cluster_grid` prints what `grid` returns, with or without a group."""
     cluster = RayVirtualCluster([2])
     cluster.print_cluster_grid()
     assert "W 0" not in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_printing(capsys):
 
 
 def test_notebook(monkeypatch):
-    """A notebook shows the same as HTML, with the groups that live on the cluster; names are text, not markup."""
+    """A notebook shows the same as HTML, with the groups on the cluster; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
     monkeypatch.setattr(cluster._holding, "slots", slots)

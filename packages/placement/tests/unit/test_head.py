@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on a thread of their own with a deadline, and what is undone when nobody waits any more."""
+"""Functions that run on their own thread with a deadline, and are undone if they return too late."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from fairlead_placement._nodes.head import ask_head, call_within, head_deadline
 
 
 def test_results():
-    """The value or the error of the function, from another thread."""
+    """The function's value is returned or its error raised, from another thread."""
     assert call_within(20, threading.get_ident) != threading.get_ident()
     assert call_within(20, divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
@@ -27,7 +27,7 @@ def raise_error(error):
 
 
 def test_too_late(eventually):
-    """A function that returns after the deadline is undone; one that fails then is not."""
+    """A function that returns after the deadline is undone; one that fails after it is not."""
     answer, undone = threading.Event(), []
     for function in (lambda: answer.wait(20) and "value", lambda: answer.wait(20) and 1 / 0):
         with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
@@ -54,7 +54,7 @@ def test_interrupted(in_time, eventually):
 
 
 def test_at_the_end_of_the_interpreter(monkeypatch):
-    """Where no thread can be started any more, the function runs on this one."""
+    """If no thread can be started any more, the function runs on the calling thread."""
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -64,7 +64,7 @@ def test_at_the_end_of_the_interpreter(monkeypatch):
 
 
 def test_deadlines(monkeypatch):
-    """A request gets what is left of the earliest deadline, but some time in any case (seam: whether Ray runs)."""
+    """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "call_within", lambda timeout_s, function, *args, undo: given.append(timeout_s))

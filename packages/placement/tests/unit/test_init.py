@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Ray `init_ray` attaches to or starts, without a Ray."""
+"""Which Ray cluster `init_ray` attaches to or starts. No Ray runs here."""
 
 import logging
 import socket
@@ -13,7 +13,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
 
 
 def test_something_else_answers(monkeypatch):
-    """Where Ray cannot attach, the error says what Ray said, and that a token may be missing."""
+    """If Ray cannot attach, the error quotes Ray and says that a token may be missing."""
 
     def refuse(**options):
         raise ConnectionError("no cluster id")
@@ -27,7 +27,7 @@ def test_something_else_answers(monkeypatch):
 
 @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])
 def test_a_head_that_does_not_answer(how, monkeypatch, tmp_path):
-    """The error says which address was tried, where it comes from, and what to do (seams: the head, Ray's search)."""
+    """The error names the address, its origin, and what to do (seams: the head, Ray's search)."""
     file = tmp_path / "ray_current_cluster"
     answers = threading.Event()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -66,7 +66,7 @@ def dead_address():
 
 
 def test_a_dead_address(dead_address, monkeypatch):
-    """An address where nothing answers is refused in seconds, whether given or in RAY_ADDRESS."""
+    """An address at which nothing answers is refused in seconds, given or in RAY_ADDRESS."""
     message = f"No Ray cluster answers at {dead_address}. Start one with `ray start --head`, correct the address"
     began = time.monotonic()
     with pytest.raises(PlacementError, match=message):
@@ -80,7 +80,7 @@ def test_a_dead_address(dead_address, monkeypatch):
 
 @pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:", ":6379", "10.0.0.1:port", "10.0.0.1:65536", ""])
 def test_a_bad_address(address, monkeypatch):
-    """What cannot be an address is refused before anything is asked."""
+    """An invalid address is refused before any connection is made."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ValueError, match=f"address must be 'host:port', 'auto' or 'local', got '{address}'"):
         init_ray(address=address)
@@ -88,7 +88,7 @@ def test_a_bad_address(address, monkeypatch):
 
 @pytest.mark.parametrize("found", [None, "dead"])
 def test_starting(found, dead_address, monkeypatch):
-    """A local Ray is started when none is found, when the one found is dead, and when RAY_ADDRESS says so."""
+    """A local Ray is started if none is found, if the one found is dead, or if RAY_ADDRESS says so."""
     started = []
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options) or "context")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

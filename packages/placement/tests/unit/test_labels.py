@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Label selectors mean what they mean to Ray."""
+"""Label selectors match the nodes that Ray matches."""
 
 import itertools
 import re
@@ -33,13 +33,13 @@ from fairlead_placement._model import check_selector, matches, parse_condition
     ],
 )
 def test_matches(key, condition, expected):
-    """A condition on a label; a label that is missing is none of any values."""
+    """A condition matches a label as in Ray. A missing label has none of any values."""
     check_selector({key: condition})
     assert matches({key: condition}, {"a": "x", "e": ""}) is expected
 
 
 def test_every_condition_must_hold():
-    """A selector is a conjunction; an empty one takes any node."""
+    """A selector is a conjunction; an empty one matches every node."""
     labels = {"zone": "a", "market": "spot"}
 
     assert matches({"zone": "in(a,b)", "market": "spot"}, labels)
@@ -49,7 +49,7 @@ def test_every_condition_must_hold():
 
 
 def test_a_space_after_a_comma_means_nothing():
-    """Ray takes "in(a, b)" and then looks for " b", which no label can have."""
+    """A space after a comma is ignored. Ray would look for the value " b", which no label can have."""
     assert matches({"zone": "in(a, b)"}, {"zone": "b"})
 
 
@@ -59,7 +59,7 @@ def test_a_space_after_a_comma_means_nothing():
      "x y", "x" * 64, "!in(x,y))", "a=b"],
 )  # fmt: skip
 def test_bad_conditions(condition):
-    """What Ray refuses is refused here, and "(x)" too, which Ray takes and never matches."""
+    """A condition that Ray refuses is refused, and so is "(x)", which Ray accepts and never matches."""
     message = f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {condition!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_condition(condition)
@@ -76,7 +76,7 @@ def test_bad_keys(key):
 
 @pytest.mark.parametrize("key", ["a", "ray.io/node-id", "a.b.c/d_e-f.g", "x" * 63, "3"])
 def test_good_keys(key):
-    """Names with or without a prefix."""
+    """Keys have a name, with or without a prefix."""
     check_selector({key: "x"})
 
 
@@ -95,7 +95,7 @@ values = st.sampled_from(
 
 @given(st.lists(values, min_size=1, max_size=4), st.booleans(), values)
 def test_parsing_gives_back_what_was_written(several, negated, label):
-    """A list of values, plain or negated, is exactly those; one value is a list of one."""
+    """Parsing a condition returns its values and whether it is negated; a single value is a list of one."""
     text = f"{'!' * negated}in({','.join(several)})"
 
     assert parse_condition(text) == (not negated, frozenset(several))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory, as NVML reports it to a node agent."""
+"""GPU memory, as a node agent reads it from NVML."""
 
 import os
 import sys
@@ -57,7 +57,7 @@ def nvml(monkeypatch):
 
 
 def test_gpu_memory(nvml):
-    """With nvidia-ml-py GPU memory is told, with peaks, and what a process holds on all GPUs (seam: pynvml)."""
+    """With nvidia-ml-py, GPU memory is reported with peaks, and per process over all GPUs (seam: pynvml)."""
     meter = MemoryMeter(Gpus(), "node")
     assert meter.read("me", "")[4] == [(100, 0, 0), (100, 30, 30)]
     nvml.used = [5, 20]
@@ -73,14 +73,14 @@ def test_gpu_memory(nvml):
 
 @pytest.mark.parametrize("used", [[], None], ids=["no GPU", "no driver"])
 def test_no_gpu(nvml, used):
-    """Without a GPU, or without its driver, nothing is told about GPUs (seam: pynvml)."""
+    """Without a GPU or its driver, GPU figures are None (seam: pynvml)."""
     nvml.used = used
     assert (Gpus().memory(), Gpus().by_process()) == (None, None)
 
 
 @pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
 def test_a_wedged_driver(nvml, at_first, eventually):
-    """A driver that does not return leaves the GPU figures unknown until it does; nothing waits for it again (seam)."""
+    """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
     gpus = Gpus(timeout_s=0.05)
     agent = AgentProcess("0" * 56)  # its constructor does not wait for the driver
     assert nvml.inits == 0

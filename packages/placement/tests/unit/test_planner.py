@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of which bundle goes where: complete, never over-committed, in physical order."""
+"""The plan of which node each bundle goes to: complete, within the amounts of each node, in physical order."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ def requests(draw, max_asks=3, strategies=STRATEGIES):
 
 @given(requests(), clusters(), st.booleans(), st.booleans())
 def test_a_plan_fits(asks, nodes, idle, own_nodes):
-    """Every bundle has a node, and no node gets more than it has: of what is free, or when idle of what there is."""
+    """Every bundle has a node, and no node gets more than is free there; when idle, no more than it has."""
     chosen = plan(asks, nodes, idle=idle, own_nodes=own_nodes)
     assume(chosen is not None)
 
@@ -72,7 +72,7 @@ def test_a_plan_fits(asks, nodes, idle, own_nodes):
 
 @given(requests(), clusters(), st.booleans())
 def test_the_strategy_is_kept(asks, nodes, own_nodes):
-    """STRICT_PACK uses one node for a logical node, STRICT_SPREAD one per bundle, and all of them physical order."""
+    """STRICT_PACK uses one node per logical node and STRICT_SPREAD one per bundle; all use physical order."""
     chosen = plan(asks, nodes, own_nodes=own_nodes)
     assume(chosen is not None)
 
@@ -90,7 +90,7 @@ def test_the_strategy_is_kept(asks, nodes, own_nodes):
 
 @given(requests(), clusters(), st.booleans())
 def test_deterministic(asks, nodes, own_nodes):
-    """The same question has the same answer, in whatever order resources are listed."""
+    """The plan does not depend on the order in which resources are listed."""
     shuffled = [
         Node(one.node_id, one.ip, dict(reversed(one.total.items())), dict(reversed(one.free.items())), one.labels)
         for one in nodes
@@ -101,7 +101,7 @@ def test_deterministic(asks, nodes, own_nodes):
 
 @given(requests(), clusters(), st.booleans())
 def test_equal_asks_follow_physical_order(asks, nodes, own_nodes):
-    """Of two logical nodes that ask for the same, the lower number has the earlier nodes."""
+    """Of two logical nodes with equal asks, the lower number has the earlier nodes."""
     chosen = plan(asks, nodes, own_nodes=own_nodes)
     assume(chosen is not None)
 
@@ -111,7 +111,7 @@ def test_equal_asks_follow_physical_order(asks, nodes, own_nodes):
 
 
 def brute(asks, nodes, own_nodes):
-    """Whether any assignment of bundles to nodes keeps every rule, by trying them all."""
+    """Return whether any assignment of bundles to nodes keeps every rule, by trying all of them."""
 
     def search(left, room, owner):
         if not left:
@@ -185,7 +185,7 @@ def test_refused_only_if_impossible(asks, nodes, own_nodes):
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_packing_is_exact(counts, cpus):
-    """Logical nodes of any sizes share physical nodes whenever there is a way."""
+    """Logical nodes of any sizes share physical nodes if an assignment exists."""
 
     def search(left, room):
         return not left or any(
@@ -214,7 +214,7 @@ def test_strict_spread_refused_only_if_impossible(counts, cpus):
 
 
 def test_largest_first_is_not_enough():
-    """Largest first puts 5 and 4 together and is stuck with 4, 3 and 3; there is a way, and it is found."""
+    """Largest first puts 5 and 4 together and fails on 4, 3 and 3. The planner finds the assignment."""
     asks = asks_of(5, 4, 4, 3, 2, 2)
     chosen = plan(asks, nodes_of(10, 10))
 
@@ -222,7 +222,7 @@ def test_largest_first_is_not_enough():
 
 
 def test_many_sizes_on_many_nodes():
-    """Middling clusters are decided, both ways: 48 logical nodes of three sizes on 23 uneven nodes and one more."""
+    """Medium clusters are decided exactly: 48 logical nodes of three sizes on 23 uneven nodes, and on 24."""
     counts, cpus = [5] * 12 + [3] * 24 + [2] * 12, [8] * 12 + [5, 7] * 4 + [4] * 3
     assert sum(counts) == sum(cpus)
 
@@ -230,8 +230,8 @@ def test_many_sizes_on_many_nodes():
     assert plan(asks_of(*counts), nodes_of(*cpus, 6)) is not None
 
 
-def test_what_nobody_asked_for_makes_no_difference():
-    """Nodes that differ only in what is plentiful are equal: the search does not try each of them."""
+def test_plentiful_resources_make_no_difference():
+    """Nodes that differ only in resources that are plentiful count as equal: the search does not try each."""
     nodes = [node(f"n{at:02}", CPU=90 + at, GPU=8, memory=at) for at in range(40)]
     asks = [Ask(at, 5 if at < 40 else 4, {"CPU": 1, "GPU": 1}) for at in range(41)]
 
@@ -239,14 +239,14 @@ def test_what_nobody_asked_for_makes_no_difference():
 
 
 def test_giving_up_is_not_a_refusal(monkeypatch):
-    """When the work limit is reached there is no plan, but nobody is told that there can be none."""
+    """At the work limit there is no plan, but the request is not declared impossible."""
     asks, nodes = asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)
     monkeypatch.setattr(_planner, "WORK", 30)
 
     assert plan(asks, nodes) is None
     assert plan(asks, nodes, idle=True) is None
     assert not never_fits(asks, nodes)
-    assert never_fits(asks_of(11), nodes)  # seen without a search
+    assert never_fits(asks_of(11), nodes)  # decided without a search
     monkeypatch.setattr(_planner, "WORK", 5)
     assert plan(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2) is None
     assert not never_fits(asks_of(2, 1, 1, 2), in_domains(a=[2, 1], b=[1, 2]), segment_size=2)
@@ -254,7 +254,7 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
 
 @given(mixed_requests(), labelled_clusters(), st.booleans())
 def test_deciding_is_planning_and_refusing(asks, nodes, own_nodes):
-    """One question gives the plan for what is free, or whether there is none even when nothing else runs."""
+    """`decide` returns the results of `plan` and `never_fits`."""
     chosen = plan(asks, nodes, own_nodes=own_nodes)
     never = never_fits(asks, nodes, own_nodes=own_nodes)
 
@@ -264,7 +264,7 @@ def test_deciding_is_planning_and_refusing(asks, nodes, own_nodes):
 
 
 def test_deciding_does_no_work_twice(monkeypatch):
-    """Idle nodes are planned for once, as what is free is all there is; others are looked at as if they were idle."""
+    """Idle nodes are planned for once; other nodes are planned for again as if they were idle."""
     made = []
     site = _planner.Site
     monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
@@ -276,7 +276,7 @@ def test_deciding_does_no_work_twice(monkeypatch):
 
 
 def test_deciding_ends_at_the_deadline():
-    """A question that is still open at the deadline has no plan, and nobody is told that there can be none."""
+    """If no plan is found by the deadline, there is none, but the request is not declared impossible."""
     asks, nodes = asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)
 
     assert decide(asks, nodes, deadline=time.monotonic()) == (None, False)
@@ -298,7 +298,7 @@ def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
 
 
 def test_labels():
-    """A node that does not match takes no bundle, whatever it has."""
+    """A node that does not match takes no bundle, even if it has room."""
     nodes = [node("n0", CPU=8, labels={"market": "spot"}), node("n1", CPU=4)]
 
     assert plan([Ask(0, 2, {"CPU": 1}, labels={"market": "!spot"})], nodes) == {0: ("n1", "n1")}
@@ -308,7 +308,7 @@ def test_labels():
 
 
 def test_constraints_per_logical_node():
-    """Logical nodes with resources of their own get the nodes that have them, in whatever order."""
+    """Logical nodes with constraints get the nodes that meet them, in any order."""
     nodes = [node("n0", CPU=8, a=1), node("n1", CPU=8, b=1), node("n2", CPU=8)]
     asks = [Ask(0, 4, {"CPU": 1}), Ask(1, 4, {"CPU": 1, "b": 0.001}), Ask(2, 4, {"CPU": 1, "a": 0.001})]
 
@@ -316,7 +316,7 @@ def test_constraints_per_logical_node():
 
 
 def in_domains(**domains):
-    """Nodes "a0", "a1" ... with the CPUs given, in the domain "a"; those of "none" have no domain."""
+    """Return nodes "a0", "a1" ... with the given CPUs in the domain "a"; those of "none" have no domain."""
     nodes = [
         node(f"{domain}{at}", CPU=cpu, labels={} if domain == "none" else {"ray.io/gpu-domain": domain})
         for domain, cpus in domains.items()
@@ -335,14 +335,14 @@ def in_domains(**domains):
         ([4, 4], 2, {"a": [4], "b": [4]}, None),
         ([1, 1], 2, {"a": [8]}, None),
         ([4, 4], 1, {"a": [4], "b": [4]}, ["a0", "b0"]),
-        # Each group where it can be: the first one, though it would fit a, leaves a to the second.
+        # The first group would fit a, but the second one fits nowhere else.
         ([2, 2, 4, 4], 2, {"a": [4, 4], "b": [2, 2]}, ["b0", "b1", "a0", "a1"]),
         ([4, 2, 2, 4], 2, {"a": [2, 4, 4, 2]}, ["a1", "a0", "a3", "a2"]),
         ([], 2, {"a": [8]}, []),
     ],
 )
 def test_segments(counts, size, domains, expected):
-    """Groups of logical nodes, by number, stand on nodes of their own in one domain, in physical order."""
+    """Logical nodes are grouped by number; each group is on its own nodes of one domain, in physical order."""
     chosen = plan(asks_of(*counts), in_domains(**domains), segment_size=size)
 
     assert (chosen if chosen is None else [ids[0] for ids in chosen.values()]) == expected
@@ -380,13 +380,13 @@ def test_segments_are_refused_only_if_impossible(random):
 
 @pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
 def test_bad_segment_size(size):
-    """A size that is no positive integer is refused, with the value."""
+    """A size that is not a positive integer is refused, and the error shows the value."""
     with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
         plan(asks_of(1, 1), nodes_of(4, 4), segment_size=size)
 
 
 def test_a_domain_for_each_segment():
-    """Groups that each need another domain find it, however many there are, and too many are refused at once."""
+    """60 groups that each need another domain all find it, and one group more is refused at once."""
     domains = [f"d{at:03}" for at in range(60)]
     nodes = physical_order(
         node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
@@ -402,7 +402,7 @@ def test_a_domain_for_each_segment():
 
 
 def test_bad_segments():
-    """Segments need as many logical nodes as make whole ones, each of them on one physical node."""
+    """Segments need a multiple of their size, and STRICT_PACK."""
     with pytest.raises(ValueError, match="in use must be divisible by segment_size, got 3 and 2"):
         plan(asks_of(1, 1, 1), nodes_of(4, 4, 4), segment_size=2)
     with pytest.raises(ValueError, match="segment_size needs the strategy STRICT_PACK, got 'PACK' for logical node 0"):
@@ -410,7 +410,7 @@ def test_bad_segments():
 
 
 def test_bad_labels():
-    """An ask with a selector that Ray would not take cannot be made."""
+    """An ask with a selector that Ray refuses cannot be constructed."""
     with pytest.raises(ValueError, match="label 'zone': a label selector must be"):
         Ask(0, 1, {"CPU": 1}, labels={"zone": "in()"})
 
@@ -430,7 +430,7 @@ def test_bad_labels():
     ],
 )
 def test_uneven_nodes(counts, cpus, expected):
-    """Large logical nodes find large physical ones; nodes are shared only when there is no other way."""
+    """Large logical nodes get large physical nodes; nodes are shared only if there is no other way."""
     chosen = plan(asks_of(*counts), nodes_of(*cpus))
 
     wanted = expected and {at: (f"n{on}",) * counts[at] for at, on in enumerate(expected)}
@@ -453,20 +453,20 @@ def test_uneven_nodes(counts, cpus, expected):
     ],
 )
 def test_strategies(strategy, count, cpus, expected):
-    """PACK takes as few nodes as it can, SPREAD as many, the STRICT ones exactly one, and one each."""
+    """PACK uses as few nodes as possible, SPREAD as many, STRICT_PACK one, STRICT_SPREAD one per bundle."""
     chosen = plan(asks_of(count, strategy=strategy), nodes_of(*cpus))
 
     assert (chosen and Counter(chosen[0])) == expected
 
 
 def test_own_nodes():
-    """Two logical nodes share a physical one, unless each must have its own."""
+    """Two logical nodes share a physical one, unless `own_nodes` forbids it."""
     assert plan(asks_of(2, 2), nodes_of(4, 1)) == {0: ("n0", "n0"), 1: ("n0", "n0")}
     assert plan(asks_of(2, 2), nodes_of(4, 1), own_nodes=True) is None
 
 
-def test_the_scarce_node_is_left_to_who_needs_it():
-    """A large ask moves off the only node that has what a small one needs."""
+def test_the_scarce_node_is_left_to_the_ask_that_needs_it():
+    """A large ask leaves the only node that has the resource of a small ask to that one."""
     asks = [Ask(0, 2, {"CPU": 1}), Ask(1, 1, {"CPU": 1, "x": 1})]
     nodes = [node("n0", CPU=2, x=1), node("n1", CPU=4)]
 
@@ -474,7 +474,7 @@ def test_the_scarce_node_is_left_to_who_needs_it():
 
 
 def test_idle():
-    """When idle, what is taken now counts as there: that tells "taken" from "can never fit"."""
+    """With `idle`, resources in use count as free, which distinguishes "taken" from "impossible"."""
     nodes = [node("n0", {"CPU": 1}, CPU=4), node("n1", {}, CPU=2)]
 
     assert plan(asks_of(2), nodes) is None
@@ -483,6 +483,6 @@ def test_idle():
 
 
 def test_amounts_are_exact():
-    """Three bundles of 0.1 fit into 0.3, as they do for Ray."""
+    """Three bundles of 0.1 fit into 0.3, as for Ray."""
     assert plan(asks_of(3, x=0.1), [node("n0", x=0.3)]) is not None
     assert plan(asks_of(3, x=0.1), [node("n0", x=0.2999)]) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
+"""The fallbacks for private parts of Ray that are missing (seam: the attribute is removed)."""
 
 import sys
 
@@ -97,7 +97,7 @@ def test_create_actor():
 
 
 def test_without_a_lock_of_ray(monkeypatch):
-    """A Ray that has no lock for this blocks nothing."""
+    """If Ray has no such lock, nothing is blocked."""
     monkeypatch.delattr(ray._private.worker, "_connect_or_shutdown_lock")
     with private.block_shutdown():
         assert not ray.is_initialized()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status line of something slow."""
+"""The status line during a wait."""
 
 import io
 
@@ -10,8 +10,8 @@ from fairlead_placement._show import Waiting
 
 
 @pytest.fixture
-def shown(monkeypatch):
-    """Waits once, on something that is a terminal or is not, and gives what was written there."""
+def show_line(monkeypatch):
+    """Return a function that waits once, on a terminal or not, and returns what was written."""
 
     def wait(*, terminal: bool, quiet_s: float = 0.0) -> str:
         written = io.StringIO()
@@ -25,12 +25,12 @@ def shown(monkeypatch):
     return wait
 
 
-def test_on_a_terminal(shown):
-    """It says what is waited for, since when and how long at most, on one line; names are no markup."""
-    assert "Reserving [red]train[/x]: others hold what it needs, 0 of 180 s" in shown(terminal=True)
+def test_on_a_terminal(show_line):
+    """One line says what is waited for, for how long and how long at most; names are not parsed as markup."""
+    assert "Reserving [red]train[/x]: others hold what it needs, 0 of 180 s" in show_line(terminal=True)
 
 
-def test_quiet(shown):
-    """Nothing is written in the first second, and nothing ever where nobody looks."""
-    assert shown(terminal=True, quiet_s=1.0) == ""
-    assert shown(terminal=False) == ""
+def test_quiet(show_line):
+    """Nothing is written in the first second, nor if standard error is not a terminal."""
+    assert show_line(terminal=True, quiet_s=1.0) == ""
+    assert show_line(terminal=False) == ""

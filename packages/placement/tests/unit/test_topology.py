@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Physical order, and nodes taken in complete segments."""
+"""Physical order, and the selection of complete segments."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ def node(name, *, labels=None, **total):
 
 
 def test_physical_order():
-    """Nodes without a domain come first, then by domain, rank (a number), and node id, whatever Ray's order."""
+    """Nodes without a domain come first, then domain, rank (a number) and node id decide, not Ray's order."""
     ordered = [
         node("1"),
         node("2", topo_rank=1),
@@ -37,7 +37,7 @@ def test_physical_order():
 
 
 def test_domains_are_ordered_by_their_lowest_rank():
-    """Racks with arbitrary ids follow each other as their ranks do; domains with equal ranks follow by name."""
+    """Domains follow each other by their lowest rank; domains with equal ranks are ordered by name."""
     places = {"n3": ("f0", 2), "n2": ("f0", 3), "n1": ("07", 5), "n0": ("07", 4), "n4": ("", 9), "m": ("e", 2)}
     ordered = ["n4", "m", "n3", "n2", "n0", "n1"]
 
@@ -53,13 +53,13 @@ def test_domains_are_ordered_by_their_lowest_rank():
 
 @pytest.mark.parametrize("rank", ["first", "", "inf", "nan"])
 def test_bad_rank(rank):
-    """A rank that is no number is refused, with the node it is on."""
+    """A rank that is not a number is refused; the error names the node."""
     with pytest.raises(ValueError, match=f"label fairlead.io/topo-rank of node 7 must be a number, got '{rank}'"):
         node_place(node("7", labels={"fairlead.io/topo-rank": rank}))
 
 
 def domains_of(**sizes):
-    """Nodes "a0", "a1" ... of the domain "a", ranked by their number; those of "none" have no domain."""
+    """Return nodes "a0", "a1" ... of the domain "a", ranked by their number; those of "none" have no domain."""
     return {
         f"{domain}{at}": ("" if domain == "none" else domain, at)
         for domain, size in sizes.items()
@@ -80,14 +80,14 @@ def domains_of(**sizes):
     ],
 )
 def test_segments_are_taken_in_physical_order(sizes, segment_size, num_nodes, selected, remaining):
-    """Complete groups from one domain, the first nodes of the first domains; too small a domain is skipped."""
+    """Segments are the first nodes of the first domains; a domain that is too small is skipped."""
     found = select_segment_nodes(domains_of(**sizes), segment_size, num_nodes)
 
     assert found == (selected.split(), remaining.split())
 
 
 def test_ranks_order_the_nodes_of_a_domain():
-    """Rank counts before the node id, and a missing rank is 0; the domain None is as good as none."""
+    """The rank counts before the node id, and a missing rank is 0. The domain None means no domain."""
     topology = {"a": ("x", 10), "b": ("x", 2), "c": ("x", None), "d": (None, 0), "e": ("x", 2.0)}
 
     assert select_segment_nodes(topology, 3, 3) == (["c", "b", "e"], ["d", "a"])
@@ -105,7 +105,7 @@ def test_ranks_order_the_nodes_of_a_domain():
     ],
 )
 def test_not_enough_segments(sizes, message):
-    """The refusal says what was wanted, what each domain has, and what to do."""
+    """The error says what was requested, what each domain has, and what to do."""
     with pytest.raises(
         ResourceInsufficientError, match=f"^Cannot form 2 segments of 2 nodes.*{re.escape(message)}"
     ) as caught:
@@ -115,7 +115,7 @@ def test_not_enough_segments(sizes, message):
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_bad_sizes(size):
-    """A size that is no positive integer is refused by name, with the value."""
+    """A size that is not a positive integer is refused; the error shows its name and value."""
     message = f"must be an integer of at least 1, got {re.escape(repr(size))}"
     with pytest.raises(ValueError, match="segment_size " + message):
         select_segment_nodes(domains_of(a=4), size, 2)
@@ -129,13 +129,13 @@ def test_bad_sizes(size):
 
 
 def test_no_multiple():
-    """Nodes that do not make whole segments are refused before anything is looked at."""
+    """A number of nodes that is not a multiple of the segment size is refused first."""
     with pytest.raises(ValueError, match="num_nodes must be divisible by segment_size, got 10 nodes and 8"):
         select_segment_nodes({}, 8, 10)
 
 
 def test_segments_of_bundles_need_gpus_per_node():
-    """Without it nobody knows which nodes are complete."""
+    """`gpus_per_node` is required, because it defines which nodes are complete."""
     with pytest.raises(ValueError, match="gpus_per_node is required when segment_size is set"):
         sort_bundle_indices_by_topology([], segment_size=2)
 
@@ -153,7 +153,7 @@ def test_segments_of_bundles_need_gpus_per_node():
     ],
 )
 def test_bad_rows(row, error, message):
-    """A row that says nothing about where its bundle is, or contradicts another, is refused."""
+    """A row without a valid place, or that contradicts another row, is refused."""
     with pytest.raises(error, match=re.escape(message)):
         sort_bundle_indices_by_topology([(0, "b", 3, "m"), row])
 
@@ -177,7 +177,7 @@ def test_bundles_sort_by_domain_rank_node_and_accelerator():
 
 
 def test_incomplete_nodes_and_segments_are_left_out():
-    """Of each domain the first complete nodes stay, in whole segments; others, and nodes without a domain, do not."""
+    """The first complete nodes of each domain stay, in complete segments. All other nodes are left out."""
     gpus = {"a0": 2, "a1": 1, "a2": 3, "a3": 2, "b0": 2, "b1": 1, "none0": 2, "none1": 2}
     places = domains_of(a=4, b=2, none=2)
     rows = [(gpu, *places[name], name) for name, count in gpus.items() for gpu in range(count)]
@@ -196,7 +196,7 @@ placed = st.dictionaries(
 
 @given(placed, st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=True))
 def test_bundles_never_interleave(nodes, segment_size, gpus_per_node, shuffle):
-    """Whatever the order of the rows: every bundle once, those of a node together, the same order of places."""
+    """For rows in any order, each bundle appears once, bundles of a node are neighbours, and the order is the same."""
     rows = [(gpu, domain, rank, name) for name, (domain, rank, gpus) in nodes.items() for gpu in range(gpus)]
     shuffled = shuffle.sample(rows, len(rows))
 
@@ -226,7 +226,7 @@ def test_bundles_never_interleave(nodes, segment_size, gpus_per_node, shuffle):
 
 @given(placed, st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=True))
 def test_segments_are_whole_or_refused(nodes, segment_size, segments, shuffle):
-    """Either that many segments come from the domains, none mixed and no node twice, or there are not that many."""
+    """Either the domains provide that many unmixed segments of distinct nodes, or the call is refused."""
     topology = {name: (domain, rank) for name, (domain, rank, _) in nodes.items()}
     sizes = {}
     for domain, _ in topology.values():
