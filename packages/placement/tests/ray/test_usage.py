@@ -175,8 +175,12 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
 def test_no_agent(local_ray, monkeypatch):
     """If the nodes cannot be watched, nothing stays reserved (seam: the answer of the agent)."""
 
-    def fail(*args, **options):
-        raise ray.exceptions.ActorUnschedulableError("no")
+    get = ray.get
+
+    def fail(refs, *, timeout=None):
+        if refs:
+            raise ray.exceptions.ActorUnschedulableError("no")
+        return get(refs, timeout=timeout)
 
     cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True)
     with monkeypatch.context() as patch:
