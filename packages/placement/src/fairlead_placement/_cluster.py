@@ -9,15 +9,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
-from ._checks import (
-    check_choice,
-    check_constraints,
-    check_counts,
-    check_positive,
-    check_seconds,
-    check_segments,
-)
-from ._model import STRATEGIES, Ask, Request, Strategy, check_selector
+from . import _model
+from ._model import Ask, Request, Strategy, check_positive, check_seconds
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
@@ -114,9 +107,9 @@ class RayVirtualCluster:
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        self._counts = check_counts(bundle_ct_per_node_list)
-        check_choice("placement_group_strategy", placement_group_strategy, STRATEGIES)
-        check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
+        self._counts = _model.check_counts(bundle_ct_per_node_list)
+        _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
+        _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
         check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         self.placement_group_strategy: Strategy = placement_group_strategy
@@ -136,8 +129,8 @@ class RayVirtualCluster:
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
-        check_selector(labels)
-        extras = check_constraints(node_resource_constraints, len(self._counts))
+        _model.check_selector(labels)
+        extras = _model.check_constraints(node_resource_constraints, len(self._counts))
         asks = [
             Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
             for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
@@ -148,7 +141,7 @@ class RayVirtualCluster:
             name=name,
             capacity=capacity,
             gpu_ids=wanted,
-            segment_size=check_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
+            segment_size=_model.check_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )

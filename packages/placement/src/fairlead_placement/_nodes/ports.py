@@ -81,34 +81,28 @@ def lease_ports(
     check_range(low, high)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    per_node: dict[str, list[int]] = {}
-    for at, slot in enumerate(slots):
-        per_node.setdefault(slot.node_id, []).append(at)
-    asked = {node_id: new_lease_ids(count * len(wanted)) for node_id, wanted in per_node.items()}
-    leases: dict[int, tuple[PortLease, ...]] = {}
+    of_slots = [(slot, new_lease_ids(count)) for slot in slots]
+    asked: dict[str, list[str]] = {}
+    for slot, ids in of_slots:
+        asked.setdefault(slot.node_id, []).extend(ids)
+    address = {slot.node_id: slot.node_ip for slot in slots}
+    port: dict[str, int] = {}
     try:
-        found = ask_nodes(
-            "lease", {node_id: (ids, low, high, this_process()) for node_id, ids in asked.items()}, ANSWER_S
-        )
-        for node_id, wanted in per_node.items():
-            if isinstance(found[node_id], Exception):
-                raise found[node_id]
-            ports, leased, in_use = found[node_id]
-            ip = slots[wanted[0]].node_ip
+        requests = {node_id: (ids, low, high, this_process()) for node_id, ids in asked.items()}
+        for node_id, answer in ask_nodes("lease", requests, ANSWER_S).items():
+            if isinstance(answer, Exception):
+                raise answer
+            ports, leased, in_use = answer
             if not ports:
-                raise PortUnavailableError(ip, len(asked[node_id]), low, high, leased, in_use)
-            held = [
-                PortLease(ip, port, node_id, lease_id) for port, lease_id in zip(ports, asked[node_id], strict=True)
-            ]
-            for nth, at in enumerate(wanted):
-                leases[at] = tuple(held[nth * count : (nth + 1) * count])
+                raise PortUnavailableError(address[node_id], len(asked[node_id]), low, high, leased, in_use)
+            port.update(zip(asked[node_id], ports, strict=True))
     except BaseException:
         # This uses the requested ids, so that a lease whose answer never arrives is released too. If the release fails
         # as well, the first error is the one to raise.
         with contextlib.suppress(PlacementError):
             _release(asked, ANSWER_S)
         raise
-    return tuple(leases[at] for at in range(len(slots)))
+    return tuple(tuple(PortLease(slot.node_ip, port[one], slot.node_id, one) for one in ids) for slot, ids in of_slots)
 
 
 def check_range(low: int, high: int) -> None:

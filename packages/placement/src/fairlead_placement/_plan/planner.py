@@ -7,8 +7,7 @@ Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from .._checks import check_positive
-from .._model import PRECISION, Ask, Node, matches
+from .._model import PRECISION, Ask, Node, check_positive, matches
 from .search import Amounts, Budget, Room, Search, Shape, Undecided, count_units, match
 from .segments import place_blocks
 from .topology import node_place

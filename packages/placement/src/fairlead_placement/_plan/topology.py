@@ -9,8 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from .._checks import check_positive
-from .._model import Node
+from .._model import Node, check_positive
 from ..exceptions import ResourceInsufficientError
 
 
