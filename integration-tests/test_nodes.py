@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of groups over several nodes. The nodes are raylets that share one address."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -87,7 +88,9 @@ def test_restart_without_free_slots(three_nodes):
     with RayVirtualCluster([4, 4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as group:
         gone = next(node for node in three_nodes.worker_nodes if node.node_id == group.worker_metadata[-1]["node_id"])
         three_nodes.remove_node(gone, allow_graceful=False)
-        group._launcher.timeout_s = 1.0  # Do not wait for minutes until slots become free.
+        patient = group._launcher.spec
+        # Do not wait for minutes until slots become free.
+        group._launcher.spec = dataclasses.replace(patient, start_timeout_s=1.0)
         deadline = time.monotonic() + 60
         while gone.node_id in alive_nodes():
             assert time.monotonic() < deadline
@@ -95,7 +98,7 @@ def test_restart_without_free_slots(three_nodes):
         for _ in range(3):
             with pytest.raises(WorkerFailureError, match="other nodes have no room for them"):
                 group.restart_failed_workers()
-        group._launcher.timeout_s = 60.0
+        group._launcher.spec = patient
         three_nodes.add_node(num_cpus=4)
         three_nodes.wait_for_nodes()
         assert group.restart_failed_workers() == [4, 5, 6, 7]

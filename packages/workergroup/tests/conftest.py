@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reserved cluster for the tests that need workers, and groups for the tests of calls."""
+"""Clusters and groups that tests share."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -67,13 +67,36 @@ def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
 
 
 @pytest.fixture
+def make_group(local_ray: None) -> Iterator[Callable[..., "RayWorkerGroup"]]:
+    """Return a function that makes a group of four workers, after it has shut down the groups made before."""
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+
+    from .restarting import AXES, VALUE, Worker
+
+    groups: list[RayWorkerGroup] = []
+    with RayVirtualCluster([4], use_gpus=False) as cluster:
+
+        def make(*args: object, **options: object) -> RayWorkerGroup:
+            for group in groups:
+                assert group.shutdown()
+            builder = RayWorkerBuilder(Worker, *(args or (VALUE,)))
+            groups.append(RayWorkerGroup(cluster, builder, sharding_annotations=AXES, **options))
+            return groups[-1]
+
+        yield make
+        for group in groups:
+            assert group.shutdown()
+
+
+@pytest.fixture
 def eventually() -> Callable[..., bool]:
     """Return a function that waits some seconds at most until a condition holds, and returns whether it does."""
 
     def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not (held := holds()) and time.monotonic() < deadline:
+        while not (result := holds()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return bool(held)
+        return bool(result)
 
     return wait

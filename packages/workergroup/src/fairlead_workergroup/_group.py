@@ -26,18 +26,18 @@ from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
-from ._lifecycle.launcher import Launcher
+from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
-from ._lifecycle.restart import Restarter, check_restart_policy
+from ._lifecycle.restart import Restarter, RestartPolicy
 from ._lifecycle.shutdown import clean_up
 from ._members import Roster
 from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.query import find_dead
 from ._observe.statistics import Counters, GroupStatistics
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
-from ._ray_private import actor_id_of, dead_actors
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
 
@@ -133,7 +133,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
         self._map_options = MapOptions(strategy=load_balancing_strategy, move_items=enable_load_balancing)
         compression = check_compression(enable_gradient_compression)
-        policy = check_restart_policy(restart_on_failure, max_restarts, restart_scope)
+        policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
@@ -154,22 +154,26 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         self._counters = Counters()
         self._observer = Observer(self._roster)
         self._verdicts = Verdicts(self._roster, limit)
-        self._launcher = Launcher(
-            self._roster,
-            self._resources,
-            self._counters,
+        facts = {
+            "communication_backend": getattr(cluster, "communication_backend", None),
+            "gradient_compression": compression,
+        }
+        spec = GroupSpec(
             cluster=cluster,
             worker=builder.worker,
+            args=builder.args,
+            kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
+            sharding=self.sharding_annotations,
+            facts=facts,
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
-            timeout_s=float(start_timeout_s),
+            start_timeout_s=float(start_timeout_s),
         )
-        restarter = Restarter(
-            self._roster, self._resources, self._launcher, self._verdicts, policy, cluster=cluster, slots=slots
-        )
+        self._launcher = Launcher(spec, self._resources, self._counters)
+        restarter = Restarter(self._launcher, self._verdicts, policy, slots=slots)
         self._sender = Sender(
             self._roster,
             self._launcher,
@@ -191,11 +195,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             self._launcher.prepare(places)
             if on_restart is not None:
                 self._sender.method(on_restart)
-            facts = {
-                "communication_backend": getattr(cluster, "communication_backend", None),
-                "gradient_compression": compression,
-            }
-            self._launcher.store(builder.args, builder.kwargs, sharding=self.sharding_annotations, facts=facts)
+            self._launcher.store()
             self._launcher.start(range(self.world_size))
         except BaseException:
             self.shutdown(force=True)
@@ -408,12 +408,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         try:
             now = self._roster.snapshot()
             if cleanup_method is not None and self.workers and self._roster.connected:
-                dead = dead_actors()
-                living = {
-                    member.rank: member.handle
-                    for member in now.members
-                    if member.failure is None and actor_id_of(member.handle) not in dead
-                }
+                dead = find_dead(now)
+                living = {member.rank: member.handle for member in now.members if member.rank not in dead}
                 clean = clean_up(living, cleanup_method, timeout)
         finally:
             self._end_workers()

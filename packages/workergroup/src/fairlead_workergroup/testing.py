@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of workers, made on purpose: for tests of code that has to live with them.
+"""Faults of workers, caused on purpose, for tests of code that has to handle them.
 
-They are real: a killed process, a thread in a native call that does not return, memory that is in use.
+The faults are real: a killed process, a thread in a native call that does not return, memory that is in use.
 
 >>> from fairlead_placement import RayVirtualCluster, init_ray
 >>> from fairlead_workergroup import RayWorkerGroup
@@ -19,7 +19,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import ray
@@ -38,27 +38,28 @@ __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
 Way = Literal["sleep", "native", "native-gil", "stop"]
 WAYS: tuple[Way, ...] = get_args(Way)
-# Agents wait within their requests.
+# How long an agent waits within a request.
 WITHIN_S = 0.8 * ANSWER_S
 
 
 def kill(group: RayWorkerGroup, rank: int) -> None:
-    """End a worker's process with SIGKILL; returns when it is gone, at once if it was gone before.
+    """Kill a worker's process with SIGKILL, and wait until it has ended; nothing happens if it had ended before.
 
     Raises:
         IndexError, TypeError: there is no such rank.
-        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node does not do it.
+        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
-    if not _on_node(_worker(group, rank), faults.kill, WITHIN_S):
-        raise WorkerGroupError(f"{_worker(group, rank)} is still there {WITHIN_S:g} s after SIGKILL")
+    worker = _worker(group, rank)
+    if not _on_node(worker, faults.kill, WITHIN_S):
+        raise WorkerGroupError(f"{worker} is still alive {WITHIN_S:g} s after SIGKILL")
 
 
-class Hang:
-    """A worker that hangs until this is closed; made by `hang`. A context manager.
+class Hang(AbstractContextManager["Hang"]):
+    """A worker that hangs until `close`; a context manager, which `hang` returns.
 
     Attributes:
         rank: the worker's number in its group.
-        how: as of `hang`.
+        how: the way to hang, as given to `hang`.
     """
 
     def __init__(self, worker: WorkerFacts, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
@@ -72,7 +73,7 @@ class Hang:
         return f"Hang({self.rank}, {self.how!r}{', closed' if self._worker is None else ''})"
 
     def close(self) -> None:
-        """Let the worker go on; nothing if it is gone. Can be repeated."""
+        """Let the worker continue, if it is still alive. Can be repeated."""
         worker, self._worker = self._worker, None
         if worker is None or not ray.is_initialized():
             return
@@ -82,12 +83,7 @@ class Hang:
             ask_nodes([worker], faults.end_hang, self._token)
             ray.wait([self._ref], timeout=ANSWER_S)
 
-    def __enter__(self) -> "Hang":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -98,22 +94,22 @@ def hang(
     *,
     timeout_s: float = 60.0,
 ) -> Hang:
-    """Make a worker hang, in a call of its own named "hang"; returns when it does.
+    """Make a worker hang in a separate call named "hang", and wait until it does.
 
     Args:
-        group: the worker's.
-        rank: the worker's number in it.
-        how: "sleep": in Python; "native": in a system call that does not return; "native-gil": the same, holding the
-            GIL; "stop": the whole process, whatever it is doing (SIGSTOP).
-        timeout_s: seconds to wait until the worker has finished what it is doing; "stop" does not wait for that.
+        group: the group of the worker.
+        rank: the worker's number in the group.
+        how: "sleep" hangs in Python, "native" in a system call that does not return, "native-gil" in such a call that
+            holds the GIL; "stop" stops the whole process, whatever it is doing (SIGSTOP).
+        timeout_s: seconds to wait until the worker has finished its current call; "stop" does not wait for that.
 
     Returns:
-        A handle whose `close` lets the worker go on.
+        A handle whose `close` lets the worker continue.
 
     Raises:
         IndexError, TypeError, ValueError: there is no such rank, or no such way.
         TimeoutError: the worker was busy for too long; it will not hang later.
-        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node does not do it.
+        WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
         WorkerFailureError: the worker is dead.
     """
     if how not in WAYS:
@@ -129,23 +125,23 @@ def hang(
     while not _on_node(worker, faults.find_hanging, token):
         if ray.wait([ref], timeout=0.02)[0]:
             _answer(worker, ref, timeout_s=0)
-        # What runs already cannot be taken back, and is there at the next look.
+        # A hang that has just started cannot be cancelled; the next look finds it.
         if time.monotonic() >= deadline and not cancel_calls([(worker, ref)]):
-            raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s: it is busy with something else")
+            raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s, because it is busy")
     return Hang(worker, how, token, ref)
 
 
 def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float = 60.0) -> None:
-    """Have each following call of a worker take so much longer; 0 ends that. Returns when it is so.
+    """Make each later call of a worker take longer, and wait until this is in effect; 0 seconds ends it.
 
     Args:
-        group: the worker's.
-        rank: the worker's number in it.
-        seconds: how much longer.
-        timeout_s: seconds to wait until the worker has finished what it is doing.
+        group: the group of the worker.
+        rank: the worker's number in the group.
+        seconds: the additional time of each call.
+        timeout_s: seconds to wait until the worker has finished its current call.
 
     Raises:
-        IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or no number.
+        IndexError, TypeError, ValueError: there is no such rank, or `seconds` is negative or not a number.
         TimeoutError: the worker was busy for too long; it will not be slow later.
         WorkerGroupError: the group, or its Ray, has been shut down.
         WorkerFailureError: the worker is dead.
@@ -157,21 +153,21 @@ def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float =
 
 
 def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
-    """Have a worker hold so much memory more than it did, in use and not only asked for; 0 gives it back.
+    """Make a worker use additional memory, every page of it; 0 bytes releases the memory.
 
     Args:
-        group: the worker's.
-        rank: the worker's number in it.
-        size_bytes: how much.
-        timeout_s: seconds to wait until the worker has finished what it is doing, and holds it.
+        group: the group of the worker.
+        rank: the worker's number in the group.
+        size_bytes: the additional memory.
+        timeout_s: seconds to wait until the worker has finished its current call and holds the memory.
 
     Returns:
-        Whether the worker has lived to hold it: something may end it for that.
+        Whether the worker survived; something may end it because of its memory.
 
     Raises:
-        IndexError, TypeError, ValueError: there is no such rank, or `size_bytes` is negative or no whole number.
+        IndexError, TypeError, ValueError: there is no such rank, or `size_bytes` is negative or not a whole number.
         TimeoutError: the worker was busy for too long.
-        MemoryError: the worker could not get so much.
+        MemoryError: the worker could not allocate the memory.
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
@@ -191,10 +187,10 @@ def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
     if not 0 <= rank < group.world_size:
         raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
     workers = group.workers
-    found = find_worker(actor_id_of(workers[rank])) if workers else None
-    if found is None:
+    match = find_worker(actor_id_of(workers[rank])) if workers else None
+    if match is None:
         raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
-    roster, facts = found
+    roster, facts = match
     roster.check_connected()
     return facts
 
@@ -202,18 +198,16 @@ def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
 def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:
     (done,) = ask_nodes([worker], function, *more)
     if done is None:
-        raise WorkerGroupError(f"the node of {worker} is gone, or does not answer")
+        raise WorkerGroupError(f"the node of {worker} is lost, or does not answer")
     return bool(done)
 
 
-def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> Any:
+def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> None:
     try:
-        return ray.get(ref, timeout=timeout_s)
+        ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         cancel_calls([(worker, ref)])
-        raise TimeoutError(
-            f"{worker} has not done it within {timeout_s:g} s: it is busy with something else"
-        ) from error
+        raise TimeoutError(f"{worker} has not done it within {timeout_s:g} s, because it is busy") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed inside a worker of a group: what rank, store, axes and backend are is known already.
+"""torch.distributed inside a worker of a group, which knows its rank, store, axes and backend already.
 
-Needs the extra `torch`, in the worker's Python. Called by a method of every worker:
+It needs the extra `torch` in the worker's Python. A method of every worker calls:
 
     init_process_group()
     model = wrap_ddp(model)
@@ -33,26 +33,26 @@ __all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_pro
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 _groups: dict[tuple[str, ...], Any] = {}
-# Of `init_process_group`; torch gives later groups the backend's default.
+# The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
 _timeout: timedelta | None = None
-# Before torch 2.10 groups kept the order they were given, and there was nothing to say.
+# Before torch 2.10 there was no such option, and groups kept the given order.
 _UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) -> None:
-    """Join all workers of the group in one process group, with the store on the port that was leased for it.
+    """Join all workers of the group in one process group, with the store on the leased master port.
 
-    Every worker has to call it. With gloo, the network interface is the one that has the node's address in Ray, unless
-    `GLOO_SOCKET_IFNAME` says otherwise: by default gloo takes what the host's name resolves to, often the loopback.
+    Every worker has to call it. Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
+    address in Ray. Gloo's own default is the interface of the host name's address, which is often the loopback.
 
     Args:
-        backend: "nccl", "gloo" or another of torch's; None: the cluster's `communication_backend`, and "gloo" for a
-            group on bare slots.
+        backend: "nccl", "gloo" or another backend of torch; None uses the cluster's `communication_backend`, or "gloo"
+            for a group that was made from slots.
         timeout_s: seconds that workers wait for each other, here and in collectives.
 
     Raises:
         RuntimeError: this process runs no worker of a group.
-        torch.distributed.DistStoreError: the others did not come in time.
+        torch.distributed.DistStoreError: other workers did not join in time.
     """
     global _timeout
     worker = current_worker()
@@ -61,18 +61,14 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         interface = _interface_of(ray.util.get_node_ip_address())
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    dist.init_process_group(
-        backend,
-        init_method=_store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
-        rank=worker.rank,
-        world_size=worker.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    _timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    url = _store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    dist.init_process_group(backend, init_method=url, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
+    _timeout = timeout
 
 
 def _store_url(address: str, port: str) -> str:
-    """Return where torch finds the store; an IPv6 address stands in brackets."""
+    """Return the URL of the store, with an IPv6 address in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
@@ -101,16 +97,17 @@ def _interface_of_ipv6(address: bytes) -> str | None:
 
 
 def axis_group(*axes: str) -> dist.ProcessGroup:
-    """The process group of the workers that differ from this one along these axes only.
+    """Return the process group of the workers that differ from this one only along these axes.
 
-    Made at the first use: every worker has to call it, and in the same order as other collectives. After that it is
-    known.
+    The first call creates it, so every worker has to make that call, in the same order as other collectives. Later
+    calls return the same process group.
 
     Args:
-        axes: of the group's `sharding_annotations`; ranks within it are row-major over them in the order given.
+        axes: axes of the group's `sharding_annotations`. Ranks in the process group are row-major over these axes in
+            the given order.
 
     Raises:
-        ValueError: there is no such axis, or none is named.
+        ValueError: there is no such axis, or no axis is given.
         RuntimeError: this process runs no worker of a group.
     """
     if not axes:
@@ -118,15 +115,15 @@ def axis_group(*axes: str) -> dist.ProcessGroup:
     if axes not in _groups:
         worker = current_worker()
         for members in worker.sharding.groups(*axes):
-            # Not sorted: a rank's number in the group is its coordinate, also when ranks do not count up.
-            made = dist.new_group(members, timeout=_timeout, **_UNSORTED)
+            # Not sorted, so that a worker's rank in the process group is its coordinate, whatever the order of ranks.
+            group = dist.new_group(members, timeout=_timeout, **_UNSORTED)
             if worker.rank in members:
-                _groups[axes] = made
+                _groups[axes] = group
     return _groups[axes]
 
 
 def destroy() -> None:
-    """Leave the process group and all groups made from it. Can be repeated."""
+    """Leave the process group, and all process groups of axes. Can be repeated."""
     global _timeout
     _groups.clear()
     _timeout = None
@@ -136,11 +133,11 @@ def destroy() -> None:
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """What synchronising a model's gradients has cost this worker.
+    """The bytes that this worker has sent to synchronise the gradients of a model.
 
     Attributes:
-        handed: bytes handed to the collectives.
-        uncompressed: bytes of the gradients they stood for.
+        handed: bytes passed to the collectives.
+        uncompressed: bytes of the gradients before the compression.
     """
 
     handed: int = 0
@@ -154,18 +151,19 @@ _counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary(
 def wrap_ddp(
     model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
 ) -> torch.nn.parallel.DistributedDataParallel:
-    """A `DistributedDataParallel` of a model, whose gradients travel compressed if the group says so.
+    """Return a `DistributedDataParallel` of a model, with compression of the gradients if the group enables it.
 
     Args:
-        model: on the device where it is to stay.
-        compression: "fp16" or True, "bf16", "powersgd", or False for none; None: the group's
-            `enable_gradient_compression`. The bf16 hook is our own: torch refuses its own off NCCL, although gloo
-            reduces bfloat16. PowerSGD (Vogels et al., 2019) is torch's, of rank 1, from the second step on.
-        group: the process group to average over, such as `axis_group("dp")`; None: all workers.
-        options: others of `DistributedDataParallel`.
+        model: the model, on its final device.
+        compression: "fp16" or True, "bf16", "powersgd", or False for none; None uses the group's
+            `enable_gradient_compression`. The bf16 hook is our own, because torch refuses its own without NCCL,
+            although gloo reduces bfloat16. PowerSGD (Vogels et al., 2019) is torch's, with rank 1, from the second step
+            on.
+        group: the process group to average over, such as `axis_group("dp")`; None for all workers.
+        options: further options of `DistributedDataParallel`.
 
     Raises:
-        ValueError: a compression that does not exist.
+        ValueError: the compression does not exist.
         RuntimeError: this process runs no worker of a group.
     """
     worker = current_worker()
@@ -182,34 +180,34 @@ def wrap_ddp(
 
 
 def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> GradientBytes:
-    """What has been handed to collectives for a model that `wrap_ddp` wrapped with a compression.
+    """Return the bytes passed to collectives for a model that `wrap_ddp` wrapped with a compression.
 
     Raises:
-        ValueError: it was not: torch's own reducer does not count.
+        ValueError: the model was wrapped without a compression; torch's own reducer does not count bytes.
     """
     if model not in _counts:
-        raise ValueError("bytes are counted for models that wrap_ddp wrapped with a compression; this is none")
+        raise ValueError(
+            "Bytes are counted only for models that wrap_ddp wrapped with a compression. Give wrap_ddp a compression."
+        )
     return _counts[model].bytes
 
 
 class _Counter:
-    """A communication hook, with the count of what it hands on."""
+    """A communication hook that counts the bytes it passes to collectives."""
 
     def __init__(self, compression: str, group: Any) -> None:
         self.bytes = GradientBytes()
         self._group = group
         self._run: _Hook = {"fp16": self._fp16, "bf16": self._bf16, "powersgd": self._powersgd}[compression]
         if compression == "powersgd":
-            # Error feedback and warm start need the gradients' shapes to settle: the least torch allows is 2.
+            # Error feedback and warm start need stable shapes of the gradients. 2 is the smallest value torch allows.
             self._state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What `register_comm_hook` takes."""
+        """Compress and reduce a bucket of gradients; `register_comm_hook` takes this."""
         gradients = bucket.buffer()
         future, handed = self._run(gradients, bucket)
-        self.bytes = GradientBytes(
-            self.bytes.handed + handed, self.bytes.uncompressed + gradients.numel() * gradients.element_size()
-        )
+        self.bytes = GradientBytes(self.bytes.handed + handed, self.bytes.uncompressed + gradients.nbytes)
         return future
 
     def _fp16(self, gradients: Any, bucket: Any) -> Any:
@@ -217,14 +215,14 @@ class _Counter:
 
     def _bf16(self, gradients: Any, bucket: Any) -> Any:
         group = self._group or dist.group.WORLD
-        # Divided before the sum, so that it stays in range.
+        # Divide before the sum, so that it stays in range.
         small = gradients.to(torch.bfloat16).div_(dist.get_world_size(group))
         summed = dist.all_reduce(small, group=group, async_op=True).get_future()
-        return summed.then(lambda done: gradients.copy_(done.value()[0])), small.numel() * small.element_size()
+        return summed.then(lambda done: gradients.copy_(done.value()[0])), small.nbytes
 
     def _powersgd(self, gradients: Any, bucket: Any) -> Any:
         if self._state.iter < self._state.start_powerSGD_iter:
-            return powerSGD_hook.powerSGD_hook(self._state, bucket), gradients.numel() * gradients.element_size()
+            return powerSGD_hook.powerSGD_hook(self._state, bucket), gradients.nbytes
         before = self._state.total_numel_after_compression
         future = powerSGD_hook.powerSGD_hook(self._state, bucket)
         return future, (self._state.total_numel_after_compression - before) * gradients.element_size()

@@ -105,7 +105,7 @@ class TestConfigureWorker:
             def configure_worker(num_gpus, bundle_indices):
                 return {"num_gpus": 1}, {}, {}
 
-        with pytest.raises(ValueError, match="a worker asks for 1 GPU, but its bundle holds 0"):
+        with pytest.raises(ValueError, match="A worker requests 1 GPU, but its bundle holds 0"):
             RayWorkerGroup(cluster, Greedy)
 
 

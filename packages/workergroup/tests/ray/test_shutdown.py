@@ -110,18 +110,18 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
     """The cleanup runs once; the thread that comes second waits for it, and returns the same."""
     with ThreadPoolExecutor() as threads:
         second, looked = [], threading.Event()
-        find_dead = _group.dead_actors
+        find_dead = _group.find_dead
 
-        def come_second():
+        def come_second(now):
             if second:  # it did not wait for the first
                 looked.set()
                 assert second[0].result(timeout=60)
             else:
                 second.append(threads.submit(group.shutdown, "cleanup_counted"))
                 looked.wait(timeout=0.5)
-            return find_dead()
+            return find_dead(now)
 
-        monkeypatch.setattr(_group, "dead_actors", come_second)
+        monkeypatch.setattr(_group, "find_dead", come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
     assert [(tmp_path / rank).read_text() for rank in cleaned(tmp_path)] == ["cleaned"] * 4
@@ -339,8 +339,9 @@ def test_killed_while_ray_makes_them(local_ray, monkeypatch, room):
     monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(len(actors_being_made())), kill(worker)))
     actor_class = ray.remote(num_cpus=1 if room else 1000)(Cleaner)
     # Ray knows of an actor that has a name when it gives the handle.
-    workers = {rank: actor_class.options(name=f"{room}-{rank}").remote() for rank in range(4)}
+    actors = [actor_class.options(name=f"{room}-{rank}").remote() for rank in range(4)]
     assert len(actors_being_made()) == 4
-    assert _shutdown.kill_and_wait(workers, {}) == []
+    workers = {rank: _shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
+    assert _shutdown.kill_and_wait(workers) == []
     assert seen == ([0] * 4 if room else [4, 3, 2, 1])
     assert not actors_being_made()

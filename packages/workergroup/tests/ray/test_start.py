@@ -80,7 +80,7 @@ class TestSignature:
             with pytest.raises(WorkerFailureError):
                 group.call("when").result()
             assert group.restart_failed_workers() == [0]
-        assert "restarted rank(s) 0 of 'Slow'" in caplog.messages
+        assert "Restarted rank(s) 0 of 'Slow'." in caplog.messages
 
 
 class TestWaiting:
@@ -170,8 +170,8 @@ class TestArguments:
         [
             (3, TypeError, "must be a class or its full name, got 3"),
             (len, TypeError, "must be a class or its full name"),
-            ("Slow", ValueError, "named as 'package.module.Class', got 'Slow'"),
-            ("a.b c", ValueError, "named as"),
+            ("Slow", ValueError, "must be 'package.module.Class', got 'Slow'"),
+            ("a.b c", ValueError, "the name of a worker class must be"),
         ],
     )
     def test_no_worker(self, cluster, worker, error, message):
@@ -260,7 +260,7 @@ class TestClasses:
     def test_resources_the_slot_does_not_hold(self, cluster):
         """An actor asking for more than its bundle has would be pending for ever: refused instead."""
         greedy = ray.remote(resources={"special": 1})(Slow)
-        with pytest.raises(ValueError, match="a worker asks for 1 special, but its bundle holds 0"):
+        with pytest.raises(ValueError, match="A worker requests 1 special, but its bundle holds 0"):
             RayWorkerGroup(cluster, greedy)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a group after its start: restart, shutdown, and what has to be given back."""
+"""The life of a group: start, restart, shutdown, and the resources that it has to release."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group holds and has to give back: claimed slots, a port, and processes."""
+"""Everything that a group holds and has to release: claimed slots, a port, and processes."""
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 
@@ -13,33 +12,32 @@ from fairlead_placement import PlacementError, PortLease, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots
 
 from .._members import Place, Roster
-from .shutdown import WorkerProcess, kill_and_wait
-
-__all__ = ["Resources"]
+from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Resources:
-    """Kept apart from the group, so that the group's finalizer does not keep the group alive.
+    """The resources of a group, kept apart from it so that the group's finalizer does not keep the group alive.
 
     Attributes:
-        roster: of the group.
-        claim: of the group on its slots.
-        lease: of the master port.
-        workers: the actors to end, by rank, also those that have not started yet.
-        processes: where each of them runs, by rank.
-        gave_all_back: whether everything could be given back so far.
+        roster: the roster of the group.
+        claim: the claim of the group on its slots.
+        lease: the lease of the master port.
+        gave_all_back: whether everything has been released so far without a failure.
     """
 
     roster: Roster
     claim: SlotClaim | None = None
     lease: PortLease | None = None
-    workers: dict[int, Any] = field(default_factory=dict)
-    processes: dict[int, WorkerProcess] = field(default_factory=dict)
     gave_all_back: bool = True
+    _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
+
+    def add(self, workers: Mapping[int, RunningWorker]) -> None:
+        """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
+        self._workers.update(workers)
 
     def claim_slots(self, places: Sequence[Place]) -> None:
         """Claim the slots of all ranks, in place of those claimed before.
@@ -59,47 +57,37 @@ class Resources:
         return self.lease
 
     def release_port(self) -> None:
-        """Give the master port back; its node, and so the lease, may be gone."""
+        """Release the master port, even if its node, and with it the lease, is lost."""
         if self.lease is not None:
             lease, self.lease = self.lease, None
             lease.release()
 
     def end(self, ranks: Sequence[int]) -> list[str]:
-        """End the workers of these ranks and the processes they have started; return descriptions of what remains."""
-        workers = {rank: self.workers[rank] for rank in ranks if rank in self.workers}
-        return kill_and_wait(workers, {rank: self.processes[rank] for rank in ranks if rank in self.processes})
+        """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
+        return kill_and_wait({rank: self._workers[rank] for rank in ranks if rank in self._workers})
 
     def give_back(self) -> None:
-        """End the workers, then release what they stood on. `gave_all_back` says whether all went well.
+        """End the workers, then release the port and the slots; `gave_all_back` says whether all went well.
 
         If several threads call it, the first one does it, and the others wait until it is done.
         """
         with self._ending:
-            self.gave_all_back = self._give_back() and self.gave_all_back
-
-    def _give_back(self) -> bool:
-        if self.claim is None and self.lease is None and not self.workers and not self.processes:
-            return True
-        workers, processes = dict(self.workers), dict(self.processes)
-        self.workers.clear()
-        self.processes.clear()
-        ended = True
-        if self.roster.connected:
-            try:
-                ended = not kill_and_wait(workers, processes)
-            except (ray.exceptions.RayError, PlacementError) as error:
-                logger.warning("Cannot end the workers of a group: %s", error)
-                ended = False
-            try:
-                self.release_port()
-            except (ray.exceptions.RayError, PlacementError) as error:
-                logger.warning("Cannot give the port of a group back: %s", error)
-                ended = False
-        self.lease = None
-        if self.claim is not None:
-            self.claim.release()
-            self.claim = None
-        return ended
+            workers, self._workers = self._workers, {}
+            steps: dict[str, Callable[[], list[str] | None]] = {
+                "end the workers": lambda: kill_and_wait(workers) if workers else None,
+                "release the port": self.release_port,
+            }
+            for name, step in steps.items() if self.roster.connected else ():
+                try:
+                    is_done = not step()
+                except (ray.exceptions.RayError, PlacementError) as error:
+                    logger.warning("Cannot %s of a group: %s", name, error)
+                    is_done = False
+                self.gave_all_back = self.gave_all_back and is_done
+            self.lease = None
+            if self.claim is not None:
+                self.claim.release()
+                self.claim = None
 
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""
@@ -107,6 +95,6 @@ class Resources:
         if claim is None or not self.roster.connected:
             return ""
         return (
-            f"The worker group {claim.holder!r} was dropped without shutdown(). Its {len(self.workers)} worker(s) are "
+            f"The worker group {claim.holder!r} was dropped without shutdown(). Its {len(self._workers)} worker(s) are "
             "ended in the background. Use the group in a with statement, or call shutdown()."
         )

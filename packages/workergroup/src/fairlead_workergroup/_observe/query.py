@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -13,6 +13,7 @@ from fairlead_placement.spi import alive_nodes, ask_head, run_on_nodes
 
 from .._members import Snapshot, WorkerFacts
 from .._ray_private import actor_id_of, dead_actors, task_of_future
+from .._remote.process import Process
 from .._remote.process import find_ended as find_ended_processes
 from .._remote.progress import cancel_tasks, read_records
 from ..exceptions import LateWorker
@@ -23,11 +24,20 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 10.0
 
 
+class OnNode(Protocol):
+    """A worker with its node and its process."""
+
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def process(self) -> Process: ...
+
+
 def ask_nodes(
-    workers: Sequence[WorkerFacts],
+    workers: Sequence[OnNode],
     function: Callable[..., Any],
     *more: Any,
-    what: Callable[[WorkerFacts], Any] = lambda worker: worker.process,
+    what: Callable[[Any], Any] = lambda worker: worker.process,
     within_s: float | None = None,
 ) -> list[Any]:
     """Apply a function to a value of each worker, on the nodes of the workers.

@@ -8,8 +8,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
@@ -86,7 +86,7 @@ class EventFilter:
         return before != subject
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """The watch of a group, which `RayWorkerGroup.watch` starts. Close it, or use it as a context manager."""
 
     def __init__(
@@ -132,12 +132,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=timeout_s)
 
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self) -> None:

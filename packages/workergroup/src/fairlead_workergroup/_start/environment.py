@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of a worker: its variables, and the Python that it runs in.
 
-The driver's environment is not copied. What a worker gets, each overriding what stands before it: what its node
-provides, the `runtime_env` of the class's own `@ray.remote`, the driver variables named here, the user's `env_vars`,
-the rank variables, and what `configure_worker` answers."""
+The driver's environment is not copied. A worker gets variables from these sources, where each overrides those before
+it: its node, the `runtime_env` of the class's own `@ray.remote`, the driver's variables that are listed here, the
+user's `env_vars`, its slot, its rank, and `configure_worker`."""
 
 import fnmatch
 import logging
@@ -17,17 +17,6 @@ from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_en
 
 from ..exceptions import WorkerStartError
 
-__all__ = [
-    "RANK_VARIABLES",
-    "WorkerEnvironment",
-    "WorkerPython",
-    "check_env_vars",
-    "choose_python",
-    "ready_python",
-    "start_variables",
-    "worker_environment",
-]
-
 logger = logging.getLogger(__name__)
 
 RANK_VARIABLES = (
@@ -39,12 +28,12 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# Tuning of the communication libraries, and where data that all processes share lies.
+# Settings of communication libraries, and locations of data that all processes share.
 FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_NCCL_*", "CUDA_DEVICE_ORDER", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME")
 # Ray chooses the devices, and its own settings belong to a process.
 NEVER = ("*_VISIBLE_DEVICES", "*_VISIBLE_CHIPS", "RAY_*", *RANK_VARIABLES)
-# Read by the loader, the C library or the interpreter before a line of ours runs: these need a new process. Those of
-# OpenMP and of CUDA are read by libraries that the user's class imports later.
+# The loader, the C library or the interpreter reads these before any of our code runs, so they need a new process.
+# Libraries that the user's class imports later read the variables of OpenMP and CUDA.
 LOADER = (
     "GCONV_PATH",
     "GLIBC_TUNABLES",
@@ -64,13 +53,13 @@ LOADER = (
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """What one worker gets, by the way it gets it.
+    """The environment of one worker, split by who sets it.
 
     Attributes:
-        variables: set by the host before the user's class is imported.
-        loader_variables: set by Ray before the process starts; any of them costs the prestarted process.
-        path: the entries of PYTHONPATH, put into `sys.path` before Python's own, as the variable does nothing in a
-            running process.
+        variables: the host sets them before the user's class is imported.
+        loader_variables: Ray sets them before the process starts, so the worker cannot use a prestarted process.
+        path: the entries of PYTHONPATH. The host puts them into `sys.path` before Python's own, because the variable
+            has no effect in a running process.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -79,11 +68,11 @@ class WorkerEnvironment:
 
 
 def check_env_vars(env_vars: Mapping[str, str]) -> None:
-    """Refuse what is not text and what is not the user's to set.
+    """Refuse variables that are not text, and names that Ray or the group sets.
 
     Raises:
         TypeError: a name or a value is not a string.
-        ValueError: a name that is reserved.
+        ValueError: a name is reserved.
     """
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -96,7 +85,7 @@ def check_env_vars(env_vars: Mapping[str, str]) -> None:
 
 
 def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that only count when a process starts, PYTHONPATH among them."""
+    """Return the variables that are read only when a process starts, including PYTHONPATH."""
     return {name: value for name, value in env_vars.items() if _matches(name, LOADER)}
 
 
@@ -109,13 +98,12 @@ def worker_environment(
     of_rank: Mapping[str, str],
     configured: Mapping[str, str],
 ) -> WorkerEnvironment:
-    """Put the layers together; none of them is changed."""
+    """Merge the variables of all sources; none of the inputs is changed."""
     forwarded = {n: v for n, v in driver.items() if _matches(n, FORWARDED) and not _matches(n, NEVER)}
-    below = {**of_class, **forwarded, **of_user, **of_slot, **of_rank}
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
-    merged = {**below, **configured}
+    merged = {**of_class, **forwarded, **of_user, **of_slot, **of_rank, **configured}
     path = merged.pop("PYTHONPATH", "")
     return WorkerEnvironment(
         variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
@@ -130,11 +118,11 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class WorkerPython:
-    """What workers run in; by default the driver's own Python.
+    """The Python of the workers; by default the driver's own.
 
     Attributes:
-        runtime_env: for Ray; empty for the driver's own, as any costs the processes that Ray keeps ready.
-        variables: what tools look at to find the environment they run in.
+        runtime_env: Ray's runtime_env; empty for the driver's own Python, so that Ray can use prestarted processes.
+        variables: the variables by which tools find the environment that they run in.
     """
 
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -142,10 +130,10 @@ class WorkerPython:
 
 
 def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvSpec | None:
-    """What was given; else what is registered for the class; else None, the driver's own.
+    """Return the given Python, or else the one registered for the class, or else None for the driver's own.
 
     Raises:
-        TypeError: it is neither a spec nor text.
+        TypeError: the given Python is neither a spec nor text.
         ValueError: the table in the pyproject.toml cannot be read.
     """
     if python is not None and not isinstance(python, (str, VenvSpec)):
@@ -155,20 +143,20 @@ def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvS
     return None if python == sys.executable else python
 
 
-def ready_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> WorkerPython:
-    """Make it ready on the nodes where workers will start, and see to it that it has the cluster's Python and Ray.
+def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> WorkerPython:
+    """Build the Python on the nodes where workers will start, and check that it has the cluster's Python and Ray.
 
     Raises:
-        ValueError: nothing that could be built.
-        WorkerStartError: what went wrong, on each node where it did.
+        ValueError: the spec describes nothing that could be built.
+        WorkerStartError: the Python could not be built; the error of each node.
     """
     if python is None:
         return WorkerPython()
     try:
         ready = ensure_worker_env(python, nodes=list(dict.fromkeys(nodes)), timeout_s=timeout_s)
     except VenvError as error:
-        told = "\n".join(map(str, error.exceptions if isinstance(error, VenvNodesError) else [error]))
-        raise WorkerStartError(f"{python!r} cannot run the workers:\n{told}") from error
+        reasons = "\n".join(map(str, error.exceptions if isinstance(error, VenvNodesError) else [error]))
+        raise WorkerStartError(f"{python!r} cannot run the workers:\n{reasons}") from error
     env_vars = dict(ready.runtime_env.get("env_vars", {}))
     venv = env_vars.pop("VIRTUAL_ENV", None)
     variables = {} if venv is None else {"VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}

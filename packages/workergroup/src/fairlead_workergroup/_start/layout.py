@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a group: which slot each rank lives in, and its name. Pure."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +11,6 @@ from fairlead_placement import Slot
 
 from .._members import Place
 
-__all__ = ["lay_out", "move_places"]
-
 
 def lay_out(
     slots: Sequence[Slot],
@@ -20,17 +19,20 @@ def lay_out(
     workers_per_node: int | Sequence[int] | None = None,
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
 ) -> tuple[Place, ...]:
-    """Give each rank a slot, in the physical order of the slots, or in the order of `bundle_indices_list`.
+    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
 
     Args:
-        slots: in physical order.
-        prefix: first part of the workers' names.
+        slots: the slots in physical order.
+        prefix: the first part of the workers' names.
         workers_per_node: how many workers each logical node gets: None for one per slot, a number for all nodes, or a
             number for each logical node in use.
-        bundle_indices_list: one tied group each: `(node_idx, [bundle indices])`.
+        bundle_indices_list: `(node_idx, [bundle indices])` of each tied group.
+
+    Returns:
+        The place of each rank.
 
     Raises:
-        TypeError, ValueError: what is asked does not fit the slots.
+        TypeError, ValueError: the request does not fit the slots.
     """
     if not slots:
         raise ValueError("a worker group needs at least one slot, got none")
@@ -39,77 +41,71 @@ def lay_out(
     if workers_per_node is not None or bundle_indices_list is not None:
         _check_numbers(slots)
     if bundle_indices_list is None:
-        chosen = [(slot, (slot.node_idx, [slot.bundle_index])) for slot in _some(slots, workers_per_node)]
-        tied = [(slot, number, 0, bundles) for number, (slot, bundles) in enumerate(chosen)]
+        chosen = _choose(slots, workers_per_node)
+        rows = [(slot, number, 0, (slot.node_idx, [slot.bundle_index])) for number, slot in enumerate(chosen)]
     else:
-        tied = _tied(slots, bundle_indices_list)
-    places = []
-    for rank, ((slot, group, within, bundles), on_node) in enumerate(
-        zip(tied, _on_nodes([slot for slot, *_ in tied]), strict=True)
-    ):
-        several = len(bundles[1]) > 1
-        places.append(
-            Place(
-                rank=rank,
-                slot=slot,
-                name=f"{prefix}-grp{group}-{within}" if several else f"{prefix}-{slot.node_idx}-{slot.bundle_index}",
-                tied_group=group,
-                tied_rank=within,
-                tied_bundles=bundles,
-                **on_node,
-            )
-        )
-    return tuple(places)
-
-
-def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
-    """The same ranks and names, some of them in other slots, given by rank; physical nodes are counted anew."""
-    new = [slots.get(place.rank, place.slot) for place in places]
-    bundle = {(place.tied_group, place.tied_rank): slot.bundle_index for place, slot in zip(places, new, strict=True)}
+        rows = _tie(slots, bundle_indices_list)
     return tuple(
-        replace(
-            place,
+        Place(
+            rank=rank,
             slot=slot,
-            tied_bundles=(
-                place.tied_bundles[0],
-                [bundle[place.tied_group, within] for within in range(len(place.tied_bundles[1]))],
-            ),
+            name=f"{prefix}-grp{group}-{within}"
+            if len(bundles[1]) > 1
+            else f"{prefix}-{slot.node_idx}-{slot.bundle_index}",
+            tied_group=group,
+            tied_rank=within,
+            tied_bundles=bundles,
             **on_node,
         )
-        for place, slot, on_node in zip(places, new, _on_nodes(new), strict=True)
+        for rank, ((slot, group, within, bundles), on_node) in enumerate(
+            zip(rows, _number_on_nodes([slot for slot, *_ in rows]), strict=True)
+        )
     )
 
 
-def _on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
-    """Where each slot, by rank, is among those of the group: its node's number, its own there, how many are there."""
-    nodes = list(dict.fromkeys(slot.node_id for slot in slots))
-    size = Counter(slot.node_id for slot in slots)
-    number = {node_id: at for at, node_id in enumerate(nodes)}
-    seen: Counter[str] = Counter()
-    found: list[dict[str, Any]] = []
-    for slot in slots:
-        there = {"node_rank": number[slot.node_id], "local_rank": seen[slot.node_id]}
-        found.append({**there, "local_world_size": size[slot.node_id]})
-        seen[slot.node_id] += 1
-    return found
+def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
+    """Return the same ranks and names with some ranks in other slots, which are given by rank."""
+    new = [slots.get(place.rank, place.slot) for place in places]
+    bundle = {(place.tied_group, place.tied_rank): slot.bundle_index for place, slot in zip(places, new, strict=True)}
+    moved = []
+    for place, slot, on_node in zip(places, new, _number_on_nodes(new), strict=True):
+        node_idx, bundles = place.tied_bundles
+        tied_bundles = node_idx, [bundle[place.tied_group, within] for within in range(len(bundles))]
+        moved.append(replace(place, slot=slot, tied_bundles=tied_bundles, **on_node))
+    return tuple(moved)
+
+
+def _number_on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
+    """Return for each slot the number of its node, its own number there, and how many slots the node has."""
+    sizes = Counter(slot.node_id for slot in slots)  # it keeps the order of the nodes
+    numbers = {node_id: at for at, node_id in enumerate(sizes)}
+    local_ranks = {node_id: itertools.count() for node_id in sizes}
+    return [
+        {
+            "node_rank": numbers[slot.node_id],
+            "local_rank": next(local_ranks[slot.node_id]),
+            "local_world_size": sizes[slot.node_id],
+        }
+        for slot in slots
+    ]
 
 
 def _check_numbers(slots: Sequence[Slot]) -> None:
-    """Refuse slots whose numbers do not say which is meant.
+    """Refuse slots that their numbers do not identify.
 
     Raises:
-        ValueError: two of them have the same.
+        ValueError: several slots have the same numbers.
     """
     (numbers, count), *_ = Counter((slot.node_idx, slot.bundle_index) for slot in slots).most_common(1)
     if count > 1:
         raise ValueError(
-            f"{count} slots are bundle {numbers[1]} of logical node {numbers[0]}, each of a cluster of its own: give "
-            "the slots alone that are to hold workers, without workers_per_node and bundle_indices_list"
+            f"{count} slots are bundle {numbers[1]} of logical node {numbers[0]}, because they are from different "
+            "clusters. Give only the slots that shall hold workers, without workers_per_node and bundle_indices_list."
         )
 
 
-def _some(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
-    """The first slots of each logical node, as many as asked for."""
+def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
+    """Return the first slots of each logical node, as many as requested."""
     if workers_per_node is None:
         return list(slots)
     by_node: dict[int, list[Slot]] = {}
@@ -139,9 +135,9 @@ def _some(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
     return chosen
 
 
-def _tied(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple[int, list[int]]]]:
-    """A row per worker: slot, number of its tied group, its number in it, the group's bundles."""
-    # In one placement group over all nodes a bundle index says all, and a tied group may span nodes.
+def _tie(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple[int, list[int]]]]:
+    """Return a row for each worker: slot, number of its tied group, its number in it, the group's bundles."""
+    # In one placement group over all nodes the bundle index alone identifies a slot, and a tied group may span nodes.
     unified = len({slot.placement_group.id for slot in slots}) == 1
     by_bundle = {(None if unified else slot.node_idx, slot.bundle_index): slot for slot in slots}
     nodes = sorted({slot.node_idx for slot in slots})

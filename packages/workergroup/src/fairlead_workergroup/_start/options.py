@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an actor: merged deep, and checked against what its slot holds."""
+"""The Ray options of an actor: how they are merged, and their check against the resources of the slot."""
 
 import copy
 from collections.abc import Mapping
@@ -7,9 +7,7 @@ from typing import Any
 
 from fairlead_placement import Slot
 
-__all__ = ["actor_options", "check_concurrency", "recursive_merge_options"]
-
-# The group decides these: where an actor runs, under which name, and that a restart is the group's business.
+# The group sets these options, which decide where an actor runs, its name, and its restarts.
 _OURS = (
     "get_if_exists",
     "label_selector",
@@ -28,28 +26,27 @@ _OURS = (
 
 
 def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two sets of Ray options: dicts deep, anything else replaced by `extra_options`. Neither input is changed.
+    """Merge two sets of Ray options: dicts are merged deeply, other values are replaced by those of `extra_options`.
 
-    Compatible with the original system.
-
-    A `_nsight` entry at the top of `runtime_env` becomes `nsight`, Ray's own name.
+    Compatible with the original system. Neither input is changed. A `_nsight` entry at the top of `runtime_env` becomes
+    `nsight`, Ray's own name.
 
     >>> recursive_merge_options({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"B": "2"}}})
     {'runtime_env': {'env_vars': {'A': '1', 'B': '2'}}}
     """
-    merged = _merged(default_options, extra_options)
+    merged = _merge(default_options, extra_options)
     runtime_env = merged.get("runtime_env")
     if isinstance(runtime_env, dict) and "_nsight" in runtime_env:
         runtime_env["nsight"] = runtime_env.pop("_nsight")
     return merged
 
 
-def _merged(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     merged = {name: copy.deepcopy(value) for name, value in default.items()}
     for name, value in extra.items():
         below = merged.get(name)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            merged[name] = _merged(below, value)
+            merged[name] = _merge(below, value)
         else:
             merged[name] = copy.deepcopy(value)
     return merged
@@ -63,18 +60,15 @@ def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
         concurrent: whether the worker is an asyncio actor, in which `max_concurrency` bounds how many methods overlap.
 
     Raises:
-        ValueError: such an option is given.
+        ValueError: the options have such an option.
     """
-    if options.get("concurrency_groups"):
-        raise ValueError(
-            "concurrency_groups would run the methods of a worker on several threads, and its methods run one at a "
-            "time. Remove the option; async methods overlap in a group with async_communication=True."
-        )
+    several = "concurrency_groups" if options.get("concurrency_groups") else ""
     if not concurrent and options.get("max_concurrency", 1) not in (None, 1):
+        several = f"max_concurrency={options['max_concurrency']!r}"
+    if several:
         raise ValueError(
-            f"max_concurrency={options['max_concurrency']!r} would run the methods of a worker on several threads, "
-            "and its methods run one at a time. Remove the option; async methods overlap in a group with "
-            "async_communication=True."
+            f"{several} would run the methods of a worker on several threads, and its methods run one at a time. "
+            "Remove the option; async methods overlap in a group with async_communication=True."
         )
 
 
@@ -86,39 +80,34 @@ def actor_options(
     runtime_env: Mapping[str, Any],
     concurrent: bool = False,
 ) -> dict[str, Any]:
-    """The Ray options of a worker in a slot, without its name and its scheduling strategy.
+    """Return the Ray options of a worker in a slot, without its name and its scheduling strategy.
 
     Args:
-        slot: what it may ask for.
+        slot: the slot, whose bundle limits the options.
         of_class: the default options of the user's class.
-        resources: what `configure_worker` answered; `num_gpus` and `num_cpus` are honoured.
-        runtime_env: what its process needs; empty keeps Ray's prestarted processes.
-        concurrent: whether its async methods are to overlap.
+        resources: the resources from `configure_worker`, where `num_gpus` and `num_cpus` override those of the slot.
+        runtime_env: the runtime_env of the process; empty lets Ray use a prestarted process.
+        concurrent: whether async methods of the worker overlap.
 
     Raises:
-        ValueError: it asks for something that the slot does not hold, and Ray would leave it pending without a word;
-            or for several threads.
+        ValueError: the options request something that the slot does not hold, which Ray would leave pending without an
+            error; or several threads.
     """
     options = {name: value for name, value in of_class.items() if name not in _OURS and value is not None}
     options.pop("runtime_env", None)
-    options = recursive_merge_options(
-        options, {n: v for n, v in resources.items() if n not in ("num_cpus", "num_gpus")}
-    )
+    held = slot.worker_resources
+    own = {"num_cpus": held.get("CPU", 0), "num_gpus": held.get("GPU", 0)}
+    options = recursive_merge_options(options, {**own, **resources})
     check_concurrency(options, concurrent=concurrent)
-    options["num_cpus"] = resources.get("num_cpus", slot.worker_resources.get("CPU", 0))
-    options["num_gpus"] = resources.get("num_gpus", slot.worker_resources.get("GPU", 0))
-    others = {n: v for n, v in slot.worker_resources.items() if n not in ("CPU", "GPU")}
-    if others:
+    if others := {n: v for n, v in held.items() if n not in ("CPU", "GPU")}:
         options["resources"] = {**others, **options.get("resources", {})}
     bundle = slot.placement_group.bundle_specs[slot.bundle_index]
-    asked = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
-    if options.get("memory"):
-        asked["memory"] = options["memory"]
-    for name, amount in asked.items():
+    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
+    for name, amount in {**requested, "memory": options.get("memory") or 0}.items():
         if amount > bundle.get(name, 0):
             raise ValueError(
-                f"a worker asks for {amount:g} {name}, but its bundle holds {bundle.get(name, 0):g}: {dict(bundle)}. "
-                "Ask for less, or reserve bundles that hold it (node_resource_constraints)."
+                f"A worker requests {amount:g} {name}, but its bundle holds {bundle.get(name, 0):g}: {dict(bundle)}. "
+                "Request less, or reserve larger bundles (node_resource_constraints)."
             )
     if runtime_env:
         options["runtime_env"] = dict(runtime_env)

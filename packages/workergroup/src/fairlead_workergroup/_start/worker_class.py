@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's class as the driver knows it, whether or not it can import it, and functions in place of its methods."""
+"""The user's class as the driver knows it, even if it cannot import it, and functions in place of its methods."""
 
 import functools
 import inspect
@@ -22,29 +22,15 @@ from .._remote.describe import describe, kind_of, undecorated
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
 
-__all__ = [
-    "Method",
-    "WorkerClass",
-    "describe_class",
-    "full_function_name",
-    "full_name",
-    "function_kind",
-    "function_name",
-    "is_installed",
-    "pickled_function",
-    "shipped",
-    "signature_without_worker",
-]
-
 
 @dataclass(frozen=True)
 class Method:
-    """What a worker can be asked to run: a public method of the user's class, or a function in place of one.
+    """A public method of the user's class, or a function in place of one.
 
     Attributes:
-        name: of the method or the function.
+        name: the name of the method or the function.
         kind: plain, generator, async or async_generator.
-        signature: its parameters, where Python can tell.
+        signature: its parameters; None if Python cannot tell.
         function: the pickled function, or a reference to it; None for a method.
         backpressure: the number of items after which a generator waits until one of them is read; None for no limit.
     """
@@ -57,16 +43,16 @@ class Method:
 
     @property
     def hosted(self) -> str:
-        """The method of the host that runs it."""
+        """The name of the host's method that runs it."""
         return self.name if self.function is None else f"_fairlead_function_{self.kind}"
 
     @property
     def result(self) -> str:
-        """What a call gives: "value", or "items" one after the other."""
+        """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
 
     def parameter(self, at: int) -> str | int:
-        """Return the name of the parameter that takes a positional argument, or its number where that has no name."""
+        """Return the name of the parameter that takes a positional argument, or its number if it has no name."""
         parameters = [] if self.signature is None else list(self.signature.parameters.values())
         named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
         return named[at] if at < len(named) else at
@@ -90,13 +76,13 @@ class WorkerClass:
     """A user's class as described by the process that can import it.
 
     Attributes:
-        target: what a worker loads it from: its full name, or its pickled bytes.
+        target: the full name or the pickled bytes from which a worker loads it.
         name: its short name.
         methods: its public methods.
-        options: what its own `@ray.remote(...)` or `_default_options` asks for.
-        configurations: what its `configure_worker` answered for each worker; None if it has none.
-        concurrent: whether its async methods are to overlap.
-        cls: the class itself, if it was given and not only named.
+        options: the options of its own `@ray.remote(...)` or `_default_options`.
+        configurations: the result of its `configure_worker` for each worker; None if it has none.
+        concurrent: whether its async methods overlap.
+        cls: the class itself; None if only its name was given.
         full_names: `module.Class.method` of the function of each method.
     """
 
@@ -110,44 +96,43 @@ class WorkerClass:
     full_names: Mapping[str, str] = field(default_factory=dict)
 
     def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """(resources, env_vars, init_kwargs, runtime_env overrides) for one worker, empty where nothing was said."""
-        answer = () if self.configurations is None else self.configurations[rank]
-        resources, env_vars, init_kwargs, overrides = (*answer, {}, {}, {}, {})[:4]
+        """Return (resources, env_vars, init_kwargs, runtime_env overrides) for a worker, which are empty by default."""
+        configuration = () if self.configurations is None else self.configurations[rank]
+        resources, env_vars, init_kwargs, overrides = (*configuration, {}, {}, {}, {})[:4]
         return resources, env_vars, init_kwargs, overrides
 
     @cached_property
     def actor_class(self) -> Any:
         """The generated Ray actor class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
-        backpressure = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        host = host_class(self.name, kinds, concurrent=self.concurrent, backpressure=backpressure)
-        return ray.remote(host)
+        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
 
     def method(self, method: str | Callable[..., Any]) -> Method:
-        """Return what a worker runs for a method's name, a method of the class, or any other function.
+        """Return the method for a method's name, a method of the class, or any other function.
 
         Raises:
-            AttributeError: there is no method of this name; lists those there are.
-            TypeError: neither a name nor a function that can run in a worker.
+            AttributeError: there is no method of this name; the error lists the methods of the class.
+            TypeError: the argument is neither a name nor a function that can run in a worker.
         """
         if not isinstance(method, str):
             function = _without_ray(method)
             name = self._name_of(function)
-            return self._in_place_of_method(function) if name is None else self.methods[name]
+            return self._replacement(function) if name is None else self.methods[name]
         if method not in self.methods:
             raise AttributeError(f"{self.name} has no public method {method!r}; it has {sorted(self.methods)}")
         return self.methods[method]
 
     def _name_of(self, function: Any) -> str | None:
-        """Return the name of the method that a function is, whatever the function itself is called."""
+        """Return the method name of a function, which may differ from its own name; None if it is not a method."""
         own = _unbound(function)
         if self.cls is not None:
             return next((name for name in self.methods if _unbound(getattr(self.cls, name)) is own), None)
-        # The driver may have another copy of the class, or none: its methods are known by where they were defined.
+        # The driver may have another copy of the class, or none, so compare where the methods are defined.
         full_name = full_function_name(own)
         return next((name for name in self.methods if full_name and self.full_names[name] == full_name), None)
 
-    def _in_place_of_method(self, function: Any) -> Method:
+    def _replacement(self, function: Any) -> Method:
         if not callable(function) or isinstance(function, type):
             raise TypeError(
                 f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
@@ -158,16 +143,16 @@ class WorkerClass:
 
 
 def full_name(worker: Any) -> str:
-    """`package.module.Class` of a class, a `@ray.remote` class, or of what names itself so.
+    """Return `package.module.Class` of a class or a `@ray.remote` class, or the name itself if one is given.
 
     Raises:
-        TypeError: neither a class nor a name.
-        ValueError: a name that cannot be one.
+        TypeError: the argument is neither a class nor a name.
+        ValueError: the name cannot be that of a class in a module.
     """
     if isinstance(worker, str):
         parts = worker.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            raise ValueError(f"a worker class is named as 'package.module.Class', got {worker!r}")
+            raise ValueError(f"the name of a worker class must be 'package.module.Class', got {worker!r}")
         return worker
     cls = getattr(worker, "__ray_actor_class__", worker)
     if not isinstance(cls, type):
@@ -175,18 +160,18 @@ def full_name(worker: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def shipped(worker: Any) -> str | bytes:
-    """What workers load a class from: its name if that leads back to it, else the class itself, by value."""
+def make_target(worker: Any) -> str | bytes:
+    """Return the name of a class if workers can import it by that name, else its pickled bytes."""
     name = full_name(worker)
     if isinstance(worker, str):
         return name
-    cls = getattr(worker, "__ray_actor_class__", worker)
-    found: Any = sys.modules.get(cls.__module__)
+    cls = undecorated(worker)
+    imported: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if cls.__module__ != "__main__" and (found is worker or found is cls):
+        imported = getattr(imported, part, None)
+    if cls.__module__ != "__main__" and (imported is worker or imported is cls):
         return name
-    # From __main__, a notebook or a function: workers cannot import it.
+    # Workers cannot import a class from __main__, a notebook or a function.
     pickled: bytes = ray.cloudpickle.dumps(worker)
     return pickled
 
@@ -200,21 +185,21 @@ def describe_class(
     timeout_s: float,
     concurrent: bool = False,
 ) -> WorkerClass:
-    """Look at a class: here if it is an object, by one short task if it is a name.
+    """Describe a class in this process, or in one short task if only its name is given.
 
     Args:
         worker: the class or its full name.
-        asks: keyword arguments for its `configure_worker`, a dict per worker.
-        node_id: where the task runs.
-        runtime_env: what the workers will run in.
+        asks: keyword arguments for its `configure_worker`, a dict for each worker.
+        node_id: the node on which the task runs.
+        runtime_env: the runtime_env of the workers.
         timeout_s: how long the task may take.
-        concurrent: whether its async methods are to overlap.
+        concurrent: whether its async methods overlap.
 
     Raises:
         WorkerStartError: the class cannot be imported or configured where it would run.
-        TypeError, ValueError: it is not a class, or uses what workers of a group cannot have.
+        TypeError, ValueError: it is not a class, or has options of a method that workers of a group cannot have.
     """
-    target = shipped(worker)
+    target = make_target(worker)
     if isinstance(worker, str):
         task = ray.remote(describe).options(
             num_cpus=0,
@@ -224,40 +209,37 @@ def describe_class(
         )
         ref = task.remote(target, list(asks))
         try:
-            told = ray.get(ref, timeout=timeout_s)
+            answer = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(ref, force=True)
             raise WorkerStartError(
-                f"importing {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_timeout_s)"
+                f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_timeout_s)."
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise WorkerStartError(
                 f"{worker!r} cannot be used as a worker on node {node_id[:8]}: {error.cause}. Install it in the "
-                "workers' Python, or give the group the python that has it.",
+                "workers' Python, or give the group a `python` that has it.",
                 remote_traceback=remote_traceback(error),
             ) from error
         except ray.exceptions.RayError as error:
-            raise WorkerStartError(f"looking at {worker!r} on node {node_id[:8]} failed: {error}") from error
+            raise WorkerStartError(f"{worker!r} cannot be described on node {node_id[:8]}: {error}") from error
     else:
-        told = describe(worker, list(asks))
-    if told["refused"]:
+        answer = describe(worker, list(asks))
+    refused, backpressure, methods = (answer.pop(key) for key in ("refused", "backpressure", "methods"))
+    if refused:
         raise ValueError(
-            f"{told['name']}: {'; '.join(told['refused'])}: a worker of a group cannot have this option of a method. "
-            "Remove the option, or create this actor by hand."
+            f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
+            "Remove the option, or create this actor without a group."
         )
-    methods = {
-        n: Method(n, kind, _signature(p), backpressure=told["backpressure"].get(n))
-        for n, (kind, p) in told["methods"].items()
-    }
     return WorkerClass(
         target,
-        told["name"],
-        methods,
-        told["options"],
-        told["configurations"],
-        concurrent,
-        cls=None if isinstance(worker, str) else getattr(worker, "__ray_actor_class__", worker),
-        full_names=told["full_names"],
+        methods={
+            name: Method(name, kind, _signature(parameters), backpressure=backpressure.get(name))
+            for name, (kind, parameters) in methods.items()
+        },
+        concurrent=concurrent,
+        cls=None if isinstance(worker, str) else undecorated(worker),
+        **answer,
     )
 
 
@@ -267,7 +249,7 @@ def _unbound(function: Any) -> Any:
 
 
 def _without_ray(function: Any) -> Any:
-    """Return the user's own method for one that was looked up on a `@ray.remote` class, which wraps its methods."""
+    """Return the user's own method for a method of a `@ray.remote` class, which wraps its methods."""
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, ActorClass):
         return function
@@ -279,32 +261,25 @@ def _without_ray(function: Any) -> Any:
 
 
 class _Default:
-    """Stands for a parameter's default, which stays with the workers."""
+    """Stand for the default of a parameter, which the driver does not know."""
 
     def __repr__(self) -> str:
         return "..."
 
 
-def _signature(parameters: Sequence[tuple[str, int, bool]] | None) -> inspect.Signature | None:
+def _signature(parameters: Sequence[tuple[str, Any, bool]] | None) -> inspect.Signature | None:
     if parameters is None:
         return None
-    kinds = [
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.VAR_KEYWORD,
-    ]
     return inspect.Signature(
         [
-            inspect.Parameter(name, kinds[kind], default=inspect.Parameter.empty if required else _Default())
+            inspect.Parameter(name, kind, default=inspect.Parameter.empty if required else _Default())
             for name, kind, required in parameters
         ]
     )
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return what errors and logs call a function.
+    """Return the name of a function for errors and logs.
 
     >>> function_name(os.path.join), function_name(functools.partial(max, 1))
     ('join', 'max')
@@ -319,19 +294,19 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def full_function_name(function: Any) -> str:
-    """Return `module.Class.method` of a function; "" if it cannot be found by its name."""
+    """Return `module.Class.method` of a function; "" if it has no such name."""
     name = getattr(function, "__qualname__", "")
     return "" if not name or "<" in name else f"{getattr(function, '__module__', '')}.{name}"
 
 
 def function_kind(function: Callable[..., Any]) -> str:
-    """Return the kind of a function, as of a method: plain, generator, async or async_generator."""
-    known = inspect.isroutine(function) or isinstance(function, functools.partial)
-    return kind_of(function if known else type(function).__call__)
+    """Return the kind of a function: plain, generator, async or async_generator."""
+    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+    return kind_of(function if is_function else type(function).__call__)
 
 
 def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the parameters that a caller gives: all but the first; None when Python cannot tell.
+    """Return the signature without the first parameter, which is the worker; None if Python cannot tell.
 
     Raises:
         TypeError: the function has no positional parameter for the worker's instance.
@@ -360,11 +335,11 @@ def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
     must see the same module as the workers do.
 
     Args:
-        function: what to pickle.
+        function: the function.
         shared: the top-level package of the class, if the workers import it by name.
 
     Raises:
-        TypeError: it cannot be pickled; says which function, and what it refers to that cannot be.
+        TypeError: the function cannot be pickled; the error names the function and the variable that cannot be.
     """
 
     def by_value(module: str) -> bool:
@@ -375,23 +350,23 @@ def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
     except Exception as error:
         reason = _reason(function, by_value, error)
         raise TypeError(
-            f"the function {function_name(function)!r} cannot be sent to the workers: {reason}. Pass what it needs as "
-            "arguments, or make it inside the function."
+            f"the function {function_name(function)!r} cannot be sent to the workers: {reason}. Pass the value as an "
+            "argument, or create it inside the function."
         ) from error
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is part of Python or of an installed package, rather than of the user's own code.
+    """Return whether a module is part of Python or of an installed package, and not of the user's own code.
 
     >>> is_installed("json.decoder"), is_installed("ray.actor")
     (True, True)
     """
     package = module.partition(".")[0]
-    # `current_worker` and the like are about the process that they run in, however Fairlead is installed here.
+    # Functions such as `current_worker` are about the process that they run in, however Fairlead is installed here.
     if package in sys.stdlib_module_names or package.startswith("fairlead_"):
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    # Without a file it is built into an extension, or was made by hand: cloudpickle knows best.
+    # A module without a file is built in or was created by hand; leave it to cloudpickle.
     return file is None or os.path.abspath(file).startswith(_installation_folders())
 
 
@@ -404,14 +379,14 @@ def _installation_folders() -> tuple[str, ...]:
 
 
 def _reason(function: Callable[..., Any], by_value: Callable[[str], bool], error: Exception) -> str:
-    """Return which variable of a function cannot be pickled and why, or else the error itself."""
+    """Return which variable of a function cannot be pickled, and why, or else the error itself."""
     while isinstance(function, functools.partial):
         function = function.func
     used = inspect.getclosurevars(function) if inspect.isfunction(function) else None
     for name, value in {**used.nonlocals, **used.globals}.items() if used else ():
         try:
             dumps_by_value(value, by_value)
-        except Exception as own:  # noqa: BLE001  whatever an object's own reduction raises
+        except Exception as own:  # noqa: BLE001  an object's own reduction may raise anything
             return f"it uses {name!r}, a {type(value).__qualname__}: {_innermost(own)}"
     return _innermost(error)
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a lost worker."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+
+
+def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
+    """A failure reports the exit code or the signal of the worker if Ray knows it, and otherwise neither."""
+
+    def end(worker: object, how: str) -> None:
+        if how == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGTERM if how == "terminate" else signal.SIGKILL)
+        time.sleep(60)
+
+    ended = []
+    for rank, how in enumerate(("exit", "terminate", "kill")):
+        with pytest.raises(WorkerFailureError) as caught:
+            doomed.at(dp=rank // 2, tp=rank % 2).call(end, how, timeout=60).result()
+        (failure,) = caught.value.failures
+        ended.append((failure.exit_code, failure.signal))
+        assert ("exit code 3" in str(failure), "SIGTERM" in str(failure)) == (how == "exit", how == "terminate")
+    assert ended == [(3, None), (None, signal.SIGTERM), (None, None)]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
+
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from fairlead_workergroup import _ray_private as private
+from fairlead_workergroup._remote import progress
+
+# The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
+ACTOR = b"a" * 12 + b"\1\0\0\0"
+TASK = b"t" * 8 + ACTOR
+REF = ray.ObjectRef(TASK + b"\1\0\0\0")
+
+
+def defined_here():
+    return 3
+
+
+def test_object_sizes(monkeypatch):
+    """Sizes are 0."""
+    monkeypatch.setitem(sys.modules, "ray.experimental.locations", None)
+    assert private.object_sizes([REF, REF]) == [0, 0]
+    assert private.object_sizes([]) == []
+
+
+def test_still_referenced(monkeypatch):
+    """No object is known to be referenced."""
+    monkeypatch.setattr(ray._private.worker.global_worker, "core_worker", object(), raising=False)
+    assert private.still_referenced([REF.binary()]) == []
+
+
+@pytest.mark.parametrize("attribute", ["_actor_id", "_ray_actor_id"])
+def test_actor_id(attribute):
+    """Each of two attributes of a handle is enough."""
+    handle = SimpleNamespace(**{attribute: ray.ActorID(ACTOR)})
+    assert private.actor_id_of(handle) == ACTOR.hex()
+
+
+def test_ids_of_a_reference():
+    """Without the method the ids are parts of the object's id, and they are the same."""
+
+    class Ref:
+        """A reference without the method."""
+
+        binary = REF.binary
+
+    for ref in (REF, Ref):
+        assert private.task_of_ref(ref) == TASK
+        assert private.task_of_future(ref) == TASK
+        assert private.actor_id_of_ref(ref) == ACTOR.hex()
+
+
+def test_actor_tables(monkeypatch):
+    """No actor is known to be dead or to be being created, and Ray is not started to find out."""
+    monkeypatch.setattr(ray._private.state, "state", object())
+    assert private.dead_actors() == frozenset()
+    assert private.actors_being_made() == frozenset()
+    assert not ray.is_initialized()
+
+
+def test_how_it_ended():
+    """Without the text of this version of Ray both are unknown; the output of the worker is not that text."""
+    assert private.how_it_ended(RuntimeError("The actor died.")) == (None, None)
+    assert private.how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)
+
+
+@pytest.mark.parametrize("missing", ["for classes", "for functions"])
+def test_dumps_by_value(monkeypatch, missing):
+    """A function that can be imported here travels by name."""
+    by_value = private.dumps_by_value(defined_here, lambda module: module == __name__)
+    if missing == "for classes":
+        monkeypatch.delattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce")
+    else:
+        monkeypatch.delattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce")
+    by_name = private.dumps_by_value(defined_here, lambda module: module == __name__)
+    assert len(by_name) < len(by_value)
+    assert pickle.loads(by_name) is defined_here
+    assert pickle.loads(by_value)() == 3
+
+
+def test_task_in_a_worker(monkeypatch):
+    """The record asks Ray's public API for the id of the task."""
+    monkeypatch.setattr(ray._private.worker, "global_worker", object())
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=TASK.hex))
+    assert progress._task_reader()() == TASK
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
+    assert progress._task_reader()() == b""
