@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group whose Ray has been shut down: who asks it for something is told so, and no other Ray is started for it."""
+"""A group whose Ray has been shut down: requests to it raise, and do not start another Ray."""
 
 import asyncio
 
@@ -46,8 +46,8 @@ async def value_of(call):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_is_told_so(ended, anew):
-    """Whether another Ray runs by then or none: the group's own is gone. Its end is no error, and touches neither."""
+def test_requests(ended, anew):
+    """Requests raise, whether or not another Ray runs; the shutdown of the group succeeds and affects neither."""
     cluster, group, answered, streaming, classic = ended
     if anew:
         start()

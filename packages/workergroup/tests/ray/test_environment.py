@@ -37,7 +37,7 @@ def answers(group, method):
 
 class TestWorkers:
     def test_rank_variables(self, cluster):
-        """Every worker has torch's rank variables, and one master address and leased port for all."""
+        """Every worker has torch's rank variables, and all have the same master address and leased port."""
         with RayWorkerGroup(cluster, Reporter, workers_per_node=4) as group:
             found = answers(group, "environment")
             assert [int(env["RANK"]) for env in found] == list(range(4))
@@ -49,8 +49,8 @@ class TestWorkers:
                 (group.master_address, group.master_port)
             }
 
-    def test_what_workers_get(self, cluster, monkeypatch):
-        """The user's variables and the named ones of the driver; what the user gave is not changed."""
+    def test_user_and_driver_variables(self, cluster, monkeypatch):
+        """Workers get the user's variables and the listed ones of the driver; the user's mapping is not changed."""
         monkeypatch.setenv("NCCL_DEBUG", "from driver")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "from driver")
         monkeypatch.setenv("UNNAMED", "from driver")
@@ -64,7 +64,7 @@ class TestWorkers:
         assert given == {"NCCL_DEBUG": "from user", "MINE": "1", "PYTHONPATH": "/nowhere/at/all"}
 
     def test_no_runtime_env_unless_needed(self, cluster):
-        """Without loader variables workers keep Ray's prestarted processes; with them they are set from the start."""
+        """Workers without loader variables use prestarted processes; others have these variables from the start."""
         with RayWorkerGroup(cluster, Reporter, workers_per_node=1) as group:
             assert runtime_env(group) == {}
         variables = {"PYTHONHASHSEED": "7", "MALLOC_ARENA_MAX": "2", "LD_LIBRARY_PATH": "/nowhere"}
@@ -73,8 +73,8 @@ class TestWorkers:
             for env in answers(group, "at_the_start"):
                 assert env.items() >= variables.items()
 
-    def test_pythonpath_shadows_what_is_installed(self, cluster, tmp_path):
-        """Entries of PYTHONPATH come before the library and what is installed, in the worker and what it starts."""
+    def test_pythonpath_before_installed_packages(self, cluster, tmp_path):
+        """Entries of PYTHONPATH precede installed modules, in the worker and in the processes it starts."""
         (tmp_path / "this.py").write_text("")
         (tmp_path / "hypothesis.py").write_text("")
         with RayWorkerGroup(
@@ -85,7 +85,7 @@ class TestWorkers:
             assert runtime_env(group) == {}
 
     def test_class_runtime_env(self, cluster):
-        """The class's own runtime_env is the lowest layer."""
+        """The class's own runtime_env has the lowest precedence."""
         decorated = ray.remote(runtime_env={"env_vars": {"OF_CLASS": "1", "BOTH": "class"}})(Reporter)
         with RayWorkerGroup(
             cluster, RayWorkerBuilder(decorated), workers_per_node=1, env_vars={"BOTH": "user"}
@@ -144,12 +144,12 @@ class TestSecrets:
     """A variable that the driver did not name stays with the driver."""
 
     def test_cluster_of_another_process(self, local_ray, tmp_path):
-        """In no worker's environment, no runtime_env, and no row of the actor table."""
+        """The secret is in no worker's environment, no runtime_env, and no row of the actor table."""
         shown = drive(ray.get_runtime_context().gcs_address, tmp_path)
         assert shown[-3:] == ["in table: False", "in runtime_env: False", "in workers: False"]
 
     def test_embedded_cluster(self, tmp_path):
-        """Workers of an embedded Ray are the driver's children and inherit; Ray is told nothing all the same."""
+        """Workers of an embedded Ray inherit the driver's environment; Ray itself does not get the secret."""
         shown = drive("local", tmp_path)
         assert shown[-3:-1] == ["in table: False", "in runtime_env: False"]
         assert shown[-4] == "actors: 3"  # two workers and the node's agent

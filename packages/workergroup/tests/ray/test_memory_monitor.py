@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray's own memory monitor ends is told as out of memory, too."""
+"""Workers that Ray's own memory monitor ends are reported as out of memory too."""
 
 import os
 import time
@@ -27,8 +27,8 @@ class Worker:
         time.sleep(1000)  # it is ended here at the latest, however slow the machine is
 
 
-def test_ended_by_rays_monitor(monkeypatch):
-    """Kind "out-of-memory", by the type of Ray's error; the group starts the worker again like any other."""
+def test_kill_by_the_monitor(monkeypatch):
+    """The kind is "out-of-memory", from the type of Ray's error, and the group restarts the worker."""
     memory = psutil.virtual_memory()
     if memory.available < 2 * TAKEN:
         pytest.skip(f"needs {2 * TAKEN / GB:g} GB of free memory, there are {memory.available / GB:.1f}")

@@ -39,7 +39,7 @@ def failing(local_ray):
 
 class TestArrivals:
     def test_types(self, failing):
-        """What a method raises arrives with its type, whatever its constructor wants and whatever it holds."""
+        """An exception of a method arrives with its type, whatever its constructor takes and whatever it holds."""
         with pytest.raises(TwoArgumentsError, match="code 3 at home") as caught:
             failing.call("two_arguments").result()
         assert caught.value.code == 3
@@ -50,7 +50,7 @@ class TestArrivals:
             with pytest.raises(PrefixError, match=r"^failed with \d(\n|$)"):
                 failing.call(method).result()
 
-    def test_an_interrupt(self, failing):
+    def test_interrupt(self, failing):
         """A KeyboardInterrupt in a worker is neither the caller's own nor a cancelled call, and ends no worker."""
         with pytest.raises(RemoteError, match="'interrupted' was interrupted in the worker") as caught:
             failing.call("interrupted").result()

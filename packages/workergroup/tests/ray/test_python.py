@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in another Python: one that has Ray and the user's class, and nothing of ours."""
+"""Workers in another Python, which has Ray and the user's class, and nothing of Fairlead."""
 
 import subprocess
 import sys
@@ -55,8 +55,8 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_class_that_only_they_have(other_python, cluster):
-    """The driver cannot import the class; workers run it by full name, and its generator streams."""
+def test_class_of_another_python(other_python, cluster):
+    """The driver cannot import the class; workers run it by its full name, and its generator streams."""
     with pytest.raises(ImportError):
         import only_there  # noqa: F401
     builder = RayWorkerBuilder("only_there.Worker", 5)
@@ -73,14 +73,14 @@ def test_class_that_only_they_have(other_python, cluster):
             group.get_all_worker_results([group.run_single_worker_single_data("fail", 1)])
 
 
-def test_no_such_python(cluster):
-    """A path that is not there is said at once, for each node; Ray itself would notice after minutes."""
+def test_missing_python(cluster):
+    """A path that does not exist is reported at once for each node; Ray itself would report it after minutes."""
     with pytest.raises(WorkerStartError, match=r"(?s)/nowhere/bin/python. cannot run the workers:.* on node "):
         RayWorkerGroup(cluster, "only_there.Worker", python="/nowhere/bin/python")
 
 
 def test_broken_python(cluster, tmp_path):
-    """An interpreter that cannot start is said at once, with its own words."""
+    """An interpreter that cannot start is reported at once, with its own message."""
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no libpython >&2\nexit 127\n")
     broken.chmod(0o755)
@@ -89,7 +89,7 @@ def test_broken_python(cluster, tmp_path):
 
 
 def test_python_without_ray(cluster, tmp_path):
-    """Ray of the cluster's version is all that it needs, and has to have."""
+    """The Python must have Ray in the cluster's version, and needs nothing else."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
     with pytest.raises(

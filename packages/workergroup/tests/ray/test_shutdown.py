@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a group: in order, bounded, and nothing left."""
+"""The end of a group: its order, its deadlines, and that nothing is left."""
 
 import gc
 import os
@@ -90,7 +90,7 @@ def cleaned(tmp_path) -> list[str]:
     return sorted(os.listdir(tmp_path))
 
 
-def test_processes_are_gone(group):
+def test_processes_have_ended(group):
     """When shutdown returns, the workers' processes have ended."""
     processes = pids(group)
     assert alive(processes) == processes
@@ -99,7 +99,7 @@ def test_processes_are_gone(group):
 
 
 def test_two_threads(group):
-    """Who comes second waits as well until the processes have ended, and is told the same."""
+    """The second thread also waits until the processes have ended, and gets the same result."""
     processes = pids(group)
     with ThreadPoolExecutor() as threads:
         both = [threads.submit(lambda: (group.shutdown(), alive(processes))) for _ in range(2)]
@@ -107,7 +107,7 @@ def test_two_threads(group):
 
 
 def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
-    """The cleanup runs once; the thread that comes second waits for it, and returns the same."""
+    """The cleanup runs once; the second thread waits for it and gets the same result."""
     with ThreadPoolExecutor() as threads:
         second, looked = [], threading.Event()
         find_dead = _group.find_dead
@@ -127,8 +127,8 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
     assert [(tmp_path / rank).read_text() for rank in cleaned(tmp_path)] == ["cleaned"] * 4
 
 
-def test_force_while_another_thread_cleans_up(group, tmp_path, eventually):
-    """`force` does not wait for a cleanup that hangs; both threads return the same."""
+def test_force_during_a_cleanup(group, tmp_path, eventually):
+    """`force` does not wait for a cleanup that hangs; both threads get the same result."""
     processes = pids(group)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(group.shutdown, "cleanup_hangs", None)
@@ -139,7 +139,7 @@ def test_force_while_another_thread_cleans_up(group, tmp_path, eventually):
 
 
 def test_reverse_order(group, monkeypatch):
-    """Rank 0, which holds the store of torch.distributed, is ended when the processes of the others are gone."""
+    """Rank 0, which has the store of torch.distributed, is ended when the processes of the others have ended."""
     killed, kill = [], ray.kill
     workers, processes = list(group.workers), pids(group)
     there = []
@@ -163,8 +163,8 @@ def test_cleanup(group, tmp_path):
 
 @pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps", "cleanup_in_async_steps"])
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_cleanup_of_other_kinds(cluster, tmp_path, method, overlapping):
-    """A coroutine is awaited, and a generator run to its end, whether or not async methods overlap."""
+def test_cleanup_of_each_kind(cluster, tmp_path, method, overlapping):
+    """A coroutine is awaited, and a generator runs to its end, whether or not async methods overlap."""
     builder = RayWorkerBuilder(Cleaner, str(tmp_path))
     group = RayWorkerGroup(cluster, builder, workers_per_node=4, async_communication=overlapping)
     assert group.shutdown(cleanup_method=method) is True
@@ -178,7 +178,7 @@ def test_no_cleanup_when_forced(group, tmp_path):
 
 
 def test_cleanup_fails(group, tmp_path, caplog):
-    """A cleanup that fails on one worker does not spare the others, and is reported."""
+    """A cleanup that fails on one worker is reported, and the cleanups of the others still run."""
     processes = pids(group)
     assert group.shutdown(cleanup_method="cleanup_fails") is False
     assert cleaned(tmp_path) == ["0", "1", "2", "3"]
@@ -188,7 +188,7 @@ def test_cleanup_fails(group, tmp_path, caplog):
 
 
 def test_cleanup_hangs(group, caplog):
-    """A cleanup that hangs is waited for until the deadline, no longer."""
+    """Shutdown waits for a cleanup that hangs until the deadline."""
     processes = pids(group)
     began = time.monotonic()
     assert group.shutdown(cleanup_method="cleanup_hangs", timeout=2) is False
@@ -198,7 +198,7 @@ def test_cleanup_hangs(group, caplog):
 
 
 def test_unknown_cleanup(group, caplog):
-    """A cleanup method that does not exist is reported, after everything has been ended."""
+    """A cleanup method that does not exist is reported after all workers have been ended."""
     processes = pids(group)
     assert group.shutdown(cleanup_method="nothing") is False
     assert alive(processes) == []
@@ -206,7 +206,7 @@ def test_unknown_cleanup(group, caplog):
 
 
 def test_dead_worker(group, tmp_path):
-    """A worker that is dead already does not stop the shutdown; the cleanup of the others counts."""
+    """A worker that is already dead does not stop the shutdown; the cleanups of the others count."""
     os.kill(pids(group)[1], signal.SIGKILL)
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(group.workers[1].pid.remote())
@@ -218,7 +218,7 @@ def test_dead_worker(group, tmp_path):
 
 @pytest.mark.parametrize("how", ["spin", "stop"])
 def test_hung_worker(group, how):
-    """A worker that never answers again is ended all the same."""
+    """A worker that never answers again is ended too."""
     processes = pids(group)
     if how == "spin":
         group.run_single_worker_single_data("spin", 2)
@@ -232,12 +232,12 @@ def test_hung_worker(group, how):
 
 
 def test_twice(group):
-    """The second time does nothing and answers the same."""
+    """The second shutdown does nothing and returns the same."""
     assert (group.shutdown(), group.shutdown()) == (True, True)
 
 
-def test_while_another_thread_calls(group, monkeypatch):
-    """A call that is being sent when the group ends has lost its workers."""
+def test_call_of_another_thread(group, monkeypatch):
+    """A call that is being sent when the group ends reports that its workers are lost."""
     send = _dispatching.send
 
     def end_and_send(handle, request):
@@ -252,14 +252,14 @@ def test_while_another_thread_calls(group, monkeypatch):
 
 
 def test_context_manager(cluster):
-    """Leaving the block ends the group, also by an exception."""
+    """Leaving the block ends the group, also after an exception."""
     with pytest.raises(KeyError), assert_no_leaks(), RayWorkerGroup(cluster, Cleaner, workers_per_node=2) as group:
         raise KeyError
     assert group.workers == []
 
 
-def test_forgotten_group(cluster, recwarn):
-    """A group that nobody holds any more gives its slots and its port back; the next one waits for them."""
+def test_dropped_group(cluster, recwarn):
+    """A group without references releases its slots and its port; the next group waits for them."""
     with assert_no_leaks():
         RayWorkerGroup(cluster, Cleaner, workers_per_node=2)
         gc.collect()
@@ -273,8 +273,8 @@ def test_forgotten_group(cluster, recwarn):
     ]
 
 
-def test_cluster_goes_first(local_ray):
-    """Shutting the cluster down under a group ends its workers; the group's own shutdown still works."""
+def test_cluster_shut_down_first(local_ray):
+    """The shutdown of the cluster ends the workers of a group; the group's own shutdown still works."""
     with assert_no_leaks():
         cluster = RayVirtualCluster([2], use_gpus=False)
         group = RayWorkerGroup(cluster, Cleaner)
@@ -312,7 +312,7 @@ print(*pids)
 
 
 def test_after_ray_shutdown():
-    """When Ray has ended there is nothing to end."""
+    """After the end of Ray there is nothing to end."""
     done = run("ray.shutdown()\nprint(group.shutdown(), cluster.shutdown(), group.shutdown())")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2] == "True True True"
@@ -331,8 +331,8 @@ def test_interpreter_exit():
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_killed_while_ray_makes_them(local_ray, monkeypatch, room):
-    """Those that Ray is just making are killed when they are there; those that find no room, after a while."""
+def test_kill_during_creation(local_ray, monkeypatch, room):
+    """Actors that Ray is creating are killed after their creation; actors without room are killed after a while."""
     monkeypatch.setattr(_shutdown, "MADE_S", 60.0 if room else 0.5)
     seen = []
     kill = ray.kill

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a group: what is refused before anything is launched, what is waited for, and what a failure leaves."""
+"""The start of a group: refused arguments, the wait for the workers, and what a failure leaves."""
 
 import _thread
 import os
@@ -68,7 +68,7 @@ class TestSignature:
             assert group.call("arguments", collect=()).result() == ("given", {})
             assert group.worker_metadata[1]["name"] == "keyword-grp0-1"
 
-    def test_class_name_is_the_default_prefix(self, cluster, caplog):
+    def test_default_prefix(self, cluster, caplog):
         """A group without `name_prefix` has its class's name in names, repr, attribute and log."""
         caplog.set_level("INFO", "fairlead_workergroup")
         with RayWorkerGroup(cluster, Slow, [1]) as group:
@@ -84,8 +84,8 @@ class TestSignature:
 
 
 class TestWaiting:
-    def test_every_constructor_has_finished(self, cluster):
-        """The group is there when the last `__init__` has returned."""
+    def test_return_after_all_constructors(self, cluster):
+        """The group's constructor returns when the last `__init__` has returned."""
         with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=1.5, ranks=(3,)), workers_per_node=4) as group:
             made = time.time()
             finished = answers(group, "when")
@@ -93,7 +93,7 @@ class TestWaiting:
         assert max(finished) - min(finished) > 1
 
     def test_first_failure(self, cluster):
-        """The first constructor that raises ends the start: who, where, why, and what the others did."""
+        """The first constructor that raises ends the start; the error has rank, node, cause and other ranks."""
         axes = NamedSharding.from_shape(dp=2, tp=2)
         builder = RayWorkerBuilder(Slow, ranks=(3,), fail="raise", seconds=0.3)
         with pytest.raises(WorkerStartError) as caught, assert_no_leaks():
@@ -108,12 +108,12 @@ class TestWaiting:
             assert group.world_size == 4
 
     def test_constructor_that_ends_its_process(self, cluster):
-        """A process that dies while it starts is named as such."""
+        """The error says that the process died while it started."""
         with pytest.raises(WorkerStartError, match=r"rank 2 .* lost while it started: killed"):
             RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(2,), fail="exit"), workers_per_node=3)
 
     def test_deadline(self, cluster):
-        """After start_timeout_s the slow ranks are named, and all are ended."""
+        """After start_timeout_s the error names the slow ranks, and all workers are ended."""
         builder = RayWorkerBuilder(Slow, seconds=60, ranks=(1, 3))
         began = time.monotonic()
         with pytest.raises(WorkerStartError, match=r"2 of 4 workers had not finished .* after 10 s .*rank 1 .*rank 3"):
@@ -121,7 +121,7 @@ class TestWaiting:
         assert 10 < time.monotonic() - began < 30
 
     def test_interrupt(self, cluster):
-        """Ctrl-C while a group starts leaves nothing behind."""
+        """Ctrl-C during the start of a group leaves nothing behind."""
         timer = threading.Timer(2, _thread.interrupt_main)
         timer.start()
         with pytest.raises(KeyboardInterrupt), assert_no_leaks():
@@ -133,7 +133,7 @@ class TestWaiting:
 
 class TestArguments:
     def test_constructor_arguments(self, cluster):
-        """Large ones are stored once for all workers, refs are resolved, small ones travel."""
+        """Large arguments are stored once for all workers, references are resolved, small arguments are sent."""
         payload = b"x" * 1_000_000
         builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
         with RayWorkerGroup(cluster, builder, workers_per_node=3) as group:
@@ -159,7 +159,7 @@ class TestArguments:
         ],
     )
     def test_bad_arguments(self, cluster, arguments, error, message):
-        """Refused before anything is launched: no actor was made, and the slots are free."""
+        """Bad arguments are refused before anything is launched: no actor was created, and the slots are free."""
         made = len(ray._private.state.actors())
         with pytest.raises(error, match=message):
             RayWorkerGroup(cluster, Slow, **arguments)
@@ -174,8 +174,8 @@ class TestArguments:
             ("a.b c", ValueError, "the name of a worker class must be"),
         ],
     )
-    def test_no_worker(self, cluster, worker, error, message):
-        """What cannot be a worker class is refused."""
+    def test_bad_worker_class(self, cluster, worker, error, message):
+        """An argument that cannot be a worker class is refused."""
         with pytest.raises(error, match=message):
             RayWorkerGroup(cluster, worker)
 
@@ -187,27 +187,27 @@ class TestArguments:
             ("os.path.join", "a worker must be a class"),
         ],
     )
-    def test_name_that_is_no_class(self, cluster, name, message):
-        """A name that leads nowhere in the workers' Python is one clear error, with the traceback there."""
+    def test_unknown_class_name(self, cluster, name, message):
+        """A name that does not exist in the workers' Python raises one clear error, with the remote traceback."""
         with pytest.raises(WorkerStartError, match=message) as caught:
             RayWorkerGroup(cluster, name)
         assert "describe" in caught.value.remote_traceback
 
     def test_no_slots(self):
-        """A group needs a place."""
+        """A group needs at least one slot."""
         with pytest.raises(ValueError, match="at least one slot"):
             RayWorkerGroup([], Slow)
 
 
 class TestClasses:
     def test_full_name(self, cluster):
-        """By its full name the class is imported by the workers only."""
+        """Only the workers import a class that is given by its full name."""
         with RayWorkerGroup(cluster, RayWorkerBuilder("decimal.Decimal", "1.50"), workers_per_node=2) as group:
             assert "decimal.Decimal" not in repr(sys.modules.get("__main__"))
             assert [str(d) for d in answers(group, "normalize")] == ["1.5", "1.5"]
 
     def test_local_class(self, cluster):
-        """A class that workers cannot import is shipped by value, with what it closes over."""
+        """A class that workers cannot import is shipped by value, with the values it closes over."""
         answer = 42
 
         class Local:
@@ -218,13 +218,13 @@ class TestClasses:
             assert answers(group, "answer") == [42, 42]
 
     def test_decorated_class(self, cluster):
-        """A `@ray.remote` class works like the plain one, and its default options are honoured."""
+        """A `@ray.remote` class works like the plain class, and its default options apply."""
         decorated = ray.remote(max_concurrency=1, num_cpus=7)(Slow)
         with RayWorkerGroup(cluster, RayWorkerBuilder(decorated, payload=1), workers_per_node=2) as group:
             assert answers(group, "arguments") == [(1, {})] * 2
 
-    def test_what_workers_cannot_have(self, cluster):
-        """Options that a delegated method cannot honour are refused by name."""
+    def test_unsupported_method_options(self, cluster):
+        """Options that a delegated method cannot support are refused by name."""
 
         class Two:
             @ray.method(num_returns=2)
@@ -238,7 +238,7 @@ class TestClasses:
             RayWorkerGroup(cluster, grouped)
 
     def test_several_threads(self, cluster):
-        """Options that run methods on several threads are refused wherever they are given, before a worker starts."""
+        """Options that run methods on several threads are refused from every source before a worker starts."""
 
         class ByAttribute:
             _default_options: ClassVar = {"max_concurrency": 2}
@@ -257,16 +257,16 @@ class TestClasses:
             RayWorkerBuilder(Slow)(slot.placement_group, slot.bundle_index, 0, max_concurrency=2)
         assert len(ray._private.state.state.actor_table(None)) == before
 
-    def test_resources_the_slot_does_not_hold(self, cluster):
-        """An actor asking for more than its bundle has would be pending for ever: refused instead."""
+    def test_resources_beyond_the_slot(self, cluster):
+        """An actor that requests more than its bundle holds would stay pending for ever, so it is refused."""
         greedy = ray.remote(resources={"special": 1})(Slow)
         with pytest.raises(ValueError, match="A worker requests 1 special, but its bundle holds 0"):
             RayWorkerGroup(cluster, greedy)
 
 
 class TestFacts:
-    def test_published(self, cluster):
-        """What a worker is told of itself is plain data in `sys.modules["_fairlead_worker"]`."""
+    def test_published_facts(self, cluster):
+        """The facts about a worker are plain data in `sys.modules["_fairlead_worker"]`."""
 
         class Curious:
             def facts(self):
@@ -293,8 +293,8 @@ class TestFacts:
         assert facts["communication_backend"] == "gloo"
         assert facts["env"]["MASTER_PORT"] == port
 
-    def test_of_a_permuted_layout(self, cluster):
-        """A layout that grows with the group is stored once, not sent to each worker; all read it."""
+    def test_permuted_layout(self, cluster):
+        """A layout that grows with the group is stored once instead of sent to each worker, and all workers read it."""
 
         class Curious:
             def current(self):
@@ -311,7 +311,7 @@ class TestFacts:
             assert group.statistics().puts == puts - 1
 
     def test_outside_a_worker(self):
-        """There is no current worker; reporting progress does nothing, so that code runs without a group."""
+        """There is no current worker, and reporting progress does nothing, so that code runs without a group."""
         with pytest.raises(RuntimeError, match="runs no worker"):
             current_worker()
         assert report_progress(step=3) is None
@@ -325,7 +325,7 @@ class TestManyGroups:
             assert sorted(row["ActorClassName"] for row in alive) == ["AgentProcess"] + ["Slow"] * 8
 
     def test_default_names_side_by_side(self, local_ray):
-        """Two clusters and two groups with default names live side by side, with ports of their own."""
+        """Two clusters and two groups with default names run at the same time, each with its own port."""
         with (
             RayVirtualCluster([2], use_gpus=False) as one,
             RayVirtualCluster([2], use_gpus=False) as two,
@@ -336,8 +336,8 @@ class TestManyGroups:
             assert first.worker_metadata[0]["name"] == second.worker_metadata[0]["name"]
             assert first.master_port != second.master_port
 
-    def test_one_group_too_many(self, cluster):
-        """A slot without room refuses a second group at once, and says who is there and what to do."""
+    def test_no_room_for_a_group(self, cluster):
+        """A slot without room refuses a second group at once; the error names the first group and the remedy."""
         with RayWorkerGroup(cluster, Slow, workers_per_node=2, name_prefix="policy"):
             began = time.monotonic()
             with pytest.raises(
@@ -348,8 +348,8 @@ class TestManyGroups:
         with RayWorkerGroup(cluster, Slow, workers_per_node=2):
             pass
 
-    def test_master_port_is_of_the_cluster(self, local_ray):
-        """The master port is leased in the cluster's range, and given back with the group."""
+    def test_master_port_in_range(self, local_ray):
+        """The master port is leased in the cluster's range, and released with the group."""
         with RayVirtualCluster([1], use_gpus=False, port_range_low=23450, port_range_high=23450) as cluster:
             for _ in range(2):
                 with RayWorkerGroup(cluster, Slow) as group:
@@ -367,8 +367,8 @@ class TestManyGroups:
             with pytest.raises(ResourceInsufficientError, match=r"room for 2 .*'policy', 'generation' are there"):
                 RayWorkerGroup(cluster, Slow)
 
-    def test_bare_slots(self, cluster):
-        """A group runs on any sequence of slots; two groups on disjoint slots."""
+    def test_group_made_from_slots(self, cluster):
+        """A group runs on any sequence of slots; two groups run on disjoint slots."""
         slots = cluster.slots()
         with RayWorkerGroup(slots[:2], Slow) as some, RayWorkerGroup(slots[6:], Slow) as others:
             assert [worker["bundle_index"] for worker in some.worker_metadata] == [0, 1]
@@ -376,7 +376,7 @@ class TestManyGroups:
             assert [worker["global_rank"] for worker in others.worker_metadata] == [0, 1]
 
     def test_metadata(self, cluster):
-        """Metadata, leaders and sizes of tied groups."""
+        """Metadata, leaders and sizes of tied groups are as in the original."""
         tied = [(0, [0, 1]), (0, [4, 5]), (0, [7])]
         with RayWorkerGroup(cluster, Slow, name_prefix="llm", bundle_indices_list=tied) as group:
             assert (group.world_size, group.dp_size, group.dp_leader_worker_indices) == (5, 3, [0, 2, 4])

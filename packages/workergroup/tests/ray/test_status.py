@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are doing and using, asked of their nodes while the workers are busy, hang or are gone."""
+"""The status and the resource usage of workers, read on their nodes while they are busy, hang or are lost."""
 
 import os
 import pathlib
@@ -79,8 +79,8 @@ def states(group, **options):
     return [status.state for status in group.get_worker_status(**options)]
 
 
-def test_one_request_a_node(group, eventually):
-    """Eight workers on four nodes are four requests, while all are busy and one of them is stopped."""
+def test_one_request_for_each_node(group, eventually):
+    """Eight workers on four nodes need four requests, while all are busy and one of them is stopped."""
     assert states(group) == ["idle"] * 8
     call = group.call("work", 3)
     assert eventually(lambda: states(group) == ["busy"] * 8)
@@ -100,8 +100,8 @@ def test_one_request_a_node(group, eventually):
     call.result()
 
 
-def test_what_is_told(group, eventually):
-    """Who it is, what it runs since when, its last step and message, which stay when it is idle again."""
+def test_fields(group, eventually):
+    """A status has the worker's identity, its method and duration, and the last step and message, also when idle."""
     call = group.at(dp=2, tp=1).call("work", 1)
     assert eventually(lambda: states(group)[5] == "busy")
     status = group.get_worker_status()[5]
@@ -117,7 +117,7 @@ def test_what_is_told(group, eventually):
 
 
 def test_states(group):
-    """Without progress for long it is stuck; one that is being restarted is told of as that (seam: the restart)."""
+    """A worker without progress is stuck; a worker in a restart is restarting (seam: the restart)."""
     with hang(group, 0, "native-gil"), hang(group, 3):
         time.sleep(0.2)
         assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
@@ -131,7 +131,7 @@ def test_states(group):
 
 
 def test_usage(group):
-    """CPU, memory and threads by rank; memory that a worker takes shows."""
+    """The usage has CPU, memory and threads by rank, and shows additional memory of a worker."""
     before = group.get_resource_usage()
     assert [usage.rank for usage in before] == list(range(8))
     assert fill_memory(group, 3, 64 << 20) is True
@@ -143,15 +143,15 @@ def test_usage(group):
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), True, "1", None])
 def test_bad_arguments(group, seconds):
-    """What is no positive number of seconds is refused."""
+    """Values that are not a positive number of seconds are refused."""
     with pytest.raises(ValueError, match=r"stuck_after_s must be a positive number of seconds, got"):
         group.get_worker_status(stuck_after_s=seconds)
     with pytest.raises(ValueError, match=r"timeout_s must be a positive number of seconds, got"):
         group.detect_stuck_workers(seconds)
 
 
-def test_a_record_that_cannot_be_read(group):
-    """Only its worker is unknown, not the others of its node."""
+def test_unreadable_record(group):
+    """Only the worker of that record is unknown; the others of its node are not."""
     pid = group.get_worker_status()[2].pid
     file = open_record(pid)
     page = os.pread(file, CANCELLED_AT, 0)
@@ -163,8 +163,8 @@ def test_a_record_that_cannot_be_read(group):
     assert states(group) == ["idle"] * 8
 
 
-def test_a_node_that_does_not_answer(group, monkeypatch, caplog):
-    """Its workers are unknown, and a warning says why; those of other nodes are told of."""
+def test_silent_node(group, monkeypatch, caplog):
+    """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
     agent = NodeAgent(group.worker_metadata[4]["node_id"])
     pid = agent.run(os.getpid)
     monkeypatch.setattr(_inspect, "ANSWER_S", 1.0)
@@ -178,8 +178,8 @@ def test_a_node_that_does_not_answer(group, monkeypatch, caplog):
     assert states(group) == ["idle"] * 8
 
 
-def test_a_dead_worker(cluster):
-    """It is dead as soon as its process is gone, and is left out of the usage; a group that has ended tells nothing."""
+def test_dead_worker(cluster):
+    """A worker is dead as soon as its process has ended, and has no usage; a group that has ended has no status."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=1) as group:
         kill(group, 3)
         assert states(group) == [*["idle"] * 3, "dead"]
@@ -190,8 +190,8 @@ def test_a_dead_worker(cluster):
             ask()
 
 
-def test_nodes_are_asked_at_once_who_is_gone(cluster, monkeypatch, tmp_path):
-    """A shutdown waits for all nodes together, however many there are."""
+def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
+    """A shutdown waits for all nodes at the same time, however many there are."""
 
     def meet(workers, children, marks, within_s, folder=str(tmp_path)):
         """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
@@ -210,8 +210,8 @@ def test_nodes_are_asked_at_once_who_is_gone(cluster, monkeypatch, tmp_path):
     assert group.shutdown()
 
 
-def test_a_node_that_is_gone(raylets, group, eventually):
-    """Its workers are dead as soon as Ray has noticed, and nobody waits for it; what they had answered is gone too."""
+def test_lost_node(raylets, group, eventually):
+    """Its workers are dead as soon as Ray reports it, without a wait; results that were on the node are lost too."""
     answers = group.call("answer", 1_000_000)
     assert answers.wait(60)
     raylet = raylets.list_all_nodes()[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that do not get on: who, where in their code, and which rank is not where the others are."""
+"""Stuck workers: where they are in their code, and which rank does not wait where the others wait."""
 
 import ctypes
 import os
@@ -63,8 +63,8 @@ def written(fifo, readers):
 
 
 @pytest.mark.parametrize("how", ["sleep", "native", "native-gil"])
-def test_hung_in_its_own_call(group, how):
-    """It is found with the stacks of all its threads, the frame that made the call, and is still in that call."""
+def test_hang(group, how):
+    """A hanging worker is found with the stacks of its threads and the calling frame, and stays in its call."""
     with hang(group, 2, how) as hung:
         time.sleep(0.3)
         (found,) = group.detect_stuck_workers(0.2)
@@ -84,7 +84,7 @@ def test_hung_in_its_own_call(group, how):
 
 
 def test_stopped(group):
-    """A process that has been stopped is found also when it was idle; it cannot write, and is not asked to."""
+    """A stopped process is found, also if it was idle; it gets no signal, because it cannot write its stacks."""
     with hang(group, 1, "stop"):
         time.sleep(0.3)
         found = {one.rank: one for one in group.detect_stuck_workers(0.2)}
@@ -96,8 +96,8 @@ def test_stopped(group):
     assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
 
 
-def test_nobody_else_is_signalled(group):
-    """A worker that has started something just now sleeps on, while the stacks of another one are written."""
+def test_no_signal_to_other_workers(group):
+    """A worker that is not stuck continues its sleep while another one writes its stacks."""
     with hang(group, 2):
         time.sleep(1.2)
         sleeper = group.workers[1].sleep_natively.remote(2)
@@ -107,7 +107,7 @@ def test_nobody_else_is_signalled(group):
 
 
 def test_progress(group):
-    """A method that runs for long and reports progress is not stuck."""
+    """A long method that reports progress is not stuck."""
     call = group.call("steps", 1)
     time.sleep(0.7)
     assert group.detect_stuck_workers(0.5) == []
@@ -115,7 +115,7 @@ def test_progress(group):
 
 
 def test_odd_rank(group, fifo):
-    """When the others wait in one call, notes on both sides name the rank that is not in it; the grid shows it."""
+    """If the others wait in one call, notes on both sides name the rank that does not, and the grid shows it."""
     readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
     with hang(group, 2, "native"):
         time.sleep(0.4)
@@ -154,8 +154,8 @@ def odd(stuck, **states):
     return [worker.note for worker in add_odd_ranks(stuck, statuses)]
 
 
-def test_who_is_odd():
-    """A dead rank, another line, another method; without stacks the method tells; no majority: nobody is odd."""
+def test_choice_of_odd_ranks():
+    """Dead ranks, other lines and other methods are odd; without stacks the method decides; a majority is needed."""
     assert odd([one(0), one(1)], r2="dead") == ["1 others wait at the same place; not there: rank 2 dead"] * 2
     assert odd([one(0), one(1), one(2, line=4)]) == [
         *["1 others wait at the same place; not there: rank 2 at /lib/dist.py:4 in all_reduce"] * 2,
@@ -169,7 +169,7 @@ def test_who_is_odd():
 
 
 def test_frames_of_other_threads():
-    """Without a thread that is seen to run a method it is the one that was started first; text without frames: none."""
+    """If no thread runs a method, the frames are those of the first thread; a text without frames has none."""
     two = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\nThread 0x2 (most recent call first):\n'
     assert find_method_frames(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
     assert find_method_frames("") == ()
@@ -202,7 +202,7 @@ def dumped(process):
 
 
 def test_no_handler(start):
-    """A process without the handler, which the signal would end, does not get it."""
+    """A process without a handler, which the signal would end, does not get the signal."""
     process = start("print('ready', flush=True); input()")
     assert dumped(process) == ("", "no handler writes the stacks of this process")
     unregistered = start("""
@@ -216,8 +216,8 @@ def test_no_handler(start):
     assert (process.poll(), unregistered.poll()) == (None, None)
 
 
-def test_a_process_that_takes_no_signal(start, monkeypatch):
-    """It is waited for until a deadline; a signal it has not taken is not sent a second time."""
+def test_blocked_signal(start, monkeypatch):
+    """The wait for a process has a deadline, and a pending signal is not sent again."""
     process = start("""
         import signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 5])  # threads that imports start hold it back too

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test kit: faults that are real, that happen when they are asked for, and that end."""
+"""The test kit: its faults are real, take effect when the function returns, and end."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def group(cluster):
 
 @pytest.mark.parametrize("how", ["sleep", "native", "native-gil", "stop"])
 def test_hang(group, how):
-    """The worker hangs when `hang` returns, and goes on when the handle is closed, however often; others go on."""
+    """The worker hangs when `hang` returns, and continues after `close`, which can be repeated; others continue."""
     hung = hang(group, 1, how)
     status = group.get_worker_status()[1]
     assert (status.state, status.method) == (("idle", None) if how == "stop" else ("busy", "hang"))
@@ -59,8 +59,8 @@ def test_hang(group, how):
     assert repr(hung) == f"Hang(1, {how!r}, closed)"
 
 
-def test_a_call_in_between_is_stopped(group):
-    """A worker is stopped in the middle of what it is doing."""
+def test_stop_during_a_call(group):
+    """A worker is stopped in the middle of a call."""
     call = group.at(worker=0).call("sleep", 0.5)
     with hang(group, 0, "stop"):
         time.sleep(0.7)
@@ -69,7 +69,7 @@ def test_a_call_in_between_is_stopped(group):
 
 
 def test_busy(group):
-    """A worker that is busy hangs when its turn comes; who does not want to wait is told, and then it does not."""
+    """A busy worker hangs when its turn comes; after the timeout it will not hang."""
     call = group.at(worker=0).call("sleep", 1)
     with pytest.raises(TimeoutError, match=r"rank 0 .* has not begun to hang within 0.2 s"):
         hang(group, 0, timeout_s=0.2)
@@ -84,7 +84,7 @@ def test_busy(group):
 
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_slow(cluster, concurrent):
-    """Calls of all kinds take so much longer; a new number replaces the one before; 0 ends it."""
+    """Calls of all kinds take longer; a new number replaces the previous one; 0 ends it."""
     with RayWorkerGroup(cluster, Slotted, workers_per_node=2, async_communication=concurrent) as group:
         slow(group, 1, 60)
         slow(group, 1, 0.3)
@@ -101,7 +101,7 @@ def test_slow(cluster, concurrent):
 
 
 def test_memory(group):
-    """The memory is in use, and given back; more than there is raises what the worker raised."""
+    """The memory is in use, and can be released; too much memory raises the worker's error."""
     before = group.get_resource_usage()[2].rss_bytes
     assert fill_memory(group, 2, 128 << 20) is True
     assert group.get_resource_usage()[2].rss_bytes >= before + (128 << 20)
@@ -124,14 +124,14 @@ def test_memory(group):
     ],
 )
 def test_bad_arguments(group, fault, error, message):
-    """What cannot be meant is refused, and nothing happens."""
+    """Wrong arguments are refused, and nothing happens."""
     with pytest.raises(error, match=message):
         fault(group)
     assert {status.state for status in group.get_worker_status()} == {"idle"}
 
 
 def test_kill(cluster):
-    """The process is gone when `kill` returns; it can be repeated; a dead worker can do nothing else."""
+    """The process has ended when `kill` returns; it can be repeated; other faults of a dead worker raise."""
     with assert_no_leaks():
         group = RayWorkerGroup(cluster, "collections.Counter", workers_per_node=2)
         pids = [status.pid for status in group.get_worker_status()]
@@ -148,8 +148,8 @@ def test_kill(cluster):
             kill(group, 0)
 
 
-def test_killed_while_it_hangs(cluster):
-    """A worker that is stopped, or holds the GIL, is killed all the same, and its handle can still be closed."""
+def test_kill_during_a_hang(cluster):
+    """A worker that is stopped or holds the GIL can be killed, and its handle can still be closed."""
     with RayWorkerGroup(cluster, Slotted, workers_per_node=2) as group:
         for rank, how in enumerate(("stop", "native-gil")):
             with hang(group, rank, how):

@@ -74,7 +74,7 @@ LAYOUT = [[3, 0], [1, 2]]
 
 
 def test_groups_along_axes(local_ray):
-    """The store is on the leased port, ranks are the group's, and axis groups follow the layout whatever its order."""
+    """The store is on the leased port, ranks are those of the group, and axis groups follow any layout."""
     axes = NamedSharding(LAYOUT, ["dp", "tp"])
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
@@ -95,8 +95,8 @@ def test_groups_along_axes(local_ray):
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
-def test_a_store_on_ipv6(local_ray):
-    """Workers whose master has an IPv6 address find the store; the interface of such an address is found too."""
+def test_ipv6_store(local_ray):
+    """Workers find the store of a master with an IPv6 address, and the interface of such an address."""
     from fairlead_workergroup import torch as helpers
 
     with RayVirtualCluster([2], use_gpus=False) as cluster:
@@ -111,8 +111,8 @@ def test_a_store_on_ipv6(local_ray):
     assert helpers._interface_of("2001:db8::99") is None
 
 
-def test_the_clusters_backend(local_ray):
-    """What the cluster says is what torch is asked for; torch on CPUs has no NCCL, and says so."""
+def test_backend_of_the_cluster(local_ray):
+    """torch gets the backend of the cluster; torch on CPUs has no NCCL and reports it."""
     with (
         RayVirtualCluster([1], use_gpus=False, communication_backend="nccl") as cluster,
         RayWorkerGroup(cluster, Member) as group,
@@ -163,7 +163,7 @@ class Classifier:
 
 @pytest.mark.parametrize(("compression", "share"), [(True, 0.5), ("bf16", 0.5), ("powersgd", 0.35)])
 def test_compressed_gradients(local_ray, compression, share):
-    """Fewer bytes reach the collective, all workers keep the same weights, and the digits are still learnt to 93 %."""
+    """Fewer bytes reach the collective, all workers have the same weights, and the accuracy is still 93 %."""
     x, y = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     x, y = (x[order] / 16).astype(np.float32), y[order]
@@ -184,8 +184,8 @@ def test_compressed_gradients(local_ray, compression, share):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_not_compressed(local_ray):
-    """Without compression torch's own reducer is used, which does not count."""
+def test_no_compression(local_ray):
+    """Without compression torch's own reducer is used, which does not count bytes."""
     with (
         RayVirtualCluster([1], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Classifier) as group,
@@ -195,7 +195,7 @@ def test_not_compressed(local_ray):
 
 
 def test_outside_a_worker():
-    """The helpers are for workers, and say so."""
+    """The helpers raise outside a worker."""
     from fairlead_workergroup import torch as helpers
 
     for use in (helpers.init_process_group, lambda: helpers.axis_group("dp")):
@@ -206,7 +206,7 @@ def test_outside_a_worker():
 
 
 def test_unknown_compression(local_ray):
-    """Refused before anything starts."""
+    """An unknown compression is refused before anything starts."""
     with (
         RayVirtualCluster([1], use_gpus=False) as cluster,
         pytest.raises(ValueError, match=r"True, False or one of \['fp16', 'bf16', 'powersgd'\], got 'zip'"),

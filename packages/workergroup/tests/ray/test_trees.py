@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has started ends with it, also when it is in a session of its own or its parent has died."""
+"""Processes that a worker has started end with it, also in their own sessions or after the death of their parent."""
 
 import os
 import signal
@@ -113,8 +113,8 @@ def end_parent(parent) -> None:
     os.waitpid(parent[0], 0)
 
 
-def test_found_before_the_end(parent, tmp_path):
-    """Children whose parent lives are found by it, also without the mark."""
+def test_find_children(parent, tmp_path):
+    """Children of a living parent are found, also without the mark."""
     found, none = _trees.find_children([parent, (parent[0], parent[1] - 1)])
     pids = read_pids(tmp_path)
     assert {pids["session"], pids["cleared"]} <= {pid for pid, _ in found}
@@ -124,8 +124,8 @@ def test_found_before_the_end(parent, tmp_path):
     assert running(pids.values()) == []
 
 
-def test_found_by_marks(parent, tmp_path):
-    """What is left of a worker that has died is found by its mark, also when its process was never known."""
+def test_find_by_marks(parent, tmp_path):
+    """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
     end_parent(parent)
     pids = read_pids(tmp_path)
     assert _trees.end_trees([], [], ["group-30-"], 20) == []
@@ -134,16 +134,16 @@ def test_found_by_marks(parent, tmp_path):
     assert running(pids.values()) == [pids["cleared"]]
 
 
-def test_a_worker_that_does_not_end(parent, tmp_path, monkeypatch):
-    """A worker that outlives what ends it gets SIGKILL, known or not; then its children end."""
+def test_worker_that_does_not_end(parent, tmp_path, monkeypatch):
+    """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
     monkeypatch.setattr(_trees, "WORKER_GRACE_S", 0.1)
     pids = read_pids(tmp_path)
     assert _trees.end_trees([], *_trees.find_children([parent]), ["group-3-"], 20) == []
     assert running(pids.values()) == []
 
 
-def test_another_process_of_the_same_pid(parent):
-    """A process that has the pid of one that has ended is not touched."""
+def test_reused_pid(parent):
+    """A process that has the pid of an ended process is not touched."""
     pid, started = parent
     assert _trees.end_trees([(pid, started - 1)], [(pid, started - 1)], ["none-"], 20) == []
     _trees.send_signal([(pid, started - 1)], signal.SIGKILL)
@@ -151,7 +151,7 @@ def test_another_process_of_the_same_pid(parent):
 
 
 def test_survivors(parent, tmp_path, monkeypatch):
-    """What does not end is returned."""
+    """Processes that do not end are returned."""
     end_parent(parent)
     monkeypatch.setattr(_trees, "send_signal", lambda processes, number: None)
     left = {pid for pid, _ in _trees.end_trees([], [], ["group-3-"], 0.3)}
@@ -159,8 +159,8 @@ def test_survivors(parent, tmp_path, monkeypatch):
     assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
 
 
-def test_pages_that_forks_share_count_once():
-    """A worker with forks is not taken for one that uses many times its memory."""
+def test_shared_pages():
+    """Pages that a worker shares with its forks count once."""
     block = bytearray(b"x") * (100 * MB)
     processes = [(os.getpid(), _trees.start_tick(os.getpid()))]
     before = sum(map(_trees._proportional, processes))
@@ -210,14 +210,14 @@ def started(group, rank, folder, eventually) -> dict[str, int]:
 
 
 def test_shutdown(group, tmp_path, eventually):
-    """When shutdown returns, everything that the workers had started has ended."""
+    """When shutdown returns, all processes that the workers have started have ended."""
     children = started(group, 1, tmp_path / "1", eventually)
     assert group.shutdown() is True
     assert running(children.values()) == []
 
 
 def test_restart(group, tmp_path, eventually):
-    """What a lost worker had started ends before its slot is used again; what the others have started does not."""
+    """Processes of a lost worker end before its slot is used again; processes of other workers continue."""
     lost, others = (started(group, rank, tmp_path / str(rank), eventually) for rank in (1, 0))
     kill(group, 1)
     # Ray does not notice this death: a fork of the worker holds its connections.
@@ -230,8 +230,8 @@ def test_restart(group, tmp_path, eventually):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_not_ended(group, tmp_path, eventually, monkeypatch, caplog):
-    """A slot in which a process is left is not used again, and both restart and shutdown say which process."""
+def test_process_that_does_not_end(group, tmp_path, eventually, monkeypatch, caplog):
+    """A slot with a remaining process is not used again, and restart and shutdown report the process."""
     children = started(group, 1, tmp_path / "1", eventually)
     kill(group, 1)
     with monkeypatch.context() as patched:
@@ -253,8 +253,8 @@ def test_not_ended(group, tmp_path, eventually, monkeypatch, caplog):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_start_that_fails(local_ray, tmp_path):
-    """What a constructor had started ends when the group does not start."""
+def test_failed_start(local_ray, tmp_path):
+    """Processes that a constructor has started end when the group does not start."""
     with RayVirtualCluster([1], use_gpus=False) as cluster, pytest.raises(WorkerStartError, match="cannot start"):
         RayWorkerGroup(cluster, RayWorkerBuilder(Parent, str(tmp_path), fail=True))
     assert running(read_pids(tmp_path).values()) == []

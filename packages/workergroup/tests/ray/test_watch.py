@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching a group in the background: what is told, how often, where to, and when it ends."""
+"""The watch of a group: which events it reports, how often and where, and when it ends."""
 
 import contextlib
 import dataclasses
@@ -56,8 +56,8 @@ def watch_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("fairlead-watch-")]
 
 
-def test_each_once(group, eventually, caplog):
-    """What happens is told of once, however many looks there are: to `on_event`, and to the log, with the stacks."""
+def test_each_event_once(group, eventually, caplog):
+    """Each event is reported once to `on_event` and to the log, with the stacks, however many looks there are."""
     caplog.set_level(logging.INFO, logger="fairlead_workergroup")
     events = []
     with group.watch(0.05, 0.6, events.append, slow_after_s=0.3) as watch:
@@ -84,7 +84,7 @@ def test_each_once(group, eventually, caplog):
 
 
 def test_on_event_that_fails(group, eventually, caplog):
-    """What it raises is logged, and the watch goes on."""
+    """An exception of `on_event` is logged, and the watch continues."""
     seen = []
 
     def fail(event):
@@ -97,8 +97,8 @@ def test_on_event_that_fails(group, eventually, caplog):
     assert caplog.text.count("on_event failed at: worker-started") == 3
 
 
-def test_a_dead_worker(cluster, eventually):
-    """It is told of once, with what it died of; the next call knows; the end of the group is no death and no noise."""
+def test_dead_worker(cluster, eventually):
+    """A death is reported once with its cause, and the next call knows it; the end of the group is not an event."""
     events = []
     with RayWorkerGroup(cluster, Worker) as group:
         group.watch(0.05, on_event=events.append)
@@ -115,8 +115,8 @@ def test_a_dead_worker(cluster, eventually):
     assert len(events) == 4
 
 
-def test_a_look_that_fails(cluster, eventually, monkeypatch, caplog):
-    """What it had found out is told of by the next one."""
+def test_failed_look(cluster, eventually, monkeypatch, caplog):
+    """The next look reports the events that a failed look had found."""
     events = []
     note_causes, failed = Verdicts.note_causes, []
 
@@ -135,7 +135,7 @@ def test_a_look_that_fails(cluster, eventually, monkeypatch, caplog):
 
 
 def test_close(group, eventually):
-    """It can be closed twice, also from `on_event`; nothing is told afterwards; others watch on."""
+    """A watch can be closed twice, also from `on_event`; it reports nothing afterwards; other watches continue."""
     events, others = [], []
     other = group.watch(0.05, on_event=others.append)
     watch = group.watch(0.05, on_event=lambda event: (events.append(event), watch.close()))
@@ -149,8 +149,8 @@ def test_close(group, eventually):
     assert watch_threads() == []
 
 
-def test_nothing_is_kept_of_closed_watches(group, eventually):
-    """A watch for each epoch of a long run costs nothing once it is closed."""
+def test_memory_of_closed_watches(group, eventually):
+    """A closed watch holds no memory, so that a long run can start a watch for each epoch."""
     closed = []
     for _ in range(3):
         with group.watch() as watch:
@@ -160,7 +160,7 @@ def test_nothing_is_kept_of_closed_watches(group, eventually):
 
 
 def test_shutdown_from_on_event(cluster, eventually):
-    """`on_event` may end the group."""
+    """`on_event` may shut the group down."""
     group = RayWorkerGroup(cluster, Worker)
     ended = []
     group.watch(0.05, on_event=lambda event: ended.append(group.shutdown()))
@@ -169,8 +169,8 @@ def test_shutdown_from_on_event(cluster, eventually):
     assert eventually(lambda: watch_threads() == [])
 
 
-def test_a_group_that_is_forgotten(cluster, eventually):
-    """A watch does not keep a group alive that nobody holds any more."""
+def test_dropped_group(cluster, eventually):
+    """A watch does not keep a group alive that has no other references."""
     group = RayWorkerGroup(cluster, Worker)
     group.watch(0.05)
     gone = weakref.ref(group)
@@ -188,7 +188,7 @@ def test_a_group_that_is_forgotten(cluster, eventually):
     ],
 )
 def test_bad_arguments(group, name, options):
-    """What is no positive number of seconds is refused, and nothing is started."""
+    """Values that are not a positive number of seconds are refused, and nothing is started."""
     with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
         group.watch(**options)
     assert watch_threads() == []
@@ -200,7 +200,7 @@ def status(state, incarnation=0, calls=1, since=0.0):
 
 
 def test_event_filter():
-    """Looks one after the other, and what is told after each: nothing twice, nothing left out."""
+    """After each look exactly the new events are reported."""
     events = EventFilter(slow_after_s=10.0)
     for now, expected in [
         (status("starting"), []),
@@ -244,7 +244,7 @@ def run(code, **env):
     "end", ["", "ray.shutdown(); [one.close() for one in watches]; assert not ray.is_initialized()"]
 )
 def test_interpreter_exit(end):
-    """A driver that ends while it watches prints nothing and does not hang; a watch outlives no Ray, and makes none."""
+    """A driver that ends during a watch prints nothing and does not hang; a watch does not start Ray again."""
     done = run(f"""
         import time, threading, ray
         from fairlead_placement import RayVirtualCluster
@@ -260,7 +260,7 @@ def test_interpreter_exit(end):
 
 
 def test_metrics():
-    """With ray[default] the events are counted as Ray's metric, by group and kind."""
+    """With ray[default] Ray's metric counts the events by group and kind."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned from a class before any worker starts, pure."""
+"""The description of a class before any worker starts, pure."""
 
 import functools
 
@@ -66,7 +66,7 @@ def test_kinds():
     ],
 )
 def test_options_of_plain_methods(option):
-    """Each option of `@ray.method` that would be lost is refused by its name."""
+    """Each option of `@ray.method` that would have no effect is refused by its name."""
     if "tensor_transport" in option:
         pytest.importorskip("torch", reason="Ray knows its transports only with torch")
     try:
@@ -85,8 +85,8 @@ def test_options_of_plain_methods(option):
 
 
 @pytest.mark.parametrize("limit", [0, -2])
-def test_backpressure_that_means_nothing(limit):
-    """A limit that is no number of items is refused, also of a generator method."""
+def test_bad_backpressure(limit):
+    """A limit that is not a positive number of items is refused, also for a generator method."""
 
     class Worker:
         @ray.method(_generator_backpressure_num_objects=limit)
@@ -96,8 +96,8 @@ def test_backpressure_that_means_nothing(limit):
     assert describe(Worker)["refused"] == [f"items uses @ray.method(_generator_backpressure_num_objects={limit})"]
 
 
-def test_options_that_change_nothing():
-    """Default values are no options; back-pressure of generator methods is kept."""
+def test_default_options():
+    """Default values are ignored; the back-pressure of generator methods is kept."""
 
     class Worker:
         @ray.method(

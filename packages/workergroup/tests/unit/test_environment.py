@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables of workers: the layers and their precedence."""
+"""The variables of workers: their sources and precedence."""
 
 import pytest
 
@@ -15,14 +15,14 @@ def layered(**layers):
 
 class TestLayers:
     def test_precedence(self):
-        """Class, driver, user, slot, rank, configure_worker: each overrides what stands before it."""
+        """The order is class, driver, user, slot, rank, configure_worker, and each overrides those before it."""
         layers = ["of_class", "driver", "of_user", "of_slot", "of_rank", "configured"]
         for at, name in enumerate(layers):
             given = {one: {"NCCL_DEBUG": one} for one in layers[: at + 1]}
             assert layered(**given).variables == {"NCCL_DEBUG": name}
 
-    def test_what_is_forwarded(self):
-        """Of the driver's variables only those of communication libraries and shared folders."""
+    def test_forwarded_variables(self):
+        """Only the driver's variables of communication libraries and shared folders are forwarded."""
         forwarded = {"NCCL_DEBUG": "1", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/h"}
         driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
         environment = layered(driver=driver)
@@ -31,7 +31,7 @@ class TestLayers:
 
     @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
     def test_never_forwarded(self, name):
-        """Ray's choices and rank facts come from nobody's shell, and are refused in env_vars."""
+        """Ray's choices and rank variables are not taken from the driver, and are refused in env_vars."""
         assert layered(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
         with pytest.raises(ValueError, match=f"env_vars may not name '{name}'"):
             check_env_vars({name: "1"})
@@ -42,8 +42,8 @@ class TestLayers:
         with pytest.raises(TypeError, match="env_vars must map names to strings"):
             check_env_vars(env_vars)
 
-    def test_ways(self):
-        """PYTHONPATH goes into sys.path, loader variables need a new process, the rest is set in the process."""
+    def test_split(self):
+        """PYTHONPATH goes into sys.path, loader variables need a new process, others are set in the process."""
         environment = layered(of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"})
         assert environment.path == ("/a", "/b")
         assert environment.loader_variables == {"LD_PRELOAD": "x", "PYTHONHASHSEED": "0"}
@@ -52,12 +52,12 @@ class TestLayers:
     @pytest.mark.parametrize(
         "name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LC_ALL", "TZ", "ASAN_OPTIONS"]
     )
-    def test_read_at_the_start(self, name):
-        """What only counts when a process starts is set then; libraries that are loaded later read theirs later."""
+    def test_loader_variables(self, name):
+        """Variables that are read only when a process starts need a new process; others do not."""
         environment = layered(of_user={name: "1", "OMP_NUM_THREADS": "2"})
         assert (environment.loader_variables, environment.variables) == ({name: "1"}, {"OMP_NUM_THREADS": "2"})
 
     def test_configure_worker_warns(self, caplog):
-        """What configure_worker overrides is said."""
+        """A warning names the variables that configure_worker overrides."""
         layered(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
         assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]

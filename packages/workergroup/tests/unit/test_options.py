@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of actors: merging, pure."""
+"""The options of actors: merging, pure."""
 
 import copy
 
@@ -15,8 +15,8 @@ OPTIONS = st.recursive(
 DICTS = st.dictionaries(st.sampled_from("abc"), OPTIONS, max_size=3)
 
 
-def test_dicts_merge_deep():
-    """Dicts merge, anything else is replaced: lists too."""
+def test_deep_merge():
+    """Dicts are merged deeply; other values are replaced, including lists."""
     default = {"a": {"b": {"c": 1, "d": [1]}}, "e": 1, "f": {"g": 1}}
     extra = {"a": {"b": {"d": [2], "h": 3}}, "e": {"i": 1}, "f": 2}
     assert recursive_merge_options(default, extra) == {
@@ -27,7 +27,7 @@ def test_dicts_merge_deep():
 
 
 @given(DICTS, DICTS)
-def test_inputs_are_untouched(default, extra):
+def test_unchanged_inputs(default, extra):
     """Neither input is changed, now or through the result."""
     before = copy.deepcopy((default, extra))
     merged = recursive_merge_options(default, extra)
@@ -38,12 +38,12 @@ def test_inputs_are_untouched(default, extra):
 
 
 @given(DICTS)
-def test_nothing_to_merge(options):
+def test_empty_dict(options):
     """An empty dict changes nothing on either side."""
     assert recursive_merge_options(options, {}) == options == recursive_merge_options({}, options)
 
 
 def test_nsight():
-    """A `_nsight` entry becomes Ray's `nsight`; only at the top of runtime_env."""
+    """A `_nsight` entry at the top of runtime_env becomes Ray's `nsight`."""
     merged = recursive_merge_options({"runtime_env": {"_nsight": "default", "x": {"_nsight": 1}}}, {"_nsight": 2})
     assert merged == {"runtime_env": {"nsight": "default", "x": {"_nsight": 1}}, "_nsight": 2}

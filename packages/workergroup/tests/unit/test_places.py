@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot each rank gets: pure, on slots that no Ray has made."""
+"""The slot of each rank: pure, on slots that no Ray has created."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ class TestOnePerSlot:
         assert places[2].tied_bundles == (1, [0])
 
     def test_node_ranks_count_physical_nodes(self):
-        """NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE count physical nodes, which logical ones may share."""
+        """NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE count physical nodes, which logical nodes may share."""
         places = lay_out(slots(2, 1, 1, physical=("a", "b", "a")), prefix="p")
         assert [(p.node_rank, p.local_rank, p.local_world_size) for p in places] == [
             (0, 0, 3),
@@ -70,7 +70,7 @@ class TestOnePerSlot:
         ],
     )
     def test_workers_per_node(self, wanted, expected):
-        """The first slots of each logical node in use, as many as asked for."""
+        """The first slots of each logical node in use are chosen, as many as requested."""
         there = slots(3, 1, 0, 2)
         if expected is None:
             with pytest.raises(ValueError, match="asks for 2 workers on logical node 1, which has 1 slots"):
@@ -90,12 +90,12 @@ class TestOnePerSlot:
         ],
     )
     def test_bad_workers_per_node(self, wanted, error, message):
-        """Refused with what was asked."""
+        """The error has the request."""
         with pytest.raises(error, match=message):
             lay_out(slots(2, 2), prefix="p", workers_per_node=wanted)
 
     def test_no_slots(self):
-        """A group needs one."""
+        """A group needs at least one slot."""
         with pytest.raises(ValueError, match="at least one slot"):
             lay_out([], prefix="p")
 
@@ -127,19 +127,19 @@ class TestTiedGroups:
         ],
     )
     def test_bad_lists(self, groups, error, message):
-        """Refused with what is there."""
+        """The error has the available bundles."""
         with pytest.raises(error, match=message):
             lay_out(slots(2, 2), prefix="p", bundle_indices_list=groups)
 
     @pytest.mark.parametrize("options", [{"workers_per_node": 1}, {"bundle_indices_list": [(0, [0])]}])
     def test_slots_of_several_clusters(self, options):
-        """What has the same numbers in two clusters cannot be named by them."""
+        """Numbers that occur in two clusters do not identify a slot."""
         there = [*slots(2), *(dataclasses.replace(slot, placement_group=Group("other")) for slot in slots(2))]
         assert where(lay_out(there, prefix="p")) == [(0, 0), (0, 1)] * 2
         with pytest.raises(ValueError, match="2 slots are bundle 0 of logical node 0"):
             lay_out(there, prefix="p", **options)
 
     def test_exclusive(self):
-        """Not together with workers_per_node."""
+        """It cannot be combined with workers_per_node."""
         with pytest.raises(ValueError, match="not both"):
             lay_out(slots(2), prefix="p", workers_per_node=1, bundle_indices_list=[(0, [0])])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of memory that says what a worker is doing, read by other processes at any moment."""
+"""The record of what a worker is doing, which other processes read at any moment."""
 
 import contextlib
 import fcntl
@@ -48,8 +48,8 @@ def read(record):
     return read_record(record._file)
 
 
-def test_what_it_says(record):
-    """Idle, busy with a method, its progress, idle again; times are seconds before now."""
+def test_content(record):
+    """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
     assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)
     key = record.begin(1)
     told = read(record)
@@ -66,8 +66,8 @@ def test_what_it_says(record):
 
 
 @pytest.mark.parametrize(("step", "error"), [(1.5, TypeError), (2**63, ValueError), (-(2**63), ValueError)])
-def test_a_step_that_is_none(record, step, error):
-    """It is refused, and what the worker does afterwards is recorded as before."""
+def test_bad_step(record, step, error):
+    """A bad step is refused, and later writes of the worker are recorded."""
     record.progress(step=np.int64(3))
     with pytest.raises(error):
         record.progress(step=step)
@@ -75,8 +75,8 @@ def test_a_step_that_is_none(record, step, error):
     assert (read(record)["calls"], read(record)["step"]) == (1, 3)
 
 
-def test_a_cancelled_call_does_not_start(record):
-    """A task in the list is refused, however many are in it; others run."""
+def test_cancelled_task(record):
+    """A cancelled task does not start, however many are cancelled; other tasks run."""
     write_cancelled(record._file, [i.to_bytes(24, "little") for i in range(CANCELLED_KEPT)])
     record.end(record.begin(1))
     write_cancelled(record._file, [b"t" * 24])
@@ -92,7 +92,7 @@ def test_a_cancelled_call_does_not_start(record):
 
 
 def test_two_threads_cancel_at_once(record, monkeypatch):
-    """Neither task is lost, although both threads would read the count before either writes (seam: that moment)."""
+    """No task is lost, although both threads would read the count before either writes (seam: that moment)."""
     both_have_read = threading.Barrier(2)
 
     def number(file, at, read=_record._read_number):
@@ -119,8 +119,8 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
             record.begin(1)
 
 
-def test_a_canceller_that_stands_still(record, monkeypatch):
-    """A stopped process that holds the lock delays a cancel, and does not prevent it."""
+def test_stopped_canceller(record, monkeypatch):
+    """A stopped process that holds the lock delays a cancellation, and does not prevent it."""
     monkeypatch.setattr(_record, "LOCK_S", 0.05)
     held = open_record(os.getpid())
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -150,8 +150,8 @@ def workers():
         process.communicate()
 
 
-def test_one_record_that_stays_busy(workers):
-    """Nothing is known of its worker, which may be running a cancelled task; the others of its node are as ever."""
+def test_busy_record(workers):
+    """Its worker is unknown, and may run a cancelled task; the other workers of its node are reported."""
     file = open_record(workers[1][0])
     for at in STATES_AT:
         os.pwrite(file, struct.pack("<Q", 10**6 + at), at + struct.calcsize(STATE) - 8)  # as if being written
@@ -173,7 +173,7 @@ def test_one_record_that_stays_busy(workers):
 
 
 def test_overlapping_calls(monkeypatch):
-    """The one that has run longest is shown, in whatever order they end."""
+    """The record shows the method that has run longest, in whatever order they end."""
     record = OverlappingRecord(["__init__", "one", "two", "three"])
     monkeypatch.setattr(record, "_task", lambda: b"t" * 24)
     keys = [record.begin(number) for number in (1, 2, 3)]
@@ -221,8 +221,8 @@ def is_whole(told):
     return told["method"] is not None
 
 
-def test_read_from_outside_while_it_is_written(writer):
-    """Another process finds it by pid alone, and what it reads is whole; when the writer is gone, so is the record."""
+def test_read_during_writes(writer):
+    """Another process finds the record by pid and reads complete states; the record ends with the writer."""
     file = open_record(writer.pid)
     assert sum(is_whole(read_record(file)) for _ in range(20_000)) > 100
     os.close(file)
@@ -233,8 +233,8 @@ def test_read_from_outside_while_it_is_written(writer):
     assert open_record(os.getppid()) is None  # no worker
 
 
-def test_read_while_the_writer_is_stopped(writer):
-    """What it reads is whole wherever the writer was stopped: by a person, or for a while by a node with much to do."""
+def test_read_during_a_stop(writer):
+    """A reader gets complete states wherever the writer was stopped."""
     file = open_record(writer.pid)
     busy = 0
     for _ in range(10_000):
