@@ -16,13 +16,15 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _group
-from fairlead_workergroup._calls import sender as _dispatching
-from fairlead_workergroup._lifecycle import shutdown as _shutdown
+from fairlead_workergroup._calls import sender
+from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._ray_private import actors_being_made
+
+from ..restarting import find_running
 
 
 class Cleaner:
-    """Notes in files that it was cleaned up."""
+    """A worker that records its cleanup in a file."""
 
     def __init__(self, folder=None):
         self.folder = folder
@@ -66,43 +68,32 @@ class Cleaner:
 
 @pytest.fixture
 def group(cluster, tmp_path):
-    made = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=4)
-    yield made
-    made.shutdown(force=True)
+    workers = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=4)
+    yield workers
+    workers.shutdown(force=True)
 
 
 def pids(group) -> list[int]:
     return ray.get([worker.pid.remote() for worker in group.workers])
 
 
-def alive(processes: list[int]) -> list[int]:
-    def runs(pid: int) -> bool:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return [pid for pid in processes if runs(pid)]
-
-
-def cleaned(tmp_path) -> list[str]:
+def list_cleaned(tmp_path) -> list[str]:
     return sorted(os.listdir(tmp_path))
 
 
 def test_processes_have_ended(group):
     """When shutdown returns, the workers' processes have ended."""
     processes = pids(group)
-    assert alive(processes) == processes
+    assert find_running(processes) == processes
     assert group.shutdown() is True
-    assert alive(processes) == []
+    assert find_running(processes) == []
 
 
 def test_two_threads(group):
     """The second thread also waits until the processes have ended, and gets the same result."""
     processes = pids(group)
     with ThreadPoolExecutor() as threads:
-        both = [threads.submit(lambda: (group.shutdown(), alive(processes))) for _ in range(2)]
+        both = [threads.submit(lambda: (group.shutdown(), find_running(processes))) for _ in range(2)]
         assert [one.result(timeout=60) for one in both] == [(True, [])] * 2
 
 
@@ -124,7 +115,7 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
         monkeypatch.setattr(_group, "find_dead", come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
-    assert [(tmp_path / rank).read_text() for rank in cleaned(tmp_path)] == ["cleaned"] * 4
+    assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 4
 
 
 def test_force_during_a_cleanup(group, tmp_path, eventually):
@@ -132,10 +123,10 @@ def test_force_during_a_cleanup(group, tmp_path, eventually):
     processes = pids(group)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(group.shutdown, "cleanup_hangs", None)
-        assert eventually(lambda: len(cleaned(tmp_path)) == 4)
+        assert eventually(lambda: len(list_cleaned(tmp_path)) == 4)
         assert group.shutdown(force=True) is False
         assert first.result(timeout=60) is False
-    assert alive(processes) == []
+    assert find_running(processes) == []
 
 
 def test_reverse_order(group, monkeypatch):
@@ -146,7 +137,7 @@ def test_reverse_order(group, monkeypatch):
 
     def note_and_kill(actor):
         killed.append(workers.index(actor))
-        there.append(len(alive(processes)))
+        there.append(len(find_running(processes)))
         kill(actor)
 
     monkeypatch.setattr(ray, "kill", note_and_kill)
@@ -158,7 +149,7 @@ def test_reverse_order(group, monkeypatch):
 def test_cleanup(group, tmp_path):
     """Every worker runs the cleanup before it is ended."""
     assert group.shutdown(cleanup_method="cleanup") is True
-    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps", "cleanup_in_async_steps"])
@@ -168,21 +159,21 @@ def test_cleanup_of_each_kind(cluster, tmp_path, method, overlapping):
     builder = RayWorkerBuilder(Cleaner, str(tmp_path))
     group = RayWorkerGroup(cluster, builder, workers_per_node=4, async_communication=overlapping)
     assert group.shutdown(cleanup_method=method) is True
-    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
 
 
 def test_no_cleanup_when_forced(group, tmp_path):
     """`force` ends the workers at once."""
     assert group.shutdown(cleanup_method="cleanup", force=True) is True
-    assert cleaned(tmp_path) == []
+    assert list_cleaned(tmp_path) == []
 
 
 def test_cleanup_fails(group, tmp_path, caplog):
     """A cleanup that fails on one worker is reported, and the cleanups of the others still run."""
     processes = pids(group)
     assert group.shutdown(cleanup_method="cleanup_fails") is False
-    assert cleaned(tmp_path) == ["0", "1", "2", "3"]
-    assert alive(processes) == []
+    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert find_running(processes) == []
     assert "cleanup 'cleanup_fails' of rank 1 failed" in caplog.text
     assert "disk full" in caplog.text
 
@@ -193,7 +184,7 @@ def test_cleanup_hangs(group, caplog):
     began = time.monotonic()
     assert group.shutdown(cleanup_method="cleanup_hangs", timeout=2) is False
     assert time.monotonic() - began < 20
-    assert alive(processes) == []
+    assert find_running(processes) == []
     assert "did not end within 2 s on ranks [2]" in caplog.text
 
 
@@ -201,7 +192,7 @@ def test_unknown_cleanup(group, caplog):
     """A cleanup method that does not exist is reported after all workers have been ended."""
     processes = pids(group)
     assert group.shutdown(cleanup_method="nothing") is False
-    assert alive(processes) == []
+    assert find_running(processes) == []
     assert "nothing" in caplog.text
 
 
@@ -212,8 +203,8 @@ def test_dead_worker(group, tmp_path):
         ray.get(group.workers[1].pid.remote())
     processes = ray.get([group.workers[rank].pid.remote() for rank in (0, 2, 3)])
     assert group.shutdown(cleanup_method="cleanup") is True
-    assert cleaned(tmp_path) == ["0", "2", "3"]
-    assert alive(processes) == []
+    assert list_cleaned(tmp_path) == ["0", "2", "3"]
+    assert find_running(processes) == []
 
 
 @pytest.mark.parametrize("how", ["spin", "stop"])
@@ -227,7 +218,7 @@ def test_hung_worker(group, how):
     began = time.monotonic()
     ended = group.shutdown()
     assert time.monotonic() - began < 25
-    assert alive(processes) == []
+    assert find_running(processes) == []
     assert ended is True
 
 
@@ -238,14 +229,14 @@ def test_twice(group):
 
 def test_call_of_another_thread(group, monkeypatch):
     """A call that is being sent when the group ends reports that its workers are lost."""
-    send = _dispatching.send
+    send = sender.send
 
     def end_and_send(handle, request):
         group.shutdown()
         return send(handle, request)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_dispatching, "send", end_and_send)
+        patched.setattr(sender, "send", end_and_send)
         call = group.call("pid")
     with pytest.raises(WorkerFailureError):
         call.result(timeout=60)
@@ -281,7 +272,7 @@ def test_cluster_shut_down_first(local_ray):
         processes = pids(group)
         cluster.shutdown()
         assert group.shutdown() is True
-    assert alive(processes) == []
+    assert find_running(processes) == []
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -325,15 +316,15 @@ def test_interpreter_exit():
     processes = [int(pid) for pid in done.stdout.split()]
     assert len(processes) == 2
     deadline = time.monotonic() + 20
-    while alive(processes) and time.monotonic() < deadline:
+    while find_running(processes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert alive(processes) == []
+    assert find_running(processes) == []
 
 
 @pytest.mark.parametrize("room", [True, False])
 def test_kill_during_creation(local_ray, monkeypatch, room):
     """Actors that Ray is creating are killed after their creation; actors without room are killed after a while."""
-    monkeypatch.setattr(_shutdown, "MADE_S", 60.0 if room else 0.5)
+    monkeypatch.setattr(shutdown, "MADE_S", 60.0 if room else 0.5)
     seen = []
     kill = ray.kill
     monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(len(actors_being_made())), kill(worker)))
@@ -341,7 +332,7 @@ def test_kill_during_creation(local_ray, monkeypatch, room):
     # Ray knows of an actor that has a name when it gives the handle.
     actors = [actor_class.options(name=f"{room}-{rank}").remote() for rank in range(4)]
     assert len(actors_being_made()) == 4
-    workers = {rank: _shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
-    assert _shutdown.kill_and_wait(workers) == []
+    workers = {rank: shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
+    assert shutdown.kill_and_wait(workers) == []
     assert seen == ([0] * 4 if room else [4, 3, 2, 1])
     assert not actors_being_made()

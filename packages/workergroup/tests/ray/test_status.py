@@ -33,7 +33,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def raylets():
-    """Four nodes with two slots for two groups each; one of them goes."""
+    """Four nodes with two slots for two groups each; a test removes one of them."""
     quick = {
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 500,
@@ -57,20 +57,20 @@ def raylets():
 
 @pytest.fixture(scope="module")
 def cluster(raylets):
-    with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, max_colocated_worker_groups=2) as made:
-        yield made
+    with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, max_colocated_worker_groups=2) as reserved:
+        yield reserved
 
 
 @pytest.fixture(scope="module")
 def group(cluster):
     """Eight workers on the four nodes."""
-    with RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)) as made:
-        assert [status.state for status in made.get_worker_status()] == ["idle"] * 8  # every node's agent is there
-        yield made
+    with RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)) as workers:
+        assert [status.state for status in workers.get_worker_status()] == ["idle"] * 8  # every agent has started
+        yield workers
 
 
 def requests(group):
-    """What has reached the agent of each node so far."""
+    """Return how many requests the agent of each node has received."""
     nodes = dict.fromkeys(worker["node_id"] for worker in group.worker_metadata)
     return {node_id: NodeAgent(node_id).requests() for node_id in nodes}
 

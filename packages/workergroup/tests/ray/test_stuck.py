@@ -27,12 +27,12 @@ class Worker:
         return int(os.environ["RANK"])
 
     def read(self, fifo):
-        """Waits in the system call until somebody writes."""
+        """Wait in a system call until another process writes."""
         with open(fifo) as file:
             return file.read()
 
     def sleep_natively(self, seconds):
-        """What is left of the sleep when it returns: more than 0 only if a signal has cut it short."""
+        """Return the rest of the sleep: more than 0 only if a signal has interrupted it."""
         return ctypes.CDLL(None).sleep(seconds)
 
     def steps(self, seconds):
@@ -44,8 +44,8 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def group(local_ray):
-    with RayVirtualCluster([4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as made:
-        yield made
+    with RayVirtualCluster([4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def fifo(tmp_path):
     return tmp_path / "fifo"
 
 
-def written(fifo, readers):
-    """Let the readers go: each sees the end of what is written."""
+def release(fifo, readers):
+    """Write to the pipe, so that each reader returns, and return their results."""
     fd = os.open(fifo, os.O_WRONLY)
     os.write(fd, b"done")
     os.close(fd)
@@ -129,13 +129,13 @@ def test_odd_rank(group, fifo):
         console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
         console.print(group.cluster.grid([group]))
         assert console.export_text().count("stuck") == 4
-    written(fifo, readers)
+    release(fifo, readers)
     readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
     time.sleep(0.4)
     assert {one.note for one in group.detect_stuck_workers(0.3)} == {
         "2 others wait at the same place; not there: rank 2 idle"
     }
-    written(fifo, readers)
+    release(fifo, readers)
 
 
 def one(rank, method="step", function="all_reduce", line=3):

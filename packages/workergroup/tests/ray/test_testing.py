@@ -14,7 +14,7 @@ from fairlead_workergroup.testing import assert_no_leaks, fill_memory, hang, kil
 
 
 class Slotted:
-    """Has no room for anything else in its instances."""
+    """A class whose instances cannot have other attributes."""
 
     __slots__ = ()
 
@@ -34,14 +34,14 @@ class Slotted:
 
 @pytest.fixture(scope="module")
 def cluster(local_ray):
-    with RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=4) as made:
-        yield made
+    with RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=4) as reserved:
+        yield reserved
 
 
 @pytest.fixture(scope="module")
 def group(cluster):
-    with RayWorkerGroup(cluster, Slotted) as made:
-        yield made
+    with RayWorkerGroup(cluster, Slotted) as workers:
+        yield workers
 
 
 @pytest.mark.parametrize("how", ["sleep", "native", "native-gil", "stop"])

@@ -14,8 +14,10 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
-from fairlead_workergroup._remote import process as _trees
+from fairlead_workergroup._remote import process
 from fairlead_workergroup.testing import kill
+
+from ..restarting import find_running
 
 MB = 1_000_000
 
@@ -77,10 +79,6 @@ def read_pids(folder) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in sorted(os.listdir(folder)) if name in KINDS}
 
 
-def running(pids) -> list[int]:
-    return [pid for pid in pids if _trees.start_tick(pid) >= 0]
-
-
 def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child runs nothing that waits for them
@@ -90,7 +88,7 @@ def fork() -> int:
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch) -> None:
     """One child of each worker ignores SIGTERM."""
-    monkeypatch.setattr(_trees, "CHILD_GRACE_S", 0.5)
+    monkeypatch.setattr(process, "CHILD_GRACE_S", 0.5)
 
 
 @pytest.fixture
@@ -98,13 +96,13 @@ def parent(tmp_path, eventually) -> Iterator[tuple[int, int]]:
     """A process that has marked its tree and started a child of each kind: its pid and start tick."""
     child = fork()
     if not child:
-        page = _trees.mark_tree("group-3-0")
+        page = process.mark_tree("group-3-0")
         start_children(str(tmp_path))
         while page:
             signal.pause()
     assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
-    yield child, _trees.start_tick(child)
-    for pid in running([child, *read_pids(tmp_path).values()]):
+    yield child, process.start_tick(child)
+    for pid in find_running([child, *read_pids(tmp_path).values()]):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -115,46 +113,46 @@ def end_parent(parent) -> None:
 
 def test_find_children(parent, tmp_path):
     """Children of a living parent are found, also without the mark."""
-    found, none = _trees.find_children([parent, (parent[0], parent[1] - 1)])
+    found, none = process.find_children([parent, (parent[0], parent[1] - 1)])
     pids = read_pids(tmp_path)
     assert {pids["session"], pids["cleared"]} <= {pid for pid, _ in found}
     assert none == []
     end_parent(parent)
-    assert _trees.end_trees([parent], found, ["group-3-"], 20) == []
-    assert running(pids.values()) == []
+    assert process.end_trees([parent], found, ["group-3-"], 20) == []
+    assert find_running(pids.values()) == []
 
 
 def test_find_by_marks(parent, tmp_path):
     """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
     end_parent(parent)
     pids = read_pids(tmp_path)
-    assert _trees.end_trees([], [], ["group-30-"], 20) == []
-    assert running(pids.values()) == list(pids.values())
-    assert _trees.end_trees([], [], ["group-2-", "group-3-"], 20) == []
-    assert running(pids.values()) == [pids["cleared"]]
+    assert process.end_trees([], [], ["group-30-"], 20) == []
+    assert find_running(pids.values()) == list(pids.values())
+    assert process.end_trees([], [], ["group-2-", "group-3-"], 20) == []
+    assert find_running(pids.values()) == [pids["cleared"]]
 
 
 def test_worker_that_does_not_end(parent, tmp_path, monkeypatch):
     """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
-    monkeypatch.setattr(_trees, "WORKER_GRACE_S", 0.1)
+    monkeypatch.setattr(process, "WORKER_GRACE_S", 0.1)
     pids = read_pids(tmp_path)
-    assert _trees.end_trees([], *_trees.find_children([parent]), ["group-3-"], 20) == []
-    assert running(pids.values()) == []
+    assert process.end_trees([], *process.find_children([parent]), ["group-3-"], 20) == []
+    assert find_running(pids.values()) == []
 
 
 def test_reused_pid(parent):
     """A process that has the pid of an ended process is not touched."""
     pid, started = parent
-    assert _trees.end_trees([(pid, started - 1)], [(pid, started - 1)], ["none-"], 20) == []
-    _trees.send_signal([(pid, started - 1)], signal.SIGKILL)
-    assert running([pid]) == [pid]
+    assert process.end_trees([(pid, started - 1)], [(pid, started - 1)], ["none-"], 20) == []
+    process.send_signal([(pid, started - 1)], signal.SIGKILL)
+    assert find_running([pid]) == [pid]
 
 
 def test_survivors(parent, tmp_path, monkeypatch):
     """Processes that do not end are returned."""
     end_parent(parent)
-    monkeypatch.setattr(_trees, "send_signal", lambda processes, number: None)
-    left = {pid for pid, _ in _trees.end_trees([], [], ["group-3-"], 0.3)}
+    monkeypatch.setattr(process, "send_signal", lambda processes, number: None)
+    left = {pid for pid, _ in process.end_trees([], [], ["group-3-"], 0.3)}
     pids = read_pids(tmp_path)
     assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
 
@@ -162,16 +160,16 @@ def test_survivors(parent, tmp_path, monkeypatch):
 def test_shared_pages():
     """Pages that a worker shares with its forks count once."""
     block = bytearray(b"x") * (100 * MB)
-    processes = [(os.getpid(), _trees.start_tick(os.getpid()))]
-    before = sum(map(_trees._proportional, processes))
+    processes = [(os.getpid(), process.start_tick(os.getpid()))]
+    before = sum(map(process._proportional, processes))
     for _ in range(3):
         child = fork()
         if not child:
             signal.pause()
-        processes.append((child, _trees.start_tick(child)))
+        processes.append((child, process.start_tick(child)))
     try:
-        assert sum(map(_trees._private, processes)) > 400 * MB
-        assert before - 10 * MB < sum(map(_trees._proportional, processes)) < before + 100 * MB
+        assert sum(map(process._private, processes)) > 400 * MB
+        assert before - 10 * MB < sum(map(process._proportional, processes)) < before + 100 * MB
         assert len(block) == 100 * MB
     finally:
         for child, _ in processes[1:]:
@@ -198,11 +196,11 @@ class Parent:
 
 @pytest.fixture
 def group(local_ray) -> Iterator[RayWorkerGroup]:
-    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Parent) as made:
-        yield made
+    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Parent) as workers:
+        yield workers
 
 
-def started(group, rank, folder, eventually) -> dict[str, int]:
+def start_processes(group, rank, folder, eventually) -> dict[str, int]:
     folder.mkdir()
     ray.get(group.workers[rank].start.remote(str(folder)))
     assert eventually(lambda: list(read_pids(folder)) == KINDS)
@@ -211,45 +209,45 @@ def started(group, rank, folder, eventually) -> dict[str, int]:
 
 def test_shutdown(group, tmp_path, eventually):
     """When shutdown returns, all processes that the workers have started have ended."""
-    children = started(group, 1, tmp_path / "1", eventually)
+    children = start_processes(group, 1, tmp_path / "1", eventually)
     assert group.shutdown() is True
-    assert running(children.values()) == []
+    assert find_running(children.values()) == []
 
 
 def test_restart(group, tmp_path, eventually):
     """Processes of a lost worker end before its slot is used again; processes of other workers continue."""
-    lost, others = (started(group, rank, tmp_path / str(rank), eventually) for rank in (1, 0))
+    lost, others = (start_processes(group, rank, tmp_path / str(rank), eventually) for rank in (1, 0))
     kill(group, 1)
     # Ray does not notice this death: a fork of the worker holds its connections.
     assert group.restart_failed_workers() == [1]
-    assert running(lost.values()) in ([], [lost["cleared"]])
-    assert running(others.values()) == list(others.values())
+    assert find_running(lost.values()) in ([], [lost["cleared"]])
+    assert find_running(others.values()) == list(others.values())
     assert group.shutdown() is True
-    assert running(others.values()) == []
-    for pid in running(lost.values()):
+    assert find_running(others.values()) == []
+    for pid in find_running(lost.values()):
         os.kill(pid, signal.SIGKILL)
 
 
 def test_process_that_does_not_end(group, tmp_path, eventually, monkeypatch, caplog):
     """A slot with a remaining process is not used again, and restart and shutdown report the process."""
-    children = started(group, 1, tmp_path / "1", eventually)
+    children = start_processes(group, 1, tmp_path / "1", eventually)
     kill(group, 1)
     with monkeypatch.context() as patched:
         for name, value in (("CHILD_GRACE_S", 0.1), ("KILLED_S", 0.1), ("send_signal", lambda processes, number: None)):
-            patched.setattr(_trees, name, value)
+            patched.setattr(process, name, value)
         pid = children["daemon"]
         with pytest.raises(WorkerFailureError, match=rf"Nothing was restarted.*pid {pid} on node") as caught:
             group.restart_failed_workers()
         assert [failure.rank for failure in caught.value.failures] == [1]
     assert group.restart_failed_workers() == [1]
-    assert running([pid]) == []
-    children = started(group, 1, tmp_path / "again", eventually)
+    assert find_running([pid]) == []
+    children = start_processes(group, 1, tmp_path / "again", eventually)
     with monkeypatch.context() as patched:
         for name, value in (("CHILD_GRACE_S", 0.1), ("KILLED_S", 0.1), ("send_signal", lambda processes, number: None)):
-            patched.setattr(_trees, name, value)
+            patched.setattr(process, name, value)
         assert group.shutdown() is False
     assert f"pid {children['daemon']} on node" in caplog.text
-    for pid in running([*children.values(), *read_pids(tmp_path / "1").values()]):
+    for pid in find_running([*children.values(), *read_pids(tmp_path / "1").values()]):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -257,5 +255,5 @@ def test_failed_start(local_ray, tmp_path):
     """Processes that a constructor has started end when the group does not start."""
     with RayVirtualCluster([1], use_gpus=False) as cluster, pytest.raises(WorkerStartError, match="cannot start"):
         RayWorkerGroup(cluster, RayWorkerBuilder(Parent, str(tmp_path), fail=True))
-    assert running(read_pids(tmp_path).values()) == []
+    assert find_running(read_pids(tmp_path).values()) == []
     assert list(read_pids(tmp_path)) == ["daemon"]

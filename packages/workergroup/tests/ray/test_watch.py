@@ -35,17 +35,17 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def cluster(local_ray):
-    with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=4) as made:
-        yield made
+    with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=4) as reserved:
+        yield reserved
 
 
 @pytest.fixture(scope="module")
 def group(cluster):
-    with RayWorkerGroup(cluster, Worker, name_prefix="watched") as made:
-        yield made
+    with RayWorkerGroup(cluster, Worker, name_prefix="watched") as watched:
+        yield watched
 
 
-def told(events):
+def kinds_and_ranks(events):
     return [(event.kind, event.rank) for event in events]
 
 
@@ -68,10 +68,10 @@ def test_each_event_once(group, eventually, caplog):
                 assert eventually(lambda: any(event.kind == "worker-stuck" for event in events[before:]))  # noqa: B023
                 time.sleep(0.4)
         hung = [("call-slow", 1), ("worker-stuck", 1)]
-        assert told(events) == [*STARTED, *hung, *hung]
+        assert kinds_and_ranks(events) == [*STARTED, *hung, *hung]
         # It gets on in between: stuck twice, in one call, which is slow once.
         group.at(worker=2).call("stop_twice", 1.5).result()
-        assert told(events[7:]) == [("call-slow", 2), ("worker-stuck", 2), ("worker-stuck", 2)]
+        assert kinds_and_ranks(events[7:]) == [("call-slow", 2), ("worker-stuck", 2), ("worker-stuck", 2)]
     stuck = events[4]
     assert (stuck.method, stuck.coords, stuck.incarnation) == ("hang", {"worker": 1}, 0)
     assert stuck.stuck.where.endswith(" in hang")
@@ -93,7 +93,7 @@ def test_on_event_that_fails(group, eventually, caplog):
 
     with group.watch(0.05, on_event=fail):
         assert eventually(lambda: len(seen) == 3)
-    assert told(seen) == STARTED
+    assert kinds_and_ranks(seen) == STARTED
     assert caplog.text.count("on_event failed at: worker-started") == 3
 
 
@@ -102,11 +102,11 @@ def test_dead_worker(cluster, eventually):
     events = []
     with RayWorkerGroup(cluster, Worker) as group:
         group.watch(0.05, on_event=events.append)
-        assert eventually(lambda: told(events) == STARTED)
+        assert eventually(lambda: kinds_and_ranks(events) == STARTED)
         kill(group, 2)
         assert eventually(lambda: len(events) > 3)
         time.sleep(0.3)
-        assert told(events) == [*STARTED, ("worker-dead", 2)]
+        assert kinds_and_ranks(events) == [*STARTED, ("worker-dead", 2)]
         assert ": killed: " in events[3].message
         assert group.worker_metadata[2]["state"] == "dead"
         with pytest.raises(WorkerFailureError, match="rank 2"):
@@ -128,9 +128,9 @@ def test_failed_look(cluster, eventually, monkeypatch, caplog):
 
     monkeypatch.setattr(Verdicts, "note_causes", fail_once)
     with RayWorkerGroup(cluster, Worker) as group, group.watch(0.05, on_event=events.append):
-        assert eventually(lambda: told(events) == STARTED)
+        assert eventually(lambda: kinds_and_ranks(events) == STARTED)
         kill(group, 1)
-        assert eventually(lambda: told(events) == [*STARTED, ("worker-dead", 1)])
+        assert eventually(lambda: kinds_and_ranks(events) == [*STARTED, ("worker-dead", 1)])
     assert "Ray does not say" in caplog.text
 
 
@@ -141,9 +141,9 @@ def test_close(group, eventually):
     watch = group.watch(0.05, on_event=lambda event: (events.append(event), watch.close()))
     assert eventually(lambda: not any(thread is watch._thread for thread in threading.enumerate()))
     watch.close()
-    assert told(events) == STARTED[:1]
+    assert kinds_and_ranks(events) == STARTED[:1]
     assert repr(watch) == "Watch('watched', closed)"
-    assert eventually(lambda: told(others) == STARTED)
+    assert eventually(lambda: kinds_and_ranks(others) == STARTED)
     other.close()
     other.close()
     assert watch_threads() == []

@@ -8,7 +8,7 @@ from fairlead_workergroup._start.environment import RANK_VARIABLES, check_env_va
 NOTHING: dict[str, str] = {}
 
 
-def layered(**layers):
+def make_environment(**layers):
     names = ("driver", "of_class", "of_slot", "of_user", "of_rank", "configured")
     return worker_environment(**{name: layers.get(name, NOTHING) for name in names})
 
@@ -19,20 +19,20 @@ class TestLayers:
         layers = ["of_class", "driver", "of_user", "of_slot", "of_rank", "configured"]
         for at, name in enumerate(layers):
             given = {one: {"NCCL_DEBUG": one} for one in layers[: at + 1]}
-            assert layered(**given).variables == {"NCCL_DEBUG": name}
+            assert make_environment(**given).variables == {"NCCL_DEBUG": name}
 
     def test_forwarded_variables(self):
         """Only the driver's variables of communication libraries and shared folders are forwarded."""
         forwarded = {"NCCL_DEBUG": "1", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/h"}
         driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
-        environment = layered(driver=driver)
+        environment = make_environment(driver=driver)
         assert environment.variables == forwarded
         assert (environment.loader_variables, environment.path) == ({}, ())
 
     @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
     def test_never_forwarded(self, name):
         """Ray's choices and rank variables are not taken from the driver, and are refused in env_vars."""
-        assert layered(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
+        assert make_environment(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
         with pytest.raises(ValueError, match=f"env_vars may not name '{name}'"):
             check_env_vars({name: "1"})
 
@@ -44,7 +44,9 @@ class TestLayers:
 
     def test_split(self):
         """PYTHONPATH goes into sys.path, loader variables need a new process, others are set in the process."""
-        environment = layered(of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"})
+        environment = make_environment(
+            of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"}
+        )
         assert environment.path == ("/a", "/b")
         assert environment.loader_variables == {"LD_PRELOAD": "x", "PYTHONHASHSEED": "0"}
         assert environment.variables == {"A": "1"}
@@ -54,10 +56,10 @@ class TestLayers:
     )
     def test_loader_variables(self, name):
         """Variables that are read only when a process starts need a new process; others do not."""
-        environment = layered(of_user={name: "1", "OMP_NUM_THREADS": "2"})
+        environment = make_environment(of_user={name: "1", "OMP_NUM_THREADS": "2"})
         assert (environment.loader_variables, environment.variables) == ({name: "1"}, {"OMP_NUM_THREADS": "2"})
 
     def test_configure_worker_warns(self, caplog):
         """A warning names the variables that configure_worker overrides."""
-        layered(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
+        make_environment(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
         assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]

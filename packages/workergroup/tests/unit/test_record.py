@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_workergroup._remote import progress as _record
+from fairlead_workergroup._remote import progress
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import (
     CANCELLED_AT,
@@ -35,7 +35,7 @@ from fairlead_workergroup._remote.progress import (
 
 @pytest.fixture
 def record(monkeypatch):
-    """A record of this process, whose task is what the test says it is."""
+    """A record of this process, whose task the test sets."""
     record = Record(["__init__", "work"])
     record.task = b"t" * 24
     monkeypatch.setattr(record, "_task", lambda: record.task)
@@ -52,13 +52,13 @@ def test_content(record):
     """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
     assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)
     key = record.begin(1)
-    told = read(record)
-    assert (told["method"], told["calls"], told["task"]) == ("work", 1, b"t" * 24)
-    assert 0 <= told["running_s"] < 60
+    state = read(record)
+    assert (state["method"], state["calls"], state["task"]) == ("work", 1, b"t" * 24)
+    assert 0 <= state["running_s"] < 60
     record.progress(step=7, message="läuft")
-    told = read(record)
-    assert (told["method"], told["step"], told["message"]) == ("work", 7, "läuft")
-    assert told["since_progress_s"] <= told["running_s"]
+    state = read(record)
+    assert (state["method"], state["step"], state["message"]) == ("work", 7, "läuft")
+    assert state["since_progress_s"] <= state["running_s"]
     record.progress(message="x" * 1000)
     assert read(record)["message"] == "x" * 256
     record.end(key)
@@ -95,7 +95,7 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
     """No task is lost, although both threads would read the count before either writes (seam: that moment)."""
     both_have_read = threading.Barrier(2)
 
-    def number(file, at, read=_record._read_number):
+    def number(file, at, read=progress._read_number):
         count = read(file, at)
         if at == CANCELLED_AT:
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -107,7 +107,7 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
         write_cancelled(file, [task])
         os.close(file)
 
-    monkeypatch.setattr(_record, "_read_number", number)
+    monkeypatch.setattr(progress, "_read_number", number)
     tasks = [b"a" * 24, b"b" * 24]
     threads = [threading.Thread(target=cancel, args=[task]) for task in tasks]
     for thread in threads:
@@ -121,7 +121,7 @@ def test_two_threads_cancel_at_once(record, monkeypatch):
 
 def test_stopped_canceller(record, monkeypatch):
     """A stopped process that holds the lock delays a cancellation, and does not prevent it."""
-    monkeypatch.setattr(_record, "LOCK_S", 0.05)
+    monkeypatch.setattr(progress, "LOCK_S", 0.05)
     held = open_record(os.getpid())
     fcntl.flock(held, fcntl.LOCK_EX)
     write_cancelled(record._file, [b"t" * 24])
@@ -132,7 +132,7 @@ def test_stopped_canceller(record, monkeypatch):
 
 @pytest.fixture
 def workers():
-    """Three processes with a record each, that do nothing."""
+    """Three idle processes, each with a record."""
     program = textwrap.dedent("""
         from fairlead_workergroup._remote.progress import Record
         record = Record(["__init__", "work"])
@@ -159,8 +159,8 @@ def test_busy_record(workers):
         read_record(file)
     os.close(file)
     assert [record and record["calls"] for record in read_records(workers)] == [0, None, 0]
-    told = look(workers, 60.0, True)
-    assert [("method" in row, row["gone"], row["stuck"]) for row in told] == [
+    state = look(workers, 60.0, True)
+    assert [("method" in row, row["gone"], row["stuck"]) for row in state] == [
         (True, False, False),
         (False, False, False),
         (True, False, False),
@@ -187,7 +187,7 @@ def test_overlapping_calls(monkeypatch):
 
 @pytest.fixture
 def writer():
-    """A process that writes its record without a pause: one number as task, calls, step and message."""
+    """A process that writes its record all the time, with the same number as task, calls, step and message."""
     program = textwrap.dedent("""
         import ray
         from fairlead_workergroup._remote.progress import Record
@@ -210,21 +210,21 @@ def writer():
     process.communicate()
 
 
-def is_whole(told):
-    """What one record says belongs together; whether the writer was in its method."""
-    calls, step = told["calls"], told["step"]
+def check_state(state):
+    """Check that a state is complete; return whether the writer was in its method."""
+    calls, step = state["calls"], state["step"]
     assert step in (calls - 1, calls) or (step is None and calls <= 1)
-    assert step is None or told["message"] == "x" * (step % 200) + str(step)
-    assert int.from_bytes(told["task"], "little") == (0 if told["method"] is None else calls)
-    assert told["since_progress_s"] < 60
-    assert told["method"] in (None, "work")
-    return told["method"] is not None
+    assert step is None or state["message"] == "x" * (step % 200) + str(step)
+    assert int.from_bytes(state["task"], "little") == (0 if state["method"] is None else calls)
+    assert state["since_progress_s"] < 60
+    assert state["method"] in (None, "work")
+    return state["method"] is not None
 
 
 def test_read_during_writes(writer):
     """Another process finds the record by pid and reads complete states; the record ends with the writer."""
     file = open_record(writer.pid)
-    assert sum(is_whole(read_record(file)) for _ in range(20_000)) > 100
+    assert sum(check_state(read_record(file)) for _ in range(20_000)) > 100
     os.close(file)
     writer.kill()
     writer.wait()
@@ -240,7 +240,7 @@ def test_read_during_a_stop(writer):
     for _ in range(10_000):
         os.kill(writer.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
-        busy += is_whole(read_record(file))
+        busy += check_state(read_record(file))
         os.kill(writer.pid, signal.SIGCONT)
     os.close(file)
     assert busy > 100

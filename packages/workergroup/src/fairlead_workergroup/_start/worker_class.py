@@ -58,7 +58,7 @@ class Method:
         return named[at] if at < len(named) else at
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse arguments the method does not take, before any worker is asked.
+        """Refuse arguments that the method does not take, before a request is sent.
 
         Raises:
             TypeError: as calling the method would.
