@@ -23,7 +23,7 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]
         of a `_default_options` attribute; the options that workers of a group cannot have; the configurations.
     """
     decorated = resolve(target)
-    cls = undecorated(decorated)
+    cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}
     full_names: dict[str, str] = {}
     backpressure: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _parameters(function: Any, bound: bool) -> Any:
 
 def load(target: Any) -> type:
     """Return the user's class, given by its full name, its pickled bytes or itself, without `@ray.remote`."""
-    return undecorated(resolve(target))
+    return undecorate(resolve(target))
 
 
 def resolve(target: Any) -> Any:
@@ -130,7 +130,7 @@ def resolve(target: Any) -> Any:
     return _import(target) if isinstance(target, str) else target
 
 
-def undecorated(worker: Any) -> type:
+def undecorate(worker: Any) -> type:
     """Return a class without `@ray.remote`."""
     cls = getattr(worker, "__ray_actor_class__", worker)
     if not isinstance(cls, type):

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._observe.failures import remote_traceback
 from .._ray_private import dumps_by_value
-from .._remote.describe import describe, kind_of, undecorated
+from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
 
@@ -165,7 +165,7 @@ def make_target(worker: Any) -> str | bytes:
     name = full_name(worker)
     if isinstance(worker, str):
         return name
-    cls = undecorated(worker)
+    cls = undecorate(worker)
     imported: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
         imported = getattr(imported, part, None)
@@ -238,7 +238,7 @@ def describe_class(
             for name, (kind, parameters) in methods.items()
         },
         concurrent=concurrent,
-        cls=None if isinstance(worker, str) else undecorated(worker),
+        cls=None if isinstance(worker, str) else undecorate(worker),
         **answer,
     )
 
@@ -253,7 +253,7 @@ def _without_ray(function: Any) -> Any:
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, ActorClass):
         return function
-    cls = undecorated(owner)
+    cls = undecorate(owner)
     for name in dir(cls):
         if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
             return getattr(cls, name)
