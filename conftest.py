@@ -2,17 +2,50 @@
 """Fixtures of all test suites. This file does not import Ray, because some packages are tested without it."""
 
 import ast
+import contextlib
+import importlib.util
+import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # A shell starts background jobs with SIGINT ignored, and their children inherit that. Some tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Not every package is tested with hypothesis.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
+    settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
+    settings.load_profile("fairlead")
+
+# With these settings of its head, Ray declares a node dead within about a second.
+QUICK_DEATHS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 500,
+}
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"{{fullname}} is blocked", name=fullname)
+sys.meta_path.insert(0, Block())
+"""
 
 
 class LocalRay:
@@ -111,3 +144,92 @@ def run_readme() -> Callable[[Path], int]:
         return compared
 
     return run
+
+
+@contextlib.contextmanager
+def start_raylets(
+    head: Mapping[str, Any], workers: Sequence[Mapping[str, Any]] = (), *, quick_deaths: bool = False, **options: Any
+) -> Iterator[Any]:
+    """Start a cluster of several raylets on this machine, and attach this process to it.
+
+    Args:
+        head: the resources of the head, as arguments of `Cluster.add_node`.
+        workers: the resources of each further node, in the order in which the nodes start.
+        quick_deaths: whether Ray declares a node dead within about a second.
+        options: how to attach, as arguments of `ray.init`.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    system = {"_system_config": QUICK_DEATHS} if quick_deaths else {}
+    # A short path, because Ray creates sockets in this folder.
+    folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        cluster = Cluster(initialize_head=True, head_node_args={**head, **system, "include_dashboard": False})
+        try:
+            for worker in workers:  # One after the other: several at once time out on a small machine.
+                cluster.add_node(**worker)
+                cluster.wait_for_nodes()
+            ray.init(address=cluster.address, **options)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def raylets() -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """Return `start_raylets`."""
+    return start_raylets
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., bool]:
+    """Return a function that waits until a condition holds, and returns whether it came to hold in time."""
+
+    def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not (held := holds()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return bool(held)
+
+    return wait
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs a script in a fresh interpreter, and returns its output.
+
+    The interpreter cannot import the modules in `block`, and has the further variables that are given.
+    """
+
+    def run(script: str, block: Collection[str] = (), **env: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", BLOCK.format(names=tuple(block)) + textwrap.dedent(script)],
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        ).stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def read_imports() -> Callable[[Path], set[str]]:
+    """Return a function that reads the names of the top-level packages that a module imports, without relative ones."""
+
+    def read(module: Path) -> set[str]:
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module or "")
+        return {name.partition(".")[0] for name in names}
+
+    return read

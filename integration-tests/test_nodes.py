@@ -5,7 +5,8 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -20,13 +21,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 
-QUICK_DEATHS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_failure_threshold": 2,
-    "health_check_timeout_ms": 500,
-}
-
 
 class Worker:
     def where(self) -> tuple[int, str, str, str]:
@@ -35,21 +29,11 @@ class Worker:
 
 
 @pytest.fixture
-def three_nodes() -> Iterator[Cluster]:
+def three_nodes(raylets: Callable[..., AbstractContextManager[Cluster]]) -> Iterator[Cluster]:
     """Start a head without CPUs, and two nodes with four CPUs each."""
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK_DEATHS},
-    )
-    try:
-        for _ in range(2):  # Several nodes that start at once time out on a small machine.
-            cluster.add_node(num_cpus=4)
-            cluster.wait_for_nodes()
-        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    quiet = {"logging_level": "error", "log_to_driver": False}
+    with raylets({"num_cpus": 0}, [{"num_cpus": 4}] * 2, quick_deaths=True, **quiet) as made:
+        yield made
 
 
 def is_running(pid: int) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters and groups that tests share."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -87,16 +86,3 @@ def make_group(local_ray: None) -> Iterator[Callable[..., "RayWorkerGroup"]]:
         yield make
         for group in groups:
             assert group.shutdown()
-
-
-@pytest.fixture
-def eventually() -> Callable[..., bool]:
-    """Return a function that waits some seconds at most until a condition holds, and returns whether it does."""
-
-    def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not (result := holds()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return bool(result)
-
-    return wait

@@ -44,22 +44,13 @@ def agent(slots):
     return NodeAgent(slots[0].node_id)
 
 
-def bind(port, *, reuse=False):
-    """Bind and listen, as a server does."""
-    with contextlib.closing(socket.socket()) as server:
-        if reuse:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", port))
-        server.listen()
-
-
 def kill_agent(slots, eventually):
     pid = NodeAgent(slots[0].node_id).run(os.getpid)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_a_leased_port_is_held(slots, agent):
+def test_a_leased_port_is_held(slots, agent, bind):
     """While a port is leased, no plain bind and no other lease gets it; afterwards both can."""
     ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     assert (lease.port, lease.address, lease.node_id) == (LOW, slots[0].node_ip, slots[0].node_id)

@@ -15,15 +15,6 @@ from fairlead_placement._nodes.owners import SCANS, Owners
 LOW = 20000 + os.getpid() % 1000 * 10
 
 
-def bind(port, *, reuse=False):
-    """Bind and listen, as a server does."""
-    with contextlib.closing(socket.socket()) as server:
-        if reuse:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", port))
-        server.listen()
-
-
 def test_a_release_that_overtakes_its_lease():
     """A release may arrive before its lease. Then no port stays held, and others can use it."""
     agent = AgentProcess("0" * 56)
@@ -92,7 +83,7 @@ def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
 
 
 @pytest.mark.parametrize("missing", ["the family", "its addresses"])
-def test_a_machine_without_ipv6(process, monkeypatch, missing):
+def test_a_machine_without_ipv6(process, monkeypatch, missing, bind):
     """Ports are leased on IPv4 alone if the system has no IPv6 (seam: the system refuses it)."""
 
     class Socket(socket.socket):

@@ -15,8 +15,6 @@ from fairlead_tpu_executor import HeadUnreachableError, SlicePool, TpuAccelerato
 from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor.testing import PretendSlices
 
-from .waiting import wait_until
-
 TIMEOUT_S = 2.0
 
 
@@ -70,31 +68,31 @@ def in_background(function, *args):
     return outcome
 
 
-def test_a_short_outage_is_survived(stopped, tmp_path):
+def test_a_short_outage_is_survived(stopped, tmp_path, eventually):
     """A run continues, and no loss is counted; results that arrive during an outage are returned."""
     with SlicePool("v4-8", head_timeout_s=20, max_retries_failure=0, max_retries_preemption=0) as pool:
         outcome = in_background(pool.run, until, tmp_path / "end")
-        wait_until(lambda: len(started(tmp_path / "end")) == 1)
+        assert eventually(lambda: len(started(tmp_path / "end")) == 1, 60)
         with stopped:
             time.sleep(3)
         time.sleep(1)
         assert not outcome
         with stopped:
             (tmp_path / "end").touch()
-            wait_until(lambda: outcome, 10)
+            assert eventually(lambda: outcome, 10)
         assert outcome[0][0] == ["done"]
         assert (pool.statistics().attempts, pool.statistics().preemptions) == (1, 0)
 
 
-def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog):
+def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog, eventually):
     """The run raises a typed error; `close()` returns, names what it holds, and returns it when the head answers."""
     with assert_no_leaks(timeout_s=30):
         pool = SlicePool("v4-8", head_timeout_s=TIMEOUT_S).reserve()
         outcome = in_background(pool.run, until, tmp_path / "never")
-        wait_until(lambda: len(started(tmp_path / "never")) == 1)
+        assert eventually(lambda: len(started(tmp_path / "never")) == 1, 60)
         with caplog.at_level(logging.WARNING), stopped:
             began = time.monotonic()
-            wait_until(lambda: outcome, 30)
+            assert eventually(lambda: outcome, 30)
             error, ended = outcome[0]
             assert isinstance(error, HeadUnreachableError), error
             assert TIMEOUT_S <= error.silent_s <= ended - began < TIMEOUT_S + 12
@@ -104,19 +102,19 @@ def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog):
             assert time.monotonic() - began < 10
             assert "still holds slice-1 and their ports" in caplog.text
             # Ray has ended the function on its hosts, which it can do without its head.
-            wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids(tmp_path / "never")), 20)
+            assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids(tmp_path / "never")), 20)
         assert pool.close()
         assert pool.slices == ()
 
 
-def test_a_long_outage_ends_a_call(stopped, tmp_path):
+def test_a_long_outage_ends_a_call(stopped, tmp_path, eventually):
     """A call of `device_remote` raises the typed error, and so does a run that has to reserve slices first."""
     config = TpuAcceleratorConfig("v4-8", head_timeout_s=TIMEOUT_S)
     with assert_no_leaks(timeout_s=30), device_remote(accelerator_config=config)(until) as function:
         outcome = in_background(function, tmp_path / "end")
-        wait_until(lambda: len(started(tmp_path / "end")) == 1)
+        assert eventually(lambda: len(started(tmp_path / "end")) == 1, 60)
         with stopped:
-            wait_until(lambda: outcome, 30)
+            assert eventually(lambda: outcome, 30)
             assert isinstance(outcome[0][0], HeadUnreachableError), outcome
             with pytest.raises(HeadUnreachableError):
                 SlicePool(config).run(os.getpid)
@@ -132,7 +130,7 @@ def test_no_request_to_a_silent_head(stopped, monkeypatch):
     assert Head(20, probe=lambda _: next(later)).call(lambda: "asked") == "asked"
 
 
-def test_late_results_are_reversed(stopped, monkeypatch):
+def test_late_results_are_reversed(stopped, monkeypatch, eventually):
     """A request that ends after its deadline is reversed as soon as it ends."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     come, undone = threading.Event(), []
@@ -149,7 +147,7 @@ def test_late_results_are_reversed(stopped, monkeypatch):
         head.call(ask, undo=undone.append)
     assert undone == []
     come.set()
-    wait_until(lambda: undone == ["taken"], 10)
+    assert eventually(lambda: undone == ["taken"], 10)
     assert ray.is_initialized()
 
 

@@ -23,8 +23,6 @@ from fairlead_tpu_executor import (
 )
 from fairlead_tpu_executor._reserve import scaling
 
-from .waiting import wait_until
-
 KIND = "v5p-16"
 
 
@@ -64,7 +62,7 @@ def gone(pid):
     return not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_host_dies(slices, spare, record):
+def test_a_host_dies(slices, spare, record, eventually):
     """A dead host is a preemption: other calls are cancelled, new capacity replaces the slice, and the run succeeds.
 
     The replacement comes after the scale timeout, which is for the first slices only.
@@ -77,7 +75,7 @@ def test_a_host_dies(slices, spare, record):
     options = {"max_retries_failure": 0, "max_retries_preemption": 1, "scale_timeout_s": 0.5}
     with SlicePool(KIND, **options) as pool:
         run = Run(pool.run, work)
-        wait_until(lambda: len(record.counts()) == 2)
+        assert eventually(lambda: len(record.counts()) == 2, 60)
         slices.kill(lost, 1)
         new = spare()
         assert run.answer() == [new, new]
@@ -87,7 +85,7 @@ def test_a_host_dies(slices, spare, record):
         assert all(gone(line.split()[0]) for worker in (0, 1) for line in record.of(f"{lost}.{worker}"))
 
 
-def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
+def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch, eventually):
     """A host whose processes end seconds before the host is gone is preempted, and uses no budget of failures.
 
     The pool sees that the host is silent before Ray says that it is dead, and does not run there again.
@@ -106,7 +104,7 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
 
     with SlicePool(KIND, max_retries_failure=0, grace_s=0.5) as pool:
         run = Run(pool.run, work)
-        wait_until(lambda: len(record.counts()) == 2)
+        assert eventually(lambda: len(record.counts()) == 2, 60)
         new = spare()  # takes longer than grace_s
         assert run.is_alive()
         slices.kill(lost, 1)
@@ -114,12 +112,12 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch):
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
 
 
-def test_no_budget_for_losses(slices, spare, record):
+def test_no_budget_for_losses(slices, spare, record, eventually):
     """Without a budget for preemptions the first loss ends the run, and the error says so."""
     lost = spare()
     with SlicePool(KIND, max_retries_preemption=0) as pool:
         run = Run(pool.run, lambda: until_killed(record, lost))
-        wait_until(lambda: len(record.counts()) == 2)
+        assert eventually(lambda: len(record.counts()) == 2, 60)
         slices.kill(lost, 0)
         with pytest.raises(PreemptedTooOftenError) as caught:
             run.answer()
@@ -129,7 +127,7 @@ def test_no_budget_for_losses(slices, spare, record):
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1}
 
 
-def test_collateral_errors(slices, spare, record):
+def test_collateral_errors(slices, spare, record, eventually):
     """An error that the death of another host caused is not a failure of the function."""
     lost = spare()
 
@@ -143,7 +141,7 @@ def test_collateral_errors(slices, spare, record):
 
     config = TpuAcceleratorConfig(KIND, grace_s=10)
     run = Run(RayExecutor.execute, work, config)
-    wait_until(lambda: len(record.counts()) == 2)
+    assert eventually(lambda: len(record.counts()) == 2, 60)
     slices.kill(lost, 1)
     status = run.answer()
     assert isinstance(status, JobPreempted)
@@ -163,7 +161,7 @@ def test_exactly_the_lost_slice_is_replaced(slices, spare):
         assert pool.statistics().reservations == 3
 
 
-def test_a_preemption_notice(slices, spare, record):
+def test_a_preemption_notice(slices, spare, record, eventually):
     """A failure on a draining host is a preemption, and the slice is not used again."""
     lost = spare()
     node_id = slices.node_id(lost, 1)
@@ -178,7 +176,7 @@ def test_a_preemption_notice(slices, spare, record):
 
     with SlicePool(KIND, max_retries_failure=0) as pool:
         run = Run(pool.run, work)
-        wait_until(lambda: len(record.counts()) == 2)
+        assert eventually(lambda: len(record.counts()) == 2, 60)
         client = ray._private.worker.global_worker.gcs_client
         deadline_ms = int((time.time() + 60) * 1000)
         assert client.drain_node(node_id, 2, "the provider said so", deadline_ms)[0]
@@ -213,7 +211,7 @@ def test_capacity_that_arrives_late(slices, spare):
     assert run.answer().result == [name, name]
 
 
-def test_request_to_an_autoscaler(slices, monkeypatch):
+def test_request_to_an_autoscaler(slices, monkeypatch, eventually):
     """The pool requests missing slices from an autoscaler, whole ones by type, and removes the requests afterwards."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
     monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
@@ -223,7 +221,7 @@ def test_request_to_an_autoscaler(slices, monkeypatch):
         table = ray.util.placement_group_table().values()
         return [row for row in table if row["name"].startswith("fairlead-wanted") and row["state"] != "REMOVED"]
 
-    wait_until(wanted)
+    assert eventually(wanted, 60)
     (row,) = wanted()
     assert row["bundles"][0] == {"CPU": 2.0, "TPU": 4.0, "TPU-v6e-16-head": 1.0}
     assert [row["bundles"][at] for at in (1, 2, 3)] == [{"CPU": 2.0, "TPU": 4.0}] * 3
@@ -232,7 +230,7 @@ def test_request_to_an_autoscaler(slices, monkeypatch):
     assert wanted() == []
 
 
-def test_interrupted(slices, record):
+def test_interrupted(slices, record, eventually):
     """Ctrl-C ends a run on every host, and everything is given back before the caller sees the interrupt."""
     script = f"""
         import ray, sys, time, os
@@ -257,7 +255,7 @@ def test_interrupted(slices, record):
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: len(record.counts()) == 4 or process.poll() is not None)
+    assert eventually(lambda: len(record.counts()) == 4 or process.poll() is not None, 60)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     assert (out, process.returncode) == ("interrupted\n", 0), err

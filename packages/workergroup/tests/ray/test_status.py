@@ -9,7 +9,6 @@ import time
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
@@ -32,33 +31,17 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def raylets():
+def nodes(raylets):
     """Four nodes with two slots for two groups each; a test removes one of them."""
-    quick = {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 500,
-        "health_check_failure_threshold": 2,
-        "health_check_timeout_ms": 500,
-    }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 4, "include_dashboard": False, "_system_config": quick},
-    )
-    try:
-        for _ in range(3):  # one after the other: several at once time out on a small machine
-            cluster.add_node(num_cpus=4)
-            cluster.wait_for_nodes()
-        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    quiet = {"logging_level": "error", "log_to_driver": False}
+    with raylets({"num_cpus": 4}, [{"num_cpus": 4}] * 3, quick_deaths=True, **quiet) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(raylets):
-    with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, max_colocated_worker_groups=2) as reserved:
-        yield reserved
+def cluster(nodes):
+    with RayVirtualCluster([2, 2, 2, 2], use_gpus=False, max_colocated_worker_groups=2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +193,13 @@ def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
     assert group.shutdown()
 
 
-def test_lost_node(raylets, group, eventually):
+def test_lost_node(nodes, group, eventually):
     """Its workers are dead as soon as Ray reports it, without a wait; results that were on the node are lost too."""
     answers = group.call("answer", 1_000_000)
     assert answers.wait(60)
-    raylet = raylets.list_all_nodes()[-1]
+    raylet = nodes.list_all_nodes()[-1]
     lost = [rank for rank, worker in enumerate(group.worker_metadata) if worker["node_id"] == raylet.node_id]
-    raylets.remove_node(raylet, allow_graceful=False)
+    nodes.remove_node(raylet, allow_graceful=False)
     assert eventually(lambda: not any(row["Alive"] for row in ray.nodes() if row["NodeID"] == raylet.node_id), 30)
     assert len(lost) == 2
     assert [rank for rank, state in enumerate(states(group)) if state == "dead"] == lost
