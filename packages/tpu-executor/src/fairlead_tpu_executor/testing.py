@@ -4,8 +4,9 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster
@@ -91,7 +92,8 @@ class PretendSlices(ClosesOnExit):
             "TPU_TOPOLOGY": topology,
             **(env or {}),
         }
-        with _environment(detected):
+        # `Cluster.add_node(env_vars=)` does not reach Ray's detection.
+        with patch.dict(os.environ, detected):
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
         self._hosts[name, worker] = node
         node_id: str = node.node_id
@@ -161,16 +163,3 @@ def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that `Cluster` starts: its `env_vars=` do not reach Ray's detection."""
-    before = {name: os.environ[name] for name in env if name in os.environ}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for name in env.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
