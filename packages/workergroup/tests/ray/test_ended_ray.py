@@ -75,7 +75,7 @@ def test_requests(ended, anew):
         with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
             asks()
         assert ray.is_initialized() is anew
-    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 answer)"
+    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 results)"
     assert group.shutdown(cleanup_method="answer")
     assert cluster.shutdown()
     assert ray.is_initialized() is anew
