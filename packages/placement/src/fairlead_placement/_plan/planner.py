@@ -123,19 +123,23 @@ class Site:
         self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, deadline: float | None
     ) -> None:
         self.asks, self.nodes, self.own_nodes, self.deadline = asks, nodes, own_nodes, deadline
-        keys = [ask.shape for ask in asks]
-        examples = dict(zip(reversed(keys), reversed(asks), strict=True))
-        names = sorted(
-            {name for ask in examples.values() for name, amount in ask.bundle.items() if round(amount * PRECISION)}
-        )
+        by_shape: dict[object, int] = {}
+        number_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
+        examples = {number_of[ask.node_idx]: ask for ask in reversed(asks)}
+        bundles = [ask.bundle for ask in examples.values()]
+        names = sorted({name for bundle in bundles for name, amount in bundle.items() if round(amount * PRECISION)})
         selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask in examples.values()}.values())
-        shapes: dict[object, Shape] = {}
-        for key in dict.fromkeys(keys):
-            ask = examples[key]
-            amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
-            shapes[key] = Shape(len(shapes), ask.count, amounts, selectors.index(ask.labels), ask.strategy)
-        self.shapes = list(shapes.values())
-        self.shape_of = {ask.node_idx: shapes[key] for ask, key in zip(asks, keys, strict=True)}
+        self.shapes = [
+            Shape(
+                s,
+                ask.count,
+                tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names),
+                selectors.index(ask.labels),
+                ask.strategy,
+            )
+            for s, ask in sorted(examples.items())
+        ]
+        self.shape_of = {node_idx: self.shapes[s] for node_idx, s in number_of.items()}
         numbers: dict[object, int] = {}
         self.rooms: list[Room] = []
         self.kind_of: list[int] = []

@@ -130,20 +130,18 @@ class Search:
                 self.position[kind] = len(nodes)
 
     def number(self, room: Room, mine: bool) -> int:
-        known = self.numbers.get((room, mine))
-        if known is None:
-            known = self.numbers[room, mine] = len(self.kinds)
+        kind = self.numbers.setdefault((room, mine), len(self.kinds))
+        if kind == len(self.kinds):
             self.kinds.append((room, mine))
             fits = [count_units(room, want.unit, want.selector) for want in self.wants]
             self.fits.append(fits)
             self.useful.append(max((w for w, units in enumerate(fits) if units), default=-1))
-        return known
+        return kind
 
     def unmarked(self, kind: int) -> int:
-        known = self.free.get(kind, -1)
-        if known < 0:
-            known = self.free[kind] = self.number(self.kinds[kind][0], False)
-        return known
+        if kind not in self.free:
+            self.free[kind] = self.number(self.kinds[kind][0], False)
+        return self.free[kind]
 
     def run(self) -> list[list[list[int]]] | None:
         """Return the node of each unit, for each want and each of its asks; None only if they cannot be placed.

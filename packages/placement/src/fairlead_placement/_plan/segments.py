@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from .search import Budget, match
 
@@ -36,27 +37,26 @@ def place_blocks(
     return [sorted(next(left[k]) for k, count in enumerate(row) for _ in range(count)) for row in counts]
 
 
+def _add(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
 class _Domains:
     """Fills one domain after the other, as full as possible: blocks that fit into fewer domains also fit into more."""
 
     def __init__(
         self, kinds: Sequence[Mapping[int, int]], domains: Sequence[Mapping[Profile, int]], budget: Budget
     ) -> None:
-        self.kinds = kinds
-        self.domains = domains
+        self.kinds, self.domains, self.budget = kinds, domains, budget
         self.keys = [tuple(sorted(domain.items())) for domain in domains]
-        self.budget = budget
         self.known: dict[tuple[object, tuple[int, ...]], bool] = {}
         # How many blocks a domain has nodes for, and how many of each kind if it takes no other.
         size = max((sum(kind.values()) for kind in kinds), default=1)
         self.space = [sum(n for profile, n in domain.items() if any(profile)) // size for domain in domains]
         self.alone = [self.only(at) for at in range(len(domains))]
         # The same for all domains from this one on.
-        self.spaces = [0]
-        self.most = [[0] * len(kinds)]
-        for space, alone in zip(reversed(self.space), reversed(self.alone), strict=True):
-            self.spaces.insert(0, self.spaces[0] + space)
-            self.most.insert(0, [a + b for a, b in zip(alone, self.most[0], strict=True)])
+        self.spaces = list(accumulate(reversed(self.space), initial=0))[::-1]
+        self.most = list(accumulate(reversed(self.alone), _add, initial=[0] * len(kinds)))[::-1]
 
     def only(self, at: int) -> list[int]:
         offered = {shape for profile in self.domains[at] for shape, units in enumerate(profile) if units}
@@ -90,7 +90,7 @@ class _Domains:
             open_choices.pop()
             if not rows:
                 return None
-            left = [n + taken for n, taken in zip(left, rows.pop(), strict=True)]
+            left = _add(left, rows.pop())
         return rows + [[0] * len(left)] * (len(self.domains) - len(rows))
 
     def choices(self, at: int, left: Sequence[int]) -> Iterator[list[int]]:
