@@ -110,5 +110,5 @@ def store_used() -> int:
     from ray._private.internal_api import node_stats
 
     (node,) = ray.nodes()
-    told = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-    return told.store_stats.object_store_bytes_used
+    reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return reply.store_stats.object_store_bytes_used

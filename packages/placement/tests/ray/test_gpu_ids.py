@@ -37,9 +37,9 @@ def read_gpu_ids(cluster):
         ids.options(scheduling_strategy=in_bundle(slot.placement_group, slot.bundle_index)).remote() for slot in slots
     ]
     by_node = {}
-    for slot, told in zip(slots, ray.get(asked), strict=True):
-        assert tuple(told) == slot.accelerator_ids
-        by_node.setdefault(slot.node_idx, []).extend(map(int, told))
+    for slot, visible in zip(slots, ray.get(asked), strict=True):
+        assert tuple(visible) == slot.accelerator_ids
+        by_node.setdefault(slot.node_idx, []).extend(map(int, visible))
     return by_node
 
 

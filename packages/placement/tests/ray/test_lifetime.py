@@ -38,8 +38,8 @@ def test_ray_ends_first(start_script):
     out, err = script.finish()
 
     name = "RayVirtualCluster([1], CPU, name='', its Ray has been shut down)"
-    told = [name, f"{name}, on which it was reserved. Call shutdown(), and reserve it again."]
-    assert out.split("\n") == ["True True", *told, "False", *told, "True 2.0 True", "1 True", ""]
+    refusals = [name, f"{name}, on which it was reserved. Call shutdown(), and reserve it again."]
+    assert out.split("\n") == ["True True", *refusals, "False", *refusals, "True 2.0 True", "1 True", ""]
     assert err == ""
 
 

@@ -332,8 +332,8 @@ def test_dropped(eventually, recwarn):
     RayVirtualCluster([2], use_gpus=False, name="lost").reserve()
     gc.collect()
     assert eventually(lambda: not groups_there())
-    told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "'lost'" in str(one.message)]
-    assert told == [
+    messages = [str(one.message) for one in recwarn if one.category is ResourceWarning and "'lost'" in str(one.message)]
+    assert messages == [
         (
             "The virtual cluster 'lost' was dropped without shutdown() while it held 1 placement group(s) and 0 "
             "port(s). They are returned in the background. Use the cluster in a with statement, or call shutdown()."

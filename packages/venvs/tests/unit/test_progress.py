@@ -15,7 +15,7 @@ def test_bars_from_many_threads(monkeypatch):
     names = [f"venv-{number}" for number in range(8)]
     together = threading.Barrier(len(names))
 
-    def tell(bars, name):
+    def report(bars, name):
         together.wait(60)
         bars.update(name, 0, 1, "Resolved")
         bars.update(name, 0, 1, "Installed")
@@ -25,8 +25,8 @@ def test_bars_from_many_threads(monkeypatch):
     try:
         for _ in range(40):
             with Bars() as bars, ThreadPoolExecutor(len(names)) as pool:
-                for told in [pool.submit(tell, bars, name) for name in names]:
-                    told.result()
+                for future in [pool.submit(report, bars, name) for name in names]:
+                    future.result()
                 assert sorted(task.description for task in bars._progress.tasks) == names
     finally:
         sys.setswitchinterval(often)

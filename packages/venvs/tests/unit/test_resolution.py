@@ -21,11 +21,11 @@ def test_settings_that_do_not_count(tmp_path):
         "UV_PRERELEASE": "",
     }
     opens = {"UV_INDEX_MINE_USERNAME": "me", "UV_INDEX_MINE_PASSWORD": "mellon"}
-    plain, told = read_settings(spec, {}), read_settings(spec, {**how, **replaced, **opens})
-    assert told.counted == plain.counted == {"UV_RESOLUTION": "x"}
+    plain, changed = read_settings(spec, {}), read_settings(spec, {**how, **replaced, **opens})
+    assert changed.counted == plain.counted == {"UV_RESOLUTION": "x"}
     # Credentials are sent with their index.
-    assert told.env == {"UV_DEFAULT_INDEX": "https://h/simple", "UV_RESOLUTION": "x", **opens}
-    assert "mellon" in told.secrets
+    assert changed.env == {"UV_DEFAULT_INDEX": "https://h/simple", "UV_RESOLUTION": "x", **opens}
+    assert "mellon" in changed.secrets
     one, other = (read_settings(spec, {"UV_INDEX": f"https://me:{word}@h/s"}) for word in ("mellon", "opensesame"))
     assert one.counted == other.counted == {"UV_INDEX": "https://***@h/s", "UV_RESOLUTION": "x"}
     assert read_settings(VenvSpec(requirements=[], no_index=True), {"UV_INDEX": "https://h/s"}).env == {}

@@ -56,7 +56,7 @@ def hidden_in(text):
 def test_nowhere(index, way, root, capfd, monkeypatch):
     """A password of an index is in no file, no output, no text of a spec, and no fingerprint."""
     shown = []
-    monkeypatch.setattr(Bars, "update", lambda self, *told: shown.append(str(told)))
+    monkeypatch.setattr(Bars, "update", lambda self, *update: shown.append(str(update)))
 
     def spec(password, *requirements):
         url = f"http://{USER}:{password}@{index}/simple"

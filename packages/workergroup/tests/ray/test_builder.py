@@ -25,7 +25,7 @@ class Configured:
         init_kwargs = {"seed": sum(bundle_indices[1]), "asked": bundle_indices}
         return resources, env_vars, init_kwargs, {"env_vars": {"OVERRIDE": "1"}}
 
-    def told(self):
+    def read_identity(self):
         env = {name: os.environ.get(name) for name in ("ASKED", "LOCAL_RANK", "OVERRIDE", "RANK")}
         return self.seed, self.asked, env, ray.get_runtime_context().get_assigned_resources().get("GPU")
 
@@ -40,7 +40,7 @@ class Three:
     def configure_worker(num_gpus, bundle_indices):
         return None, {"TAG": "x"}, {"tag": f"{num_gpus} {bundle_indices}"}
 
-    def told(self):
+    def read_identity(self):
         return self.tag, os.environ["TAG"]
 
 
@@ -61,8 +61,8 @@ class Plain:
         yield from range(n)
 
 
-def told(group):
-    return group.get_all_worker_results(group.run_all_workers_single_data("told"))
+def read_identity(group):
+    return group.get_all_worker_results(group.run_all_workers_single_data("read_identity"))
 
 
 class TestConfigureWorker:
@@ -77,7 +77,7 @@ class TestConfigureWorker:
                 env_vars={"OVERRIDE": "user"},
             ) as group,
         ):
-            answers = told(group)
+            answers = read_identity(group)
         env = {"ASKED": "1.0 6", "LOCAL_RANK": "0"}
         assert answers[0] == (1, (0, [0, 1]), {**env, "OVERRIDE": "1", "RANK": "0"}, 0.5)
         assert answers[1] == (0, None, {**env, "OVERRIDE": "user", "RANK": "1"}, 0.5)
@@ -88,7 +88,7 @@ class TestConfigureWorker:
     def test_three_results(self, cluster):
         """For a class that is given by its full name it runs on the workers' side, without overrides."""
         with RayWorkerGroup(cluster, f"{Three.__module__}.Three", workers_per_node=2) as group:
-            assert told(group) == [("0 (0, [0])", "x"), ("0 (0, [1])", "x")]
+            assert read_identity(group) == [("0 (0, [0])", "x"), ("0 (0, [1])", "x")]
 
     def test_wrong_result(self, cluster):
         """Any other result is refused, wherever the class is inspected."""
@@ -134,7 +134,7 @@ class TestOneWorker:
             (group,) = cluster.get_placement_groups()
             ready, worker = RayWorkerBuilder(Configured).create_worker_async(group, 1, 1.0, (0, [1]))
             assert ray.get(ready)["pid"] > 0
-            seed, asked, _, gpus = ray.get(worker.told.remote())
+            seed, asked, _, gpus = ray.get(worker.read_identity.remote())
             assert (seed, asked, gpus) == (1, (0, [1]), 0.5)
             ray.kill(worker)
 

@@ -165,16 +165,16 @@ class TestExplain:
     def test_table(self, group):
         """A dry run shows the pieces, the stored values and the places of results, and sends nothing."""
         before = group.statistics()
-        told = group.explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
+        plan = group.explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
         assert group.statistics() == before
-        assert told.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
-        lines = str(told).splitlines()
+        assert plan.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
+        lines = str(plan).splitlines()
         assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "result"]
         assert lines[2].split() == ["0", "1", "0", "piece", "1", "with", "the", "call", "the", "same", "1"]
         assert lines[7].split()[:4] == ["5", "0", "0", "piece"]
         assert lines[7].split()[-1] == "0"
-        assert repr(told) == str(told)
-        assert told._repr_html_().count("<tr>") == 9
+        assert repr(plan) == str(plan)
+        assert plan._repr_html_().count("<tr>") == 9
         assert "by reference" in str(group.explain("echo", ray.put(1)))
         assert "its own" in str(group.explain("echo", PerWorker([1] * 8)))
 

@@ -255,8 +255,8 @@ def test_dropped_group(cluster, recwarn):
         RayWorkerGroup(cluster, Cleaner, workers_per_node=2)
         gc.collect()
         RayWorkerGroup(cluster, Cleaner, workers_per_node=2).shutdown()
-    told = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
-    assert told == [
+    texts = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
+    assert texts == [
         (
             "The worker group 'Cleaner' was dropped without shutdown(). Its 2 worker(s) are ended in the background. "
             "Use the group in a with statement, or call shutdown()."

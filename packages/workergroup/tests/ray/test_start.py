@@ -281,7 +281,7 @@ class TestFacts:
         with RayWorkerGroup(cluster, Curious, name_prefix="c", **options) as group:
             facts = answers(group, "facts")[3]
             port = str(group.master_port)
-            told = group.call("current", collect=()).result()
+            current = group.call("current", collect=()).result()
         assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "layout")} == {
             "rank": 3,
             "world_size": 4,
@@ -289,7 +289,7 @@ class TestFacts:
             "coords": {"dp": 1, "tp": 1},
             "layout": axes.to_dict(),
         }
-        assert (told.rank, told.coords, told.sharding, told.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
+        assert (current.rank, current.coords, current.sharding, current.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
         assert facts["communication_backend"] == "gloo"
         assert facts["env"]["MASTER_PORT"] == port
 
@@ -303,9 +303,9 @@ class TestFacts:
         axes = NamedSharding([[2, 1], [0, 3]], ["dp", "tp"])
         with RayWorkerGroup(cluster, Curious, workers_per_node=4, sharding_annotations=axes) as group:
             puts = group.statistics().puts
-            told = group.call("current").result()
-        assert [worker.sharding for worker in told] == [axes] * 4
-        assert told[3].coords == {"dp": 1, "tp": 1}
+            current = group.call("current").result()
+        assert [worker.sharding for worker in current] == [axes] * 4
+        assert current[3].coords == {"dp": 1, "tp": 1}
         in_order = NamedSharding.from_shape(dp=2, tp=2)
         with RayWorkerGroup(cluster, Curious, workers_per_node=4, sharding_annotations=in_order) as group:
             assert group.statistics().puts == puts - 1

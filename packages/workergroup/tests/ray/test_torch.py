@@ -177,9 +177,9 @@ def test_compressed_gradients(local_ray, compression, share):
         halves = [(x[:720], y[:720]), (x[720:1440], y[720:1440])]
         group.call("train", Shard(halves, "dp"), epochs=15).result()
         assert group.call("correct", x[1440:], y[1440:], collect=()).result() / len(x[1440:]) > 0.93
-        told, same = group.call("gradient_bytes").result()
-        assert told == same
-        assert 0 < told.handed <= share * told.uncompressed
+        reported, same = group.call("gradient_bytes").result()
+        assert reported == same
+        assert 0 < reported.handed <= share * reported.uncompressed
         ours, theirs = group.call("weights").result()
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -176,9 +176,9 @@ class TestWaiting:
         """A call counts its requests, puts and bytes, and the time of its sending."""
         call = group.call("total", np.ones(MB))
         call.result()
-        told = call.statistics()
-        assert (told.requests, told.puts, told.fetched) == (8, 1, 8)
-        assert 0 < told.submit_s < 60
+        statistics = call.statistics()
+        assert (statistics.requests, statistics.puts, statistics.fetched) == (8, 1, 8)
+        assert 0 < statistics.submit_s < 60
         assert repr(call) == "Call('total', 8 of 8 workers done, 8 results)"
 
     def test_group_timeout(self, local_ray):

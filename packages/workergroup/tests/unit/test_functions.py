@@ -66,10 +66,10 @@ class Owner:
 
 def described(cls, *, by_name):
     """Return the description of a class that is given as the class or by its full name."""
-    told = describe(cls)
-    methods = {name: Method(name, kind, None) for name, (kind, _) in told["methods"].items()}
+    description = describe(cls)
+    methods = {name: Method(name, kind, None) for name, (kind, _) in description["methods"].items()}
     name = f"{cls.__module__}.{cls.__qualname__}"
-    return WorkerClass(name, "Model", methods, cls=None if by_name else cls, full_names=told["full_names"])
+    return WorkerClass(name, "Model", methods, cls=None if by_name else cls, full_names=description["full_names"])
 
 
 class TestResolution:
