@@ -159,6 +159,10 @@ class Hosts:
         """Take the host's link down. Packets in both directions are dropped without an error."""
         self._network.link(host.space, "down")
 
+    def block(self, host: Host, other: Host) -> None:
+        """Make connections from one host to another one fail at once."""
+        self._network.block(host.space, other.address)
+
     def restore_link(self, host: Host) -> None:
         """Bring the link up again."""
         self._network.link(host.space, "up")
@@ -199,6 +203,17 @@ class Hosts:
         """Run a function as a driver on the head, and return its result or raise its exception."""
         with self.driver(function, *args, attach=attach, env=env) as driver:
             return driver.step(timeout_s=timeout_s)
+
+    def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Run `python -m` with these arguments on the head, from outside of any job."""
+        return subprocess.run(
+            [*self.head.prefix, sys.executable, "-m", *arguments],
+            env={**self.env, "RAY_ADDRESS": self.address},
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
 
     def close(self) -> None:
         """End all processes and remove everything."""

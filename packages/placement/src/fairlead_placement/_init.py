@@ -70,7 +70,7 @@ def init_ray(
         _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
         return context
     if (address or os.environ.get("RAY_ADDRESS")) != "local":
-        context = _attach(address)
+        context = attach_to(address)
         if context is not None:
             _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
             return context
@@ -88,8 +88,13 @@ def init_ray(
     )
 
 
-def _attach(named: str | None) -> Any | None:
-    """Attach to the cluster at `named`; return None if none was named and none runs that is ours to use."""
+def attach_to(named: str | None, **options: Any) -> Any | None:
+    """Attach to the cluster at `named`; return None if none was named and none runs that is ours to use.
+
+    Args:
+        named: as the address of `init_ray`.
+        options: further arguments of `ray.init`.
+    """
     address = named if named not in (None, "auto") else find_cluster()
     named = named or os.environ.get("RAY_ADDRESS")
     if address is None or not _answers(address):
@@ -102,7 +107,7 @@ def _attach(named: str | None) -> Any | None:
     try:
         if "://" not in address and address != "auto":
             call_within(ATTACH_S, connect_to_head, address)
-        context = ray.init(address=address)
+        context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
             f"The Ray cluster at {address} ({_origin(address, named)}) wants a token and this process has none that it "

@@ -140,7 +140,9 @@ class Report:
     lost: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
-        return Group(self._draw_request(), self._draw_nodes(), Text(self._summary()))
+        # Resources that were not requested do not explain why it does not fit.
+        wanted = sorted({name for ask in self.asks for name in ask.bundle})
+        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(self._summary()))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -177,30 +179,32 @@ class Report:
             asked.add_row(*map(Text, cells))
         return asked
 
-    def _draw_nodes(self) -> RenderableType:
-        if not self.nodes:
-            return Text("Found no node that is alive.")
-        # Resources that were not requested do not explain why it does not fit.
-        wanted = sorted({name for ask in self.asks for name in ask.bundle})
-        found = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
-        for node in self.nodes:
-            there = [holder for holder in self.holders if node.node_id in holder.bundles]
-            total = {name: node.total.get(name, 0.0) for name in wanted}
-            free = {name: node.free.get(name, 0.0) for name in wanted}
-            holders = [
-                f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
-                + ", ".join(
-                    f"{count} x {what}" for what, count in Counter(map(_amounts, holder.bundles[node.node_id])).items()
-                )
-                for holder in there
-            ]
-            others = _others(node, there, wanted)
-            if others:
-                holders.append(f"tasks, or actors that are starting: {_amounts(others)}")
-            # Text, so that a name is not parsed as markup.
-            cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(holders))
-            found.add_row(*map(Text, cells))
-        return found
+
+def draw_nodes(
+    nodes: Sequence[Node], holders: Sequence[Holder], wanted: Sequence[str], *, title: str = "Found"
+) -> RenderableType:
+    """Return a table of nodes with the amounts of some resources, and who holds them."""
+    if not nodes:
+        return Text("Found no node that is alive.")
+    found = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
+    for node in nodes:
+        there = [holder for holder in holders if node.node_id in holder.bundles]
+        total = {name: node.total.get(name, 0.0) for name in wanted}
+        free = {name: node.free.get(name, 0.0) for name in wanted}
+        held_by = [
+            f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
+            + ", ".join(
+                f"{count} x {what}" for what, count in Counter(map(_amounts, holder.bundles[node.node_id])).items()
+            )
+            for holder in there
+        ]
+        others = _others(node, there, wanted)
+        if others:
+            held_by.append(f"tasks, or actors that are starting: {_amounts(others)}")
+        # Text, so that a name is not parsed as markup.
+        cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(held_by))
+        found.add_row(*map(Text, cells))
+    return found
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

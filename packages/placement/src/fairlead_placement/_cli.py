@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: its arguments, its tables and its JSON."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ._cluster import RayVirtualCluster
+from ._doctor.checks import ACCELERATORS, Check, Expected
+from ._doctor.examine import examine_cluster
+from ._nodes.head import read_holders, read_nodes
+from ._show import Report, draw_nodes
+from ._terminal import Output, attach, run_command
+
+__all__ = ["main"]
+
+# Of the JSON; it changes when a field changes its meaning or goes.
+SCHEMA = 1
+_SIZE = re.compile(r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<each>\d+)\s*(?P<kind>[A-Za-z_]+)")
+_EPILOG = """\
+exit status:
+  0  the answer is good: it fits, or nothing is wrong
+  1  it is not: it does not fit now, or the doctor found a fault
+  2  the arguments are wrong
+  3  the cluster cannot be reached, wants another token, or did not answer
+  130 after Ctrl-C, 141 if the reader of the output has gone
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, and return its exit status."""
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+
+    def command() -> int:
+        output = Output()
+        with attach(options.address):
+            status: int = options.run(options, output)
+            return status
+
+    return run_command(command)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fairlead_placement",
+        description="Shows what a Ray cluster has, whether a request would fit, and what is wrong with the cluster.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="{nodes,explain,doctor}")
+    nodes = _add(commands, "nodes", "show what each node has, what is free, and who holds the rest")
+    nodes.set_defaults(run=_nodes)
+    explain = _add(commands, "explain", "show whether a reservation would fit now, and else why not")
+    explain.add_argument("request", type=_parse_request, help="such as '4x8 GPU' (4 nodes with 8 each), or '2 CPU'")
+    explain.set_defaults(run=_explain)
+    doctor = _add(commands, "doctor", "look for faults of the cluster before a job starts on it")
+    doctor.add_argument(
+        "--expect",
+        type=_parse_expected,
+        default=Expected(),
+        metavar="NODES",
+        help="how many nodes there should be, '64', or also what each should have, '64x8 GPU'",
+    )
+    doctor.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that the nodes may take (60)")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
+    return parser
+
+
+def _parse_request(text: str) -> RayVirtualCluster:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found["kind"].upper() not in ("GPU", "CPU"):
+        raise argparse.ArgumentTypeError(f"must be like '4x8 GPU' or '16 CPU', got {text!r}")
+    try:
+        return RayVirtualCluster(
+            [int(found["each"])] * int(found["nodes"] or 1), use_gpus=found["kind"].upper() == "GPU"
+        )
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _parse_expected(text: str) -> Expected:
+    if text.strip().isdigit():
+        return Expected(int(text))
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be like '64' or '64x8 GPU', got {text!r}")
+    names = {name.upper(): name for name in ACCELERATORS}
+    kind = names.get(found["kind"].upper(), found["kind"])
+    return Expected(int(found["nodes"] or 1), {kind: float(found["each"])})
+
+
+def _nodes(options: argparse.Namespace, output: Output) -> int:
+    nodes, holders = read_nodes(), read_holders()
+    if not options.json:
+        names = sorted({name for node in nodes for name in node.total if _is_shown(name)})
+        output.print(draw_nodes(nodes, holders, names, title=""))
+        return 0
+    held: dict[str, list[Mapping[str, Any]]] = {}
+    for holder in holders:
+        for node_id, bundles in holder.bundles.items():
+            row = {key: value for key, value in asdict(holder).items() if key != "bundles"}
+            held.setdefault(node_id, []).append({**row, "bundles": [dict(bundle) for bundle in bundles]})
+    rows = [
+        {
+            "node_id": node.node_id,
+            "address": node.ip,
+            "total": dict(node.total),
+            "free": dict(node.free),
+            "labels": dict(node.labels),
+            "holders": held.get(node.node_id, []),
+        }
+        for node in nodes
+    ]
+    output.print_json({"schema": SCHEMA, "nodes": rows})
+    return 0
+
+
+def _is_shown(name: str) -> bool:
+    """Return whether a resource is one that jobs ask for, not one that marks a node."""
+    return name not in ("memory", "object_store_memory") and not name.startswith(("node:", "fairlead-local-"))
+
+
+def _explain(options: argparse.Namespace, output: Output) -> int:
+    report: Report = options.request.explain()
+    if options.json:
+        output.print_json(
+            {
+                "schema": SCHEMA,
+                "verdict": report.verdict,
+                "asked": [{"count": ask.count, "bundle": dict(ask.bundle)} for ask in report.asks],
+                "plan": [{"logical_node": at, "node_ids": list(ids)} for at, ids in sorted(report.plan.items())],
+            }
+        )
+    else:
+        output.print(report)
+    return 0 if report.verdict == "fits" else 1
+
+
+def _doctor(options: argparse.Namespace, output: Output) -> int:
+    checks = examine_cluster(options.expect, timeout_s=options.timeout)
+    healthy = not any(check.faults for check in checks)
+    if options.json:
+        rows = [
+            {**asdict(check), "ok": not check.faults, "faults": list(map(asdict, check.faults))} for check in checks
+        ]
+        output.print_json({"schema": SCHEMA, "ok": healthy, "checks": rows})
+    else:
+        output.print(_draw_checks(checks))
+    return 0 if healthy else 1
+
+
+def _draw_checks(checks: Sequence[Check]) -> RenderableType:
+    table = Table("check", "", "found")
+    for check in checks:
+        verdict = Text("FAULT", style="bold red") if check.faults else Text("ok", style="green")
+        table.add_row(Text(check.name), verdict, Text(check.found))
+    faults = [fault for check in checks for fault in check.faults]
+    lines = [Text(f"{fault.what}. {fault.remedy}") for fault in faults]
+    counted = Text(f"{len(faults)} fault(s)." if faults else "Nothing is wrong.", style="bold")
+    return Group(table, *lines, counted)

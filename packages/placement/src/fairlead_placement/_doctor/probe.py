@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code that looks at one node, in the process of the node's agent.
+
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library and ray only.
+"""
+
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+__all__ = ["listen", "look_at_node", "read_clock", "try_to_connect"]
+
+PAUSE_S = 0.1
+
+
+def look_at_node() -> dict[str, Any]:
+    """Return the facts of this node that the doctor compares, as plain data."""
+    shared = os.statvfs("/dev/shm")
+    venvs, cache = _venv_folder(), _uv_cache()
+    return {
+        "ray": ray.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "shm_bytes": shared.f_frsize * shared.f_blocks,
+        "venvs": venvs,
+        "uv_cache": cache,
+        "same_device": os.stat(_existing(venvs)).st_dev == os.stat(_existing(cache)).st_dev,
+    }
+
+
+def _venv_folder() -> str:
+    # As fairlead-venvs and uv choose them, neither of which has to be installed here.
+    given = os.environ.get("FAIRLEAD_VENV_DIR")
+    return os.path.abspath(os.path.expanduser(given)) if given else os.path.join(_user_cache(), "fairlead", "venvs")
+
+
+def _uv_cache() -> str:
+    return os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(_user_cache(), "uv"))
+
+
+def _user_cache() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+
+
+def _existing(folder: str) -> str:
+    """Return a folder, or the nearest one above it that exists."""
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def read_clock() -> float:
+    """Return this node's time of day, in seconds since the epoch."""
+    return time.time()
+
+
+def listen(port: int, seconds: float) -> None:
+    """Accept and close connections at a port of this node for some seconds, without blocking.
+
+    The port may be one that the agent has leased.
+
+    Raises:
+        OSError: another process listens there.
+    """
+    server = _bind(port)
+    server.settimeout(PAUSE_S)
+
+    def accept() -> None:
+        until = time.monotonic() + seconds
+        with server:
+            while time.monotonic() < until:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    continue
+                connection.close()
+
+    threading.Thread(target=accept, name="fairlead-doctor", daemon=True).start()
+
+
+def _bind(port: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    server = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("", port))
+        server.listen()
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def try_to_connect(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
+    """Connect to addresses from this node, all at once; return the error of each, or "" if it could connect."""
+    errors = [f"no answer within {timeout_s:g} s"] * len(targets)
+
+    def connect(at: int) -> None:
+        try:
+            socket.create_connection(targets[at], timeout=timeout_s).close()
+            errors[at] = ""
+        except OSError as error:
+            errors[at] = str(error)
+
+    threads = [threading.Thread(target=connect, args=[at], daemon=True) for at in range(len(targets))]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return list(errors)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command lines share: attaching to a cluster, output, and exit statuses."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from rich.console import Console, RenderableType
+
+from ._init import attach_to
+from .exceptions import PlacementError
+
+__all__ = ["Output", "attach", "run_command"]
+
+# The width of output that is not a terminal, wide enough that few lines are broken.
+WIDTH = 160
+MISUSED = 2
+FAILED = 3
+INTERRUPTED = 130
+CLOSED = 141
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run the body of a command line, and return its exit status.
+
+    Returns:
+        What the command returns; 3 if it raised an error about the cluster, which is printed; 130 after Ctrl-C; 141 if
+        the reader of its output has closed the pipe.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python writes what is left in its buffer when it ends, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except (PlacementError, ray.exceptions.RayError) as error:
+        print(error, file=sys.stderr)  # noqa: T201  this is a program
+        return FAILED
+
+
+@contextlib.contextmanager
+def attach(address: str) -> Iterator[None]:
+    """Attach to a running cluster for the length of a block, and never start one.
+
+    Args:
+        address: as for `init_ray`.
+
+    Raises:
+        PlacementError: there is no cluster, it wants another token, or it runs another version of Ray or Python.
+        SystemExit: the address is not one.
+    """
+    if address == "local":
+        raise _misuse("--address local would start a cluster of its own; leave it out, or name a running one")
+    try:
+        attach_to(address, log_to_driver=False, logging_level="error")
+    except ValueError as error:
+        raise _misuse(str(error)) from None
+    except RuntimeError as error:
+        raise PlacementError(f"Cannot attach to the cluster at {address}: {error}") from error
+    try:
+        # Ray prints to standard output when a node dies.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ray.shutdown()
+
+
+def _misuse(text: str) -> SystemExit:
+    print(text, file=sys.stderr)  # noqa: T201
+    return SystemExit(MISUSED)
+
+
+class Output:
+    """Prints what a command was asked for, on what is standard output when this object is made."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdout
+
+    def make_console(self) -> Console:
+        """Return a console of the terminal, or without colours and with long lines if it is none."""
+        return Console(file=self._file) if self._file.isatty() else Console(file=self._file, width=WIDTH)
+
+    def print(self, renderable: RenderableType) -> None:
+        """Print tables and text, with colours on a terminal."""
+        console = self.make_console()
+        with console.capture() as captured:
+            console.print(renderable)
+        # rich would end the program itself if the pipe is closed.
+        self._file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+    def print_json(self, value: Any) -> None:
+        """Print a value as JSON."""
+        self._file.write(json.dumps(value, indent=2) + "\n")

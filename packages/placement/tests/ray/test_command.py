@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line against a real cluster, in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+
+
+def run(*arguments, **env):
+    command = [sys.executable, "-m", "fairlead_placement", *arguments]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def address(raylets):
+    """A cluster of two nodes, of which one has two GPUs and the other one has one."""
+    with raylets({"num_cpus": 2, "num_gpus": 2}, [{"num_cpus": 2, "num_gpus": 1}], logging_level="warning"):
+        yield ray.get_runtime_context().gcs_address
+
+
+def test_nodes(address):
+    """`nodes` shows what is free and who holds the rest, as a table and as JSON."""
+    with RayVirtualCluster([2], name="held"):
+        table = run("nodes", "--address", address)
+        assert (table.returncode, table.stderr) == (0, "")
+        assert "placement group held" in table.stdout
+        read = json.loads(run("nodes", "--address", address, "--json").stdout)
+    assert read["schema"] == 1
+    assert [set(node) for node in read["nodes"]] == [
+        {"node_id", "address", "total", "free", "labels", "holders"},
+        {"node_id", "address", "total", "free", "labels", "holders"},
+    ]
+    (holder,) = [holder for node in read["nodes"] for holder in node["holders"]]
+    assert holder["kind"] == "placement group"
+    assert holder["bundles"] == [{"CPU": 1.0, "GPU": 1.0}] * 2
+
+
+def test_explain(address):
+    """`explain` ends with 0 if a request fits, and with 1 if it does not, and says why."""
+    fits = run("explain", "2x1 GPU", "--address", address)
+    assert (fits.returncode, fits.stderr) == (0, "")
+    assert fits.stdout.endswith("It fits now.\n")
+    too_large = run("explain", "3 GPU", "--address", address)
+    assert too_large.returncode == 1
+    assert "It does not fit, even when nothing else runs." in too_large.stdout
+    read = json.loads(run("explain", "2x1 GPU", "--address", address, "--json").stdout)
+    assert read["verdict"] == "fits"
+    assert [entry["logical_node"] for entry in read["plan"]] == [0, 1]
+
+
+def test_doctor(address):
+    """`doctor` names a node that has fewer GPUs than expected, and nodes that are missing, and ends with 1."""
+    done = run("doctor", "--expect", "3x2 GPU", "--address", address)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "2 nodes are alive, 3 were expected" in done.stdout
+    assert "has 1 GPU instead of 2" in done.stdout
+    read = json.loads(run("doctor", "--address", address, "--json").stdout)
+    assert [check["name"] for check in read["checks"]] == [
+        "nodes",
+        "agents",
+        "accelerators",
+        "versions",
+        "clocks",
+        "shared memory",
+        "ports",
+        "uv cache",
+        "head",
+    ]
+    assert {check["name"]: check["found"] for check in read["checks"]}["ports"] == "2 of 2 pairs of nodes connect"
+    assert set(read["checks"][0]) == {"name", "found", "ok", "faults"}
+
+
+def test_no_cluster():
+    """Without a cluster the error says what to do; there is no traceback, and no cluster is started."""
+    done = run("nodes", "--address", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("No Ray cluster answers at 127.0.0.1:1.")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("address", ["nonsense", "local"])
+def test_wrong_address(address):
+    """A text that is no address is named, and no cluster is started."""
+    done = run("nodes", "--address", address)
+    assert done.returncode == 2
+    assert address in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_token(start_script, tmp_path):
+    """Without the cluster's token, or with another one, the error says what to set."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    server = start_script(
+        """
+        import ray
+        print(ray.init(address="local", num_cpus=1, include_dashboard=False).address_info["gcs_address"], flush=True)
+        input()
+        """,
+        **token,
+    )
+    address = server.line()
+    for env in ({}, {"RAY_AUTH_TOKEN": "fedcba9876543210" * 4}):
+        done = run("nodes", "--address", address, RAY_AUTH_MODE="token", HOME=str(tmp_path), **env)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_interrupt(address):
+    """Ctrl-C ends a command with 130 and without a traceback."""
+    command = [sys.executable, "-m", "fairlead_placement", "doctor", "--address", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    jobs = len(ray._private.state.jobs())
+    while len(ray._private.state.jobs()) == jobs and process.poll() is None:
+        time.sleep(0.02)  # until it has attached
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (130, 0, 1), errors  # it may have been done already
+    assert "Traceback" not in errors

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as far as it needs no cluster."""
+
+import argparse
+import errno
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fairlead_placement import PlacementError
+from fairlead_placement._cli import _parse_expected, _parse_request, main
+from fairlead_placement._doctor.checks import Expected
+from fairlead_placement._doctor.probe import listen, look_at_node, try_to_connect
+from fairlead_placement._terminal import Output, run_command
+
+
+def test_request():
+    """A request names logical nodes, their size and the kind."""
+    assert repr(_parse_request("4x8 GPU")) == "RayVirtualCluster([8, 8, 8, 8], GPU, name='', not reserved)"
+    assert repr(_parse_request("2cpu")) == "RayVirtualCluster([2], CPU, name='', not reserved)"
+    for wrong in ("", "8", "4x GPU", "4x8 TPU", "-1 GPU"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"must be like '4x8 GPU'"):
+            _parse_request(wrong)
+
+
+def test_expected():
+    """Expected are nodes, or nodes with accelerators by their usual name."""
+    assert _parse_expected("64") == Expected(64)
+    assert _parse_expected("64x8 gpu") == Expected(64, {"GPU": 8.0})
+    assert _parse_expected("2x3 spare") == Expected(2, {"spare": 3.0})
+    with pytest.raises(argparse.ArgumentTypeError, match="'many'"):
+        _parse_expected("many")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["explain"], ["explain", "8"], ["doctor", "--expect", "x"]])
+def test_usage(arguments, capsys):
+    """Wrong arguments end with status 2, before anything is attached to."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "nodes", "explain", "doctor"])
+def test_help(command, capsys):
+    """Help names the exit statuses."""
+    with pytest.raises(SystemExit) as ended:
+        main([*([command] if command else []), "--help"])
+    assert ended.value.code == 0
+    assert "exit status:" in capsys.readouterr().out
+
+
+def _fail(error):
+    def command():
+        raise error
+
+    return command
+
+
+def test_statuses(capsys):
+    """Ctrl-C and errors about the cluster have exit statuses of their own; other errors are not hidden."""
+    assert run_command(lambda: 1) == 1
+    assert run_command(_fail(KeyboardInterrupt())) == 130
+    assert run_command(_fail(PlacementError("No cluster."))) == 3
+    assert capsys.readouterr().err == "No cluster.\n"
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+def test_closed_pipe():
+    """Output into a pipe that was closed ends with a status, and nothing on standard error."""
+    script = (
+        "import sys; from fairlead_placement._terminal import Output, run_command\n"
+        "sys.exit(run_command(lambda: Output().print_json(['x' * 100] * 100_000) or 0))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_json(capsys):
+    """JSON is printed with a line for each field."""
+    Output().print_json({"schema": 1})
+    assert capsys.readouterr().out == '{\n  "schema": 1\n}\n'
+
+
+def test_probe(monkeypatch, tmp_path):
+    """The probe looks at the nearest folder that exists, and compares the file systems."""
+    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "a" / "b"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "c"))
+    found = look_at_node()
+    assert (found["same_device"], found["venvs"]) == (True, str(tmp_path / "a" / "b"))
+    monkeypatch.setenv("UV_CACHE_DIR", "/proc/cache")
+    assert look_at_node()["same_device"] is False
+
+
+def test_connections():
+    """A node connects to the ports that listen, and says of each other one why it could not."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        free = one.getsockname()[1]
+    listen(free, 5.0)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # does not listen
+        errors = try_to_connect([("127.0.0.1", free), ("127.0.0.1", bound.getsockname()[1])], 3.0)
+    assert errors[0] == ""
+    assert os.strerror(errno.ECONNREFUSED) in errors[1]

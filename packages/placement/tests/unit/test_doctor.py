@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor says about facts of a cluster: each fault is injected, and named with its node and a remedy."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from fairlead_placement._doctor.checks import Expected, Facts, NodeFacts, judge
+
+PROBE = {
+    "ray": "2.60.0",
+    "python": "3.11.9",
+    "host": "a",
+    "shm_bytes": 2**30,
+    "venvs": "/cache/fairlead/venvs",
+    "uv_cache": "/cache/uv",
+    "same_device": True,
+}
+RESOURCES = {"CPU": 8.0, "GPU": 8.0, "object_store_memory": 2.0**29}
+
+
+def node(number, **changes):
+    facts = {
+        "node_id": f"{number:08x}" + "0" * 48,
+        "address": f"10.0.0.{number}",
+        "state": "alive",
+        "resources": RESOURCES,
+        "probe": PROBE,
+        "clock_s": 0.0,
+        "clock_error_s": 0.001,
+    }
+    return NodeFacts(**{**facts, **changes})
+
+
+def cluster(*last, **changes):
+    """Facts about three healthy nodes, and of others."""
+    facts = Facts(
+        [node(1), node(2), node(3), *last], {"ray": "2.60.0", "python": "3.11.9"}, 0.001, pairs=6, expected=Expected()
+    )
+    return replace(facts, **changes)
+
+
+def faults(facts):
+    return {check.name: [fault.what for fault in check.faults] for check in judge(facts) if check.faults}
+
+
+def test_healthy():
+    """Nothing is wrong with equal nodes, as many as expected, also when the head of the cluster has no accelerators."""
+    head = node(9, resources={"CPU": 1.0, "object_store_memory": 1.0})
+    assert faults(cluster(head, expected=Expected(4))) == {}
+    assert [(check.name, check.found) for check in judge(cluster(head))] == [
+        ("nodes", "4 alive"),
+        ("agents", "4 of 4 nodes answer"),
+        ("accelerators", "24 GPU"),
+        ("versions", "Ray 2.60.0, Python 3.11.9"),
+        ("clocks", "within 0.00 s (measured to 0.001 s)"),
+        ("shared memory", "/dev/shm has 1.0 GiB or more"),
+        ("ports", "6 of 6 pairs of nodes connect"),
+        ("uv cache", "on the file system of the environments"),
+        ("head", "answers in 1.0 ms"),
+    ]
+
+
+# By what is wrong: the facts, the check that fails, and what it says.
+FAULTS = {
+    "missing node": (
+        cluster(node(4, state="dead", probe=None), expected=Expected(4)),
+        "nodes",
+        "3 nodes are alive, 4 were expected; not alive: 10.0.0.4 (dead)",
+    ),
+    "one node too many": (cluster(expected=Expected(2)), "nodes", "3 nodes are alive, 2 were expected"),
+    "draining": (
+        cluster(node(4, state="draining", probe=None)),
+        "nodes",
+        "node 00000004 (10.0.0.4) is draining: it ends soon",
+    ),
+    "silent": (
+        cluster(node(4, probe=None, error="no answer within 5 s")),
+        "agents",
+        "node 00000004 (10.0.0.4) did not answer: no answer within 5 s",
+    ),
+    "fewer accelerators than the others": (
+        cluster(node(4, resources={**RESOURCES, "GPU": 7.0})),
+        "accelerators",
+        "node 00000004 (10.0.0.4) has 7 GPU instead of 8",
+    ),
+    "fewer accelerators than expected": (
+        cluster(node(4, resources={"CPU": 8.0}), expected=Expected(4, {"GPU": 8.0})),
+        "accelerators",
+        "node 00000004 (10.0.0.4) has 0 GPU instead of 8",
+    ),
+    "another Ray": (
+        cluster(node(4, probe={**PROBE, "ray": "2.59.0"})),
+        "versions",
+        "node 00000004 (10.0.0.4) runs Ray 2.59.0, this process 2.60.0",
+    ),
+    "another Python": (
+        cluster(node(4, probe={**PROBE, "python": "3.12.1"})),
+        "versions",
+        "node 00000004 (10.0.0.4) runs Python 3.12.1, this process 3.11.9",
+    ),
+    "a clock behind": (
+        cluster(node(4, clock_s=-3.0)),
+        "clocks",
+        "node 00000004 (10.0.0.4) has a clock that is 3.0 s behind the others",
+    ),
+    "little shared memory": (
+        cluster(node(4, probe={**PROBE, "shm_bytes": 2**26})),
+        "shared memory",
+        "node 00000004 (10.0.0.4) has 64 MiB in /dev/shm, less than the object store of 512 MiB",
+    ),
+    "a firewall": (
+        cluster(refused=[(node(1).node_id, node(2).node_id, 1400, "timed out")]),
+        "ports",
+        "node 00000001 (10.0.0.1) cannot connect to 10.0.0.2:1400: timed out",
+    ),
+    "caches on two file systems": (
+        cluster(node(4, probe={**PROBE, "same_device": False})),
+        "uv cache",
+        (
+            "node 00000004 (10.0.0.4) has uv's cache (/cache/uv) and the environments (/cache/fairlead/venvs) on "
+            "different file systems"
+        ),
+    ),
+    "a slow head": (cluster(head_s=0.4), "head", "Ray's head (GCS) takes 400 ms to answer"),
+}
+
+
+@pytest.mark.parametrize(("facts", "name", "what"), FAULTS.values(), ids=FAULTS)
+def test_faults(facts, name, what):
+    """Each fault is found by its check and by no other, and comes with a remedy."""
+    assert faults(facts) == {name: [what]}
+    (fault,) = [fault for check in judge(facts) for fault in check.faults]
+    assert fault.remedy.endswith(".")
+    assert (fault.node_id[:8] or "node") in fault.what or fault.node_id == ""
+    json.dumps(asdict(fault))
+
+
+def test_this_machine_has_another_clock():
+    """A wrong clock of this machine is not blamed on the nodes."""
+    nodes = [replace(node(number), clock_s=30.0) for number in (1, 2, 3)]
+    assert faults(cluster(nodes=nodes)) == {}
+
+
+def test_uncertain_clock():
+    """A clock is not called wrong when the measurement may be that wrong."""
+    assert faults(cluster(node(4, clock_s=2.0, clock_error_s=1.5))) == {}
