@@ -38,24 +38,34 @@ from fairlead_placement import (
     testing,
 )
 from fairlead_placement.spi import (
+    Agent,
+    Output,
     SlotClaim,
     Waiting,
     alive_nodes,
     ask_head,
+    attach,
     autoscaler_is_there,
     block_shutdown,
     claim_slots,
     connection,
     draining_nodes,
+    find_agents,
     head_deadline,
     never_connect,
     place_pinned,
+    process_is_alive,
+    publish,
+    read_boards,
     read_holders,
     read_nodes,
     release_when_dropped,
     remove_placement_groups,
+    run_command,
+    run_on_agents,
     run_on_nodes,
     usage_on_nodes,
+    withdraw,
 )
 
 
@@ -298,3 +308,29 @@ def wrong(cluster: RayVirtualCluster, agent: NodeAgent, slot: Slot, slots: Seque
     run_on_nodes(add, [(1, 2)])  # type: ignore[arg-type]
     Slot(slot.placement_group, 0, 0, "", "", 0, 0)  # type: ignore[call-arg]
     slot.node_idx = 1  # type: ignore[misc]
+
+
+def look_from_outside() -> None:
+    publish("key", 1, {"node": {"plain": "data"}})
+    withdraw("key", ["node"])
+    agents = find_agents()
+    assert_type(agents, list[Agent])
+    assert_type((agents[0].job_id, agents[0].node_id), tuple[str, str])
+    assert_type(agents[0].handle, Any)
+    assert_type(read_boards(agents, timeout_s=5.0), dict[Agent, dict[str, Any] | Exception])
+    assert_type(run_on_agents(len, {agents[0]: ("abc",)}, timeout_s=5.0), dict[Agent, int | Exception])
+    assert_type(process_is_alive("worker"), bool | None)
+
+
+def show() -> int:
+    output = Output()
+    with attach("auto"):
+        output.print("text")
+        output.print_json({"schema": 1})
+        output.make_console()
+        output.flush()
+    return 0
+
+
+def run_program() -> None:
+    assert_type(run_command(show, LookupError), int)

@@ -18,8 +18,6 @@ from ._nodes.head import read_holders, read_nodes
 from ._show import Report, draw_nodes
 from ._terminal import Output, attach, run_command
 
-__all__ = ["main"]
-
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
 _SIZE = re.compile(r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<each>\d+)\s*(?P<kind>[A-Za-z_]+)")

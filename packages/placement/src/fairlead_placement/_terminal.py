@@ -14,8 +14,6 @@ from rich.console import Console, RenderableType
 from ._init import attach_to
 from .exceptions import PlacementError
 
-__all__ = ["Output", "attach", "run_command"]
-
 # The width of output that is not a terminal, wide enough that few lines are broken.
 WIDTH = 160
 MISUSED = 2
@@ -24,8 +22,12 @@ INTERRUPTED = 130
 CLOSED = 141
 
 
-def run_command(command: Callable[[], int]) -> int:
+def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
     """Run the body of a command line, and return its exit status.
+
+    Args:
+        command: the body.
+        errors: classes of further errors that are printed without a traceback.
 
     Returns:
         What the command returns; 3 if it raised an error about the cluster, which is printed; 130 after Ctrl-C; 141 if
@@ -41,7 +43,7 @@ def run_command(command: Callable[[], int]) -> int:
         # Python writes what is left in its buffer when it ends, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
-    except (PlacementError, ray.exceptions.RayError) as error:
+    except (PlacementError, ray.exceptions.RayError, *errors) as error:
         print(error, file=sys.stderr)  # noqa: T201  this is a program
         return FAILED
 
@@ -95,6 +97,10 @@ class Output:
             console.print(renderable)
         # rich would end the program itself if the pipe is closed.
         self._file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+    def flush(self) -> None:
+        """Write what is printed at once."""
+        self._file.flush()
 
     def print_json(self, value: Any) -> None:
         """Print a value as JSON."""

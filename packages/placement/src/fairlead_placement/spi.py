@@ -8,31 +8,44 @@ what a dropped object holds.
 
 from ._init import connection
 from ._nodes.agent import run_on_nodes, usage_on_nodes
+from ._nodes.directory import Agent, find_agents, publish, read_boards, run_on_agents, withdraw
 from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes
 from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
+from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._show import Waiting
+from ._terminal import Output, attach, run_command
 
 __all__ = [
+    "Agent",
+    "Output",
     "SlotClaim",
     "Waiting",
     "alive_nodes",
     "ask_head",
+    "attach",
     "autoscaler_is_there",
     "block_shutdown",
     "claim_slots",
     "connection",
     "draining_nodes",
+    "find_agents",
     "head_deadline",
     "never_connect",
     "place_pinned",
+    "process_is_alive",
+    "publish",
+    "read_boards",
     "read_holders",
     "read_nodes",
     "release_when_dropped",
     "remove_placement_groups",
+    "run_command",
+    "run_on_agents",
     "run_on_nodes",
     "usage_on_nodes",
+    "withdraw",
 ]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ACCELERATORS", "Check", "Expected", "Facts", "Fault", "NodeFacts", "judge"]
-
 ACCELERATORS = ("GPU", "TPU", "neuron_cores", "HPU", "NPU")
 CLOCK_S = 1.0
 # A healthy head answers in about a millisecond. Every actor and placement group takes several of its answers.

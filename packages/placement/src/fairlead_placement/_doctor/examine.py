@@ -17,8 +17,6 @@ from ..exceptions import PlacementError
 from . import probe
 from .checks import Check, Expected, Facts, NodeFacts, judge
 
-__all__ = ["examine_cluster"]
-
 # How many nodes connect to each other.
 SAMPLE = 8
 ROUNDS = 8

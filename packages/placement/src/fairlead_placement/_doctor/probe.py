@@ -14,8 +14,6 @@ from typing import Any
 
 import ray
 
-__all__ = ["listen", "look_at_node", "read_clock", "try_to_connect"]
-
 PAUSE_S = 0.1
 
 

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .. import _ray_private
 from .._ray_private import clean_runtime_env, create_actor, driver_of, node_of_worker, worker_is_alive
 from ..exceptions import PlacementError, PlacementTimeoutError
-from . import agent_process, meters, owners
+from . import agent_process, board, meters, owners
 from .head import alive_nodes, ask_head, choose_alive, head_deadline
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
@@ -33,7 +33,7 @@ _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exc
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
-for _module in (agent_process, meters, owners, _ray_private):
+for _module in (agent_process, board, meters, owners, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
@@ -238,6 +238,11 @@ class NodeAgent:
             raise  # the function's own, whatever its class
         except ray.exceptions.RayError as error:
             raise _explain(self.node_id, method, limit, error) from error
+
+
+def notify_node(node_id: str, method: str, *args: Any) -> None:
+    """Send a request whose answer nobody wants to the agent of a node."""
+    getattr(_handle(node_id), method).options(num_returns=0).remote(*args)
 
 
 def _send(agent: Any, method: str, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 """The code that runs inside a node agent's process, on several threads.
 
 Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and its siblings
-`meters` and `owners`, which are shipped by value too.
+`board`, `meters` and `owners`, which are shipped by value too.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from .board import Board
 from .meters import Gpus, MemoryMeter, ProcessMeter
 from .owners import Owners, end_this_actor
 
@@ -36,6 +37,7 @@ class AgentProcess:
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
         self._memory = MemoryMeter(gpus, node_id)
+        self._board = Board()
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._held: dict[str, tuple[int, socket.socket]] = {}
@@ -60,9 +62,10 @@ class AgentProcess:
 
     def _holders(self) -> set[str]:
         with self._lock:
-            return set(self._owner.values())
+            return set(self._owner.values()) | self._board.owners()
 
     def _release_all_of(self, owner: str) -> None:
+        self._board.remove_all_of(owner)
         with self._lock:
             names = [name for name, who in self._owner.items() if who == owner]
         self.release([name for name in names if name in self._held])
@@ -149,6 +152,15 @@ class AgentProcess:
 
     def watchers(self) -> tuple[list[str], bool]:
         return self._memory.watchers()
+
+    def publish(self, key: str, version: int, value: Any, owner: str) -> None:
+        self._board.publish(key, version, value, owner)
+
+    def withdraw(self, key: str) -> None:
+        self._board.withdraw(key)
+
+    def published(self) -> dict[str, Any]:
+        return self._board.read()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node."""

@@ -13,6 +13,7 @@ from fairlead_venvs import VenvSpec
 from .._arguments import Arguments, NotPicklableError
 from .._members import Place
 from .._observe.memory import MemoryLimit
+from .._observe.registration import Registration
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
@@ -108,7 +109,9 @@ class Launcher:
         Raises:
             TypeError: an argument of the constructor cannot be pickled.
         """
-        self._arguments = arguments = _StoredArguments(self.spec, self.worker_class)
+        spec = self.spec
+        self._arguments = arguments = _StoredArguments(spec, self.worker_class)
+        self.resources.registration = Registration(self._roster, spec.token, self.worker_class.name, spec.sharding)
         self._counters.add(puts=arguments.stored.puts, bytes_put=arguments.stored.bytes_put)
 
     def release(self) -> None:
@@ -122,8 +125,8 @@ class Launcher:
             WorkerStartError: a constructor failed or took too long.
             WorkerGroupError: the group is being shut down.
         """
-        spec, arguments = self.spec, self._arguments
-        if arguments is None:
+        spec, arguments, registration = self.spec, self._arguments, self.resources.registration
+        if arguments is None or registration is None:
             raise self._roster.ended_error()
         plans = [self._plans[rank] for rank in ranks]
         marks = [mark_of(spec.token, rank) for rank in ranks]
@@ -134,6 +137,7 @@ class Launcher:
         ]
         for plan, actor, mark in zip(plans, actors, marks, strict=True):
             self.resources.add({plan.place.rank: RunningWorker(actor, plan.place.slot.node_id, mark)})
+        registration.publish(dict(zip(ranks, actors, strict=True)))
         # Lease the port now: the agent that holds it starts at the same time as the processes of the workers.
         ports = spec.cluster.port_range if isinstance(spec.cluster, RayVirtualCluster) else None
         lease = self.resources.lease_port(self._plans[0].place, ports)
@@ -166,6 +170,7 @@ class Launcher:
             self.resources.add({worker.rank: RunningWorker(actor, answer["node_id"], mark, **process)})
             started.append((actor_id_of(actor), actor, plan.place, worker))
         self._roster.record_start(started)
+        registration.publish()
         if spec.memory_limit is not None:
             spec.memory_limit.guard([worker for *_, worker in started])
 

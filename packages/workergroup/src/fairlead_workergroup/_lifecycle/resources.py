@@ -12,6 +12,7 @@ from fairlead_placement import PlacementError, PortLease, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots
 
 from .._members import Place, Roster
+from .._observe.registration import Registration
 from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,14 @@ class Resources:
         roster: the roster of the group.
         claim: the claim of the group on its slots.
         lease: the lease of the master port.
+        registration: what the group publishes about itself.
         gave_all_back: whether everything has been released so far without a failure.
     """
 
     roster: Roster
     claim: SlotClaim | None = None
     lease: PortLease | None = None
+    registration: Registration | None = None
     gave_all_back: bool = True
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
@@ -73,7 +76,9 @@ class Resources:
         """
         with self._ending:
             workers, self._workers = self._workers, {}
+            registration = self.registration
             steps: dict[str, Callable[[], list[str] | None]] = {
+                "withdraw the registration": lambda: None if registration is None else registration.withdraw(),
                 "end the workers": lambda: kill_and_wait(workers) if workers else None,
                 "release the port": self.release_port,
             }

@@ -11,7 +11,7 @@ from .._display import Records
 from .._members import Roster, WorkerFacts
 from .._remote.progress import look
 from .query import ANSWER_S, ask_nodes, find_dead, logger
-from .status import State, StuckWorker, WorkerStatus, WorkerUsage
+from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
 
 STUCK_AFTER_S = 300.0
@@ -75,7 +75,7 @@ class Observer:
             elif row is not None or worker.node_id not in living:
                 dead.add(worker.rank)
         states: dict[int, State] = {
-            member.rank: "restarting" if member.restarting else _state(member.rank in dead, rows.get(member.rank, {}))
+            member.rank: "restarting" if member.restarting else state_of(member.rank in dead, rows.get(member.rank, {}))
             for member in now.members
         }
         statuses = [
@@ -94,18 +94,6 @@ class Observer:
         ]
         self._roster.show_states(states, now)
         return statuses, [_stuck(facts, rows[facts.rank]) for facts in now.facts if states[facts.rank] == "stuck"]
-
-
-def _state(dead: bool, row: Mapping[str, Any]) -> State:
-    if dead:
-        return "dead"
-    if "method" not in row:
-        return "unknown"
-    if row["stuck"]:
-        return "stuck"
-    if row["method"] == "__init__":
-        return "starting"
-    return "busy" if row["method"] else "idle"
 
 
 def _stuck(worker: WorkerFacts, row: Mapping[str, Any]) -> StuckWorker:

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .._display import record_html
 
@@ -146,3 +146,16 @@ class WorkerEvent:
     stuck: StuckWorker | None = None
 
     _repr_html_ = record_html
+
+
+def state_of(dead: bool, row: Mapping[str, Any]) -> State:
+    """Return the state of a worker from what `look` says of it; an empty row is one that is not known."""
+    if dead:
+        return "dead"
+    if "method" not in row:
+        return "unknown"
+    if row["stuck"]:
+        return "stuck"
+    if row["method"] == "__init__":
+        return "starting"
+    return "busy" if row["method"] else "idle"

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes publish at a node's agent, for anybody who attaches to the cluster. Runs in the agent's process.
+
+Shipped by value, as `agent_process`: it imports the standard library only.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+# How many keys that were withdrawn are kept, so that a late request does not publish one again.
+WITHDRAWN_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class _Entry:
+    version: int
+    value: Any
+    owner: str
+
+
+class Board:
+    """Values by key. Requests may arrive in any order, so each has a version and an older one changes nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._withdrawn: dict[str, None] = {}
+
+    def publish(self, key: str, version: int, value: Any, owner: str) -> None:
+        """Publish a value, in place of an older one with this key."""
+        with self._lock:
+            old = self._entries.get(key)
+            if key not in self._withdrawn and (old is None or old.version < version):
+                self._entries[key] = _Entry(version, value, owner)
+
+    def withdraw(self, key: str) -> None:
+        """Remove a value for good. Can be repeated."""
+        with self._lock:
+            self._entries.pop(key, None)
+            self._withdrawn[key] = None
+            while len(self._withdrawn) > WITHDRAWN_KEPT:
+                del self._withdrawn[next(iter(self._withdrawn))]
+
+    def read(self) -> dict[str, Any]:
+        """Return the values by key."""
+        with self._lock:
+            return {key: entry.value for key, entry in self._entries.items()}
+
+    def owners(self) -> set[str]:
+        """Return the processes that have published something here."""
+        with self._lock:
+            return {entry.owner for entry in self._entries.values() if entry.owner}
+
+    def remove_all_of(self, owner: str) -> None:
+        """Remove what a process has published."""
+        with self._lock:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner != owner}

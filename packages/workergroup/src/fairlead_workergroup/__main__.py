@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fairlead_workergroup`: looks at the groups of a cluster while their drivers and workers hang."""
+
+import sys
+
+from ._inspect.command import main
+
+sys.exit(main())

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: its arguments and its JSON."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from fairlead_placement.spi import Output, attach, run_command
+
+from .._observe.observer import STUCK_AFTER_S
+from ..exceptions import WorkerGroupError
+from .diagnosis import diagnose
+from .groups import RegisteredGroup, SeenGroup, find_group, find_groups, look_at_groups
+from .stacks import fold_stacks
+from .tables import draw_findings, draw_groups, draw_stacks, draw_status, write_clock
+
+# Of the JSON; it changes when a field changes its meaning or goes.
+SCHEMA = 1
+_EPILOG = """\
+exit status:
+  0  done; for `why`: nothing is wrong
+  1  `why` found something wrong
+  2  the arguments are wrong
+  3  the cluster cannot be reached, wants another token or did not answer, or there is no such group
+  130 after Ctrl-C, 141 if the reader of the output has gone
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, and return its exit status."""
+    options = _make_parser().parse_args(arguments)
+    output = Output()
+
+    def command() -> int:
+        with attach(options.address):
+            status: int = options.run(options, output)
+            return status
+
+    return run_command(command, WorkerGroupError)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fairlead_workergroup",
+        description="Looks at the worker groups of a Ray cluster, from any machine that can reach it. It asks neither "
+        "the driver nor the workers, so it works while they hang or are stopped.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="{groups,status,top,stacks,why}")
+    groups = _add(commands, "groups", "list the groups of all jobs", one_group=False)
+    groups.set_defaults(run=_groups)
+    status = _add(commands, "status", "show what each worker of a group is doing")
+    _add_rows(status)
+    status.set_defaults(run=_status)
+    top = _add(commands, "top", "show what each worker is doing, again and again until Ctrl-C", json=False)
+    _add_rows(top)
+    top.add_argument("-n", type=_positive, default=None, metavar="N", help="print so many times, then end")
+    top.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
+    top.set_defaults(run=_top)
+    stacks = _add(
+        commands,
+        "stacks",
+        "show the Python stacks of workers that run a method, equal ones once; a native sleep in them may end early",
+    )
+    stacks.add_argument("--threads", action="store_true", help="all threads, not only the one that runs the method")
+    stacks.set_defaults(run=_stacks)
+    why = _add(commands, "why", "say what is wrong with a group, or with all: who is late, dead or stopped")
+    why.add_argument(
+        "--after", type=_seconds, default=10.0, metavar="S", help="suspect workers without progress for so long (10)"
+    )
+    why.set_defaults(run=_why)
+    return parser
+
+
+def _add(commands: Any, name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
+    )
+    if one_group:
+        parser.add_argument("--group", metavar="NAME", help="name of the group, or the beginning of its id")
+        parser.add_argument(
+            "--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only the workers at these coordinates"
+        )
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
+    return parser
+
+
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
+
+
+def _coords(text: str) -> dict[str, int]:
+    coords = {}
+    for part in text.split(","):
+        axis, _, at = part.partition("=")
+        if not axis.strip() or not at.strip().isdigit():
+            raise argparse.ArgumentTypeError(f"must be like 'dp=1,tp=0', got {text!r}")
+        coords[axis.strip()] = int(at)
+    return coords
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _choose_ranks(group: RegisteredGroup, coords: dict[str, int]) -> list[int] | None:
+    if not coords:
+        return None
+    try:
+        return group.sharding.get_ranks_by_coord(**coords)
+    except (ValueError, IndexError, KeyError) as error:
+        raise WorkerGroupError(f"--at: {error}") from None
+
+
+def _look(options: argparse.Namespace, *, stuck_after_s: float = STUCK_AFTER_S, dump: bool = False) -> SeenGroup:
+    group = find_group(options.group)
+    ranks = _choose_ranks(group, options.at)
+    (seen,) = look_at_groups([group], stuck_after_s=stuck_after_s, dump=dump, ranks=ranks)
+    return seen
+
+
+def _groups(options: argparse.Namespace, output: Output) -> int:
+    seen = look_at_groups(find_groups(), stuck_after_s=STUCK_AFTER_S)
+    if options.json:
+        output.print_json({"schema": SCHEMA, "groups": [_group_fields(one) for one in seen]})
+    else:
+        output.print(draw_groups(seen))
+    return 0
+
+
+def _group_fields(seen: SeenGroup) -> dict[str, Any]:
+    group = seen.group
+    return {
+        "id": group.group_id,
+        "name": group.name,
+        "class": group.class_name,
+        "mesh": dict(group.shape),
+        "workers": len(seen.workers),
+        "alive": len(seen.workers) - seen.count("dead", "unknown"),
+        "dead": seen.count("dead"),
+        "stuck": seen.count("stuck"),
+        "memory_bytes": sum(worker.memory_bytes for worker in seen.workers),
+        "age_s": seen.age_s,
+        "epoch": group.epoch,
+        "driver": {**{key: group.driver[key] for key in ("job_id", "node_id", "host", "pid")}, "state": seen.driver},
+    }
+
+
+def _status(options: argparse.Namespace, output: Output) -> int:
+    seen = _look(options)
+    if options.json:
+        workers = [{key: value for key, value in asdict(one).items() if key != "stacks"} for one in seen.workers]
+        output.print_json({"schema": SCHEMA, "group": _group_fields(seen), "workers": workers})
+    else:
+        output.print(draw_status(seen, every=options.all))
+    return 0
+
+
+def _top(options: argparse.Namespace, output: Output) -> int:
+    console = output.make_console()
+
+    def draw() -> RenderableType:
+        seen = _look(options)
+        rows = max(1, console.height - 8) if console.is_terminal and not options.n else 40
+        return Group(Text(write_clock(), style="dim"), draw_status(seen, every=options.all, most_rows=rows))
+
+    if options.n or not console.is_terminal:
+        count = options.n or -1
+        while count:
+            output.print(draw())
+            output.flush()
+            count -= 1
+            if count:
+                time.sleep(options.interval)
+        return 0
+    with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(options.interval)
+            live.update(draw(), refresh=True)
+
+
+def _stacks(options: argparse.Namespace, output: Output) -> int:
+    seen = _look(options, stuck_after_s=0.0, dump=True)
+    folded = fold_stacks(seen.workers, threads=options.threads)
+    if options.json:
+        output.print_json({"schema": SCHEMA, "group": _group_fields(seen), "stacks": list(map(asdict, folded))})
+    else:
+        output.print(draw_stacks(folded))
+    return 0
+
+
+def _why(options: argparse.Namespace, output: Output) -> int:
+    if options.group is None and not options.at:
+        groups = find_groups()
+        if not groups:
+            raise WorkerGroupError("No worker group is registered on this cluster.")
+        seen = look_at_groups(groups, stuck_after_s=options.after, dump=True)
+    else:
+        seen = [_look(options, stuck_after_s=options.after, dump=True)]
+    found = [(one, diagnose(one, stuck_after_s=options.after)) for one in seen]
+    wrong = any(finding.wrong for _, findings in found for finding in findings)
+    if options.json:
+        rows = [{**_group_fields(one), "findings": list(map(asdict, findings))} for one, findings in found]
+        output.print_json({"schema": SCHEMA, "wrong": wrong, "groups": rows})
+    else:
+        for one, findings in found:
+            output.print(draw_findings(one, findings))
+    return 1 if wrong else 0

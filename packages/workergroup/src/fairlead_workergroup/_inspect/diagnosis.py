@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a group, from what its workers were doing when they were looked at. Pure.
+
+The record of a worker says which call it runs, and its stacks where in it. Workers of one group make the same calls, so
+those that are elsewhere than most are the ones that the others wait for.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fairlead_sharding import NamedSharding
+
+from .._observe.observer import STUCK_AFTER_S
+from .._observe.stuck import find_innermost, find_method_frames
+from .groups import SeenGroup, SeenWorker
+from .stacks import write_frames, write_ranks
+
+Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
+# Parts of the names of files in which workers wait for each other.
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
+_WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or that explains it.
+
+    Attributes:
+        kind: "dead", "stopped" (SIGSTOP), "late" (others wait for it), "stuck" (no progress, and nobody is elsewhere),
+            "starting" (its constructor has not finished), "unknown" (its node did not answer), "driver" (the process
+            that owns the group is stopped or gone), or "straggler" (slower than its peers).
+        ranks: whom it is about.
+        text: it, as a sentence.
+        axes: the axes along which others wait for it.
+        coords: the coordinates that all of `ranks` have in common.
+        method: what they run; None without.
+        since_s: for how long.
+        where: the innermost frame of the method, `file:line in function`; empty if it is not known.
+        stacks: the frames of the first of them, from the innermost one to its method.
+        waiting: the ranks that wait for them.
+        waiting_where: where these are.
+        wrong: whether something is wrong; otherwise it only explains.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    text: str
+    axes: tuple[str, ...] = ()
+    coords: Mapping[str, int] = field(default_factory=dict)
+    method: str | None = None
+    since_s: float = 0.0
+    where: str = ""
+    stacks: str = ""
+    waiting: tuple[int, ...] = ()
+    waiting_where: str = ""
+    wrong: bool = True
+
+
+def diagnose(seen: SeenGroup, *, stuck_after_s: float) -> list[Finding]:
+    """Return what is wrong with a group, the most certain first; nothing if it is well.
+
+    Args:
+        seen: the group, looked at with stacks.
+        stuck_after_s: workers without progress for less than this are not suspected.
+    """
+    findings = [*_find_dead(seen), *_find_stopped(seen)]
+    blamed = {rank for finding in findings for rank in finding.ranks}
+    findings += _find_late(seen, stuck_after_s, blamed)
+    findings += _find_driver(seen)
+    findings += [
+        _about("unknown", [one], f"{describe(one)} did not answer: {one.note}")
+        for one in seen.workers
+        if one.state == "unknown"
+    ]
+    return findings
+
+
+def describe(worker: SeenWorker) -> str:
+    """Return who a worker is, as a phrase.
+
+    >>> describe(SeenWorker(5, {"dp": 2}, "abcdef0123", "10.0.0.1", 77))
+    'Rank 5 (dp=2) on node abcdef01 (10.0.0.1), pid 77'
+    """
+    coords = f" ({write_coords(worker.coords)})" if worker.coords else ""
+    place = f" on node {worker.node_id[:8]} ({worker.address})" if worker.node_id else ""
+    return f"Rank {worker.rank}{coords}{place}" + (f", pid {worker.pid}" if worker.pid else "")
+
+
+def write_coords(coords: Mapping[str, int]) -> str:
+    """Return coordinates as `dp=1, tp=0`."""
+    return ", ".join(f"{axis}={at}" for axis, at in coords.items())
+
+
+def _about(kind: Kind, workers: Sequence[SeenWorker], text: str, **more: object) -> Finding:
+    first = workers[0]
+    values = {
+        "coords": _common_coords(workers),
+        "method": first.method,
+        "since_s": first.since_progress_s,
+        "where": find_innermost(first.stacks),
+        "stacks": write_frames(first) if first.stacks else "",
+        **more,
+    }
+    return Finding(kind, tuple(worker.rank for worker in workers), text, **values)  # type: ignore[arg-type]
+
+
+def _common_coords(workers: Sequence[SeenWorker]) -> dict[str, int]:
+    first = workers[0].coords
+    return {axis: at for axis, at in first.items() if all(worker.coords[axis] == at for worker in workers)}
+
+
+def write_place(worker: SeenWorker) -> str:
+    """Return where a worker is, for people: its method, and the line there that does not return."""
+    frames = find_method_frames(worker.stacks)
+    if not frames:
+        return f"{worker.method!r}"
+    # The innermost line that is not of a library, and what it calls.
+    own = next((frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)), frames[0])
+    file, line, function = own
+    within = f" ({frames[0][2]})" if own is not frames[0] else ""
+    return f"{worker.method!r} at {os.path.basename(file)}:{line} in {function}{within}"
+
+
+def _find_dead(seen: SeenGroup) -> list[Finding]:
+    return [
+        _about("dead", [worker], f"{describe(worker)} is dead. {worker.note}".rstrip())
+        for worker in seen.workers
+        if worker.state == "dead"
+    ]
+
+
+def _find_stopped(seen: SeenGroup) -> list[Finding]:
+    return [
+        _about(
+            "stopped",
+            [one],
+            f"{describe(one)} is stopped (SIGSTOP){_doing(one)}. `kill -CONT {one.pid}` there continues it.",
+        )
+        for one in seen.workers
+        if one.stopped
+    ]
+
+
+def _doing(worker: SeenWorker) -> str:
+    return f" in {worker.method!r} for {worker.running_s:.0f} s" if worker.method else ""
+
+
+def _find_driver(seen: SeenGroup) -> list[Finding]:
+    driver = seen.group.driver
+    who = f"The driver (pid {driver['pid']} on {driver['host']})"
+    if seen.driver == "stopped":
+        return [
+            Finding("driver", (), f"{who} is stopped (SIGSTOP): it makes no calls. `kill -CONT` there continues it.")
+        ]
+    if seen.driver == "gone":
+        return [Finding("driver", (), f"{who} has ended. Ray ends its workers within seconds.")]
+    return []
+
+
+def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -> list[Finding]:
+    """Find the workers that others wait for."""
+    living = [
+        one for one in seen.workers if one.state in ("busy", "stuck", "starting", "idle") and one.rank not in blamed
+    ]
+    still = [one for one in living if one.method and one.since_progress_s >= stuck_after_s]
+    if not still:
+        return []
+    waiting, late = _split(still, living)
+    if not waiting:
+        return _find_stuck(still)
+    late = [one for one in late if one.state != "idle"] or late
+    if not late:
+        # All wait at one place: for one that is dead or stopped, or for somebody outside of the group.
+        whom = f"for rank(s) {write_ranks(sorted(blamed))}" if blamed else "and no worker is elsewhere"
+        since = f"{waiting[0].since_progress_s:.0f} s"
+        text = f"{_count(waiting)} {_verb(waiting, 'wait')} in {write_place(waiting[0])} for {since}, {whom}."
+        return [_about("stuck", waiting, text, wrong=not blamed)]
+    axes = find_axes(seen.group.sharding, late, waiting)
+    return [_late(group, waiting, axes) for group in _by_place(late)]
+
+
+def _split(still: Sequence[SeenWorker], living: Sequence[SeenWorker]) -> tuple[list[SeenWorker], list[SeenWorker]]:
+    """Return the workers that wait for others, and those that are elsewhere."""
+    known = [one for one in still if _waits(one)]
+    if known:
+        # Of those that wait, the ones in an earlier call are late themselves.
+        latest = max(one.calls for one in known)
+        waiting = [one for one in known if one.calls == latest]
+    else:
+        ((place, count),) = Counter(map(_position, still)).most_common(1)
+        waiting = [one for one in still if _position(one) == place]
+        if count < 2 or 2 * count <= len(living):
+            return [], []
+    ranks = {one.rank for one in waiting}
+    return waiting, [one for one in living if one.rank not in ranks]
+
+
+def _waits(worker: SeenWorker) -> bool:
+    return any(part in file for file, _, _ in find_method_frames(worker.stacks) for part in _WAITS)
+
+
+def _position(worker: SeenWorker) -> tuple[object, ...]:
+    return worker.method, find_method_frames(worker.stacks)
+
+
+def _by_place(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
+    found: dict[tuple[object, ...], list[SeenWorker]] = {}
+    for worker in workers:
+        found.setdefault((*_position(worker), worker.state == "idle"), []).append(worker)
+    return list(found.values())
+
+
+def _late(late: Sequence[SeenWorker], waiting: Sequence[SeenWorker], axes: tuple[str, ...]) -> Finding:
+    first = late[0]
+    if len(late) == 1:
+        who = describe(first)
+    else:
+        common = _common_coords(late)
+        who = f"Ranks {write_ranks([one.rank for one in late])}" + (f" ({write_coords(common)})" if common else "")
+    is_are = _verb(late, "is", "are")
+    doing = "idle: not called, or done"
+    if first.method:
+        doing = (
+            f"in {write_place(first)} for {first.running_s:.0f} s, without progress for {first.since_progress_s:.0f} s"
+        )
+    text = f"{who} {is_are} {doing}"
+    along = f" along {', '.join(axes)}" if axes else ""
+    it = "it" if len(late) == 1 else "them"
+    text += f". {_count(waiting)} {_verb(waiting, 'wait')} for {it}{along} in {write_place(waiting[0])}."
+    return _about(
+        "late",
+        late,
+        text,
+        axes=axes,
+        waiting=tuple(one.rank for one in waiting),
+        waiting_where=find_innermost(waiting[0].stacks),
+    )
+
+
+def _verb(workers: Sequence[SeenWorker], one: str, several: str = "") -> str:
+    """Return a verb in the form for as many workers; regular without `several`."""
+    if several:
+        return one if len(workers) == 1 else several
+    return f"{one}s" if len(workers) == 1 else one
+
+
+def _count(workers: Sequence[SeenWorker]) -> str:
+    ranks = write_ranks([one.rank for one in workers])
+    return f"Rank {ranks}" if len(workers) == 1 else f"{len(workers)} workers (ranks {ranks})"
+
+
+def find_axes(sharding: NamedSharding, late: Sequence[SeenWorker], waiting: Sequence[SeenWorker]) -> tuple[str, ...]:
+    """Return the axes along which a peer of a late worker waits."""
+    waits = {one.rank for one in waiting}
+    return tuple(axis for axis in sharding.names if any(waits & set(sharding.peers(one.rank, axis)) for one in late))
+
+
+def _find_stuck(still: Sequence[SeenWorker]) -> list[Finding]:
+    """Report workers without progress where nobody is known to wait for anybody."""
+    stuck = [one for one in still if one.since_progress_s >= STUCK_AFTER_S]
+    return [
+        _about(
+            "starting" if group[0].method == "__init__" else "stuck",
+            group,
+            f"{_who(group)} in {write_place(group[0])} for {group[0].running_s:.0f} s, without progress for "
+            f"{group[0].since_progress_s:.0f} s.",
+        )
+        for group in _by_place(stuck)
+    ]
+
+
+def _who(workers: Sequence[SeenWorker]) -> str:
+    if len(workers) == 1:
+        return f"{describe(workers[0])} is"
+    return f"Ranks {write_ranks([one.rank for one in workers])} are"

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups that are registered at the node agents, and what their workers are doing."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fairlead_placement.spi import (
+    Agent,
+    alive_nodes,
+    ask_head,
+    find_agents,
+    process_is_alive,
+    read_boards,
+    run_on_agents,
+)
+from fairlead_sharding import NamedSharding
+
+from .._observe.registration import KEY, SCHEMA
+from .._observe.status import State, state_of
+from .._ray_private import death_causes
+from .._remote.outside import look_at_process, look_from_outside
+from ..exceptions import WorkerGroupError
+
+# Agents answer in milliseconds; those of a node that hangs do not.
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True)
+class RegisteredWorker:
+    """One worker of a group, as its group has published it.
+
+    Attributes:
+        rank: its number in the group.
+        name: its name.
+        coords: its coordinates, by axis.
+        node_id: Ray's id of its node.
+        address: the node's address.
+        pid: its process; 0 until it has started.
+        started: the tick at which the process started.
+        incarnation: how often its rank has been started before.
+        restarts: how often of these because it was lost.
+        actor_id: Ray's id of its actor; empty before there is one.
+        mark: what finds its process while it starts.
+    """
+
+    rank: int
+    name: str
+    coords: Mapping[str, int]
+    node_id: str
+    address: str
+    pid: int
+    started: int
+    incarnation: int
+    restarts: int
+    actor_id: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class RegisteredGroup:
+    """A group, as it has published itself.
+
+    Attributes:
+        group_id: identifies it among all groups.
+        name: its name.
+        class_name: the class of its workers.
+        shape: the sizes of its axes.
+        layout: the axes over its ranks, as of `NamedSharding.to_dict`.
+        created: when it was made, in seconds since the epoch by its driver's clock.
+        namespace: Ray's namespace of its actors.
+        epoch: the number of changes of its workers that the publication includes.
+        driver: the process that owns it: `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started`.
+        members: the workers that are known, by ascending rank. Those of a node that is lost are missing.
+        agents: the agent of each node, by node id.
+    """
+
+    group_id: str
+    name: str
+    class_name: str
+    shape: Mapping[str, int]
+    layout: Mapping[str, Any]
+    created: float
+    namespace: str
+    epoch: int
+    driver: Mapping[str, Any]
+    members: tuple[RegisteredWorker, ...]
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        """The axes over its ranks."""
+        return NamedSharding.from_dict(self.layout)
+
+    @property
+    def label(self) -> str:
+        """The name, with enough of the id to tell it from other groups of that name."""
+        return f"{self.name} ({self.group_id[:6]})"
+
+
+@dataclass(frozen=True)
+class SeenWorker:
+    """What one worker was doing when it was looked at.
+
+    Attributes:
+        rank: its number in the group.
+        coords: its coordinates, by axis.
+        node_id: Ray's id of its node; empty if nobody knows.
+        address: the node's address.
+        pid: its process; 0 if there is none, or nobody knows.
+        incarnation: how often its rank has been started before.
+        restarts: how often of these because it was lost.
+        state: as of `WorkerStatus`.
+        stopped: whether its process is stopped (SIGSTOP).
+        method: what it is running; None without.
+        running_s: seconds since it started that.
+        since_progress_s: seconds since its last progress.
+        calls: how many method calls it has started.
+        step: the last step it reported; None without.
+        message: the last message it reported.
+        memory_bytes: memory it has resident.
+        stacks: the stacks of its threads, if they were asked for; empty for an idle worker.
+        note: why something is not known, or what it died of.
+    """
+
+    rank: int
+    coords: Mapping[str, int]
+    node_id: str = ""
+    address: str = ""
+    pid: int = 0
+    incarnation: int = 0
+    restarts: int = 0
+    state: State = "unknown"
+    stopped: bool = False
+    method: str | None = None
+    running_s: float = 0.0
+    since_progress_s: float = 0.0
+    calls: int = 0
+    step: int | None = None
+    message: str = ""
+    memory_bytes: int = 0
+    stacks: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SeenGroup:
+    """A group and what its workers were doing when they were looked at.
+
+    Attributes:
+        group: the group.
+        workers: its workers, by rank.
+        driver: the state of the process that owns it: "runs", "stopped" (SIGSTOP), "gone", or "unknown".
+        age_s: seconds since it was made.
+    """
+
+    group: RegisteredGroup
+    workers: tuple[SeenWorker, ...]
+    driver: str
+    age_s: float
+
+    def count(self, *states: str) -> int:
+        """Return how many workers are in one of these states."""
+        return sum(worker.state in states for worker in self.workers)
+
+
+def find_groups() -> list[RegisteredGroup]:
+    """Return every group of every job, in the order in which they were made.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer in time.
+    """
+    return merge_boards(read_boards(find_agents(), timeout_s=ANSWER_S))
+
+
+def find_group(name: str | None) -> RegisteredGroup:
+    """Return the group with a name, or whose id begins like this; the only group there is if None.
+
+    Raises:
+        WorkerGroupError: there is none, or several.
+    """
+    groups = find_groups()
+    chosen = [one for one in groups if name is None or one.name == name or (name and one.group_id.startswith(name))]
+    if len(chosen) == 1:
+        return chosen[0]
+    labels = ", ".join(one.label for one in groups)
+    if not groups:
+        raise WorkerGroupError("No worker group is registered on this cluster.")
+    if not chosen:
+        raise WorkerGroupError(f"There is no group {name!r}. These are there: {labels}.")
+    raise WorkerGroupError(f"Choose one of several groups with --group, by its name or the id in brackets: {labels}.")
+
+
+def merge_boards(boards: Mapping[Agent, dict[str, Any] | Exception]) -> list[RegisteredGroup]:
+    """Return the groups from what is published at each agent. Pure.
+
+    The nodes of a group may have received different versions: of each worker the latest is taken.
+    """
+    found: dict[str, list[tuple[Agent, dict[str, Any]]]] = {}
+    for agent, board in boards.items():
+        for key, value in board.items() if not isinstance(board, Exception) else ():
+            if key.startswith(KEY) and value.get("schema") == SCHEMA:
+                found.setdefault(key, []).append((agent, value))
+    groups = []
+    for published in found.values():
+        published.sort(key=lambda one: one[1]["epoch"])
+        members = {row["rank"]: RegisteredWorker(**row) for _, value in published for row in value["members"]}
+        latest = published[-1][1]
+        groups.append(
+            RegisteredGroup(
+                group_id=latest["id"],
+                name=latest["name"],
+                class_name=latest["class"],
+                shape=latest["shape"],
+                layout=latest["layout"],
+                created=latest["created"],
+                namespace=latest["namespace"],
+                epoch=latest["epoch"],
+                driver=latest["driver"],
+                members=tuple(members[rank] for rank in sorted(members)),
+                agents={agent.node_id: agent for agent, _ in published},
+            )
+        )
+    return sorted(groups, key=lambda one: (one.created, one.group_id))
+
+
+def look_at_groups(
+    groups: Sequence[RegisteredGroup], *, stuck_after_s: float, dump: bool = False, ranks: Iterable[int] | None = None
+) -> list[SeenGroup]:
+    """Look at the workers of groups, with one request to each agent.
+
+    Args:
+        groups: the groups.
+        stuck_after_s: a busy worker without progress for so many seconds is stuck.
+        dump: have those that are stuck write their stacks.
+        ranks: the workers of a single group to look at; None for all.
+    """
+    chosen = None if ranks is None else frozenset(ranks)
+    asked: dict[Agent, list[tuple[str, RegisteredWorker]]] = {}
+    for group in groups:
+        for member in group.members:
+            if (chosen is None or member.rank in chosen) and member.node_id in group.agents:
+                asked.setdefault(group.agents[member.node_id], []).append((group.group_id, member))
+    arguments = {
+        agent: ([(one.pid, one.started, one.mark) for _, one in there], stuck_after_s, dump)
+        for agent, there in asked.items()
+    }
+    answers = run_on_agents(look_from_outside, arguments, timeout_s=ANSWER_S)
+    rows: dict[tuple[str, int], dict[str, Any] | str] = {}
+    for agent, there in asked.items():
+        answer = answers[agent]
+        for at, (group_id, one) in enumerate(there):
+            rows[group_id, one.rank] = _first_line(answer) if isinstance(answer, Exception) else answer[at]
+    living = alive_nodes()
+    causes: dict[str, Mapping[str, str]] = {}
+    seen = []
+    for group in groups:
+        job = group.driver["job_id"]
+        if job not in causes:
+            causes[job] = ask_head("list the dead actors", death_causes, job)
+        workers = tuple(
+            _see(group, rank, rows.get((group.group_id, rank)), living, causes[job])
+            for rank in range(group.sharding.size)
+            if chosen is None or rank in chosen
+        )
+        seen.append(SeenGroup(group, workers, _see_driver(group), max(0.0, time.time() - group.created)))
+    return seen
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _see(
+    group: RegisteredGroup,
+    rank: int,
+    row: dict[str, Any] | str | None,
+    living: frozenset[str],
+    causes: Mapping[str, str],
+) -> SeenWorker:
+    member = next((one for one in group.members if one.rank == rank), None)
+    if member is None:
+        coords = group.sharding.get_worker_coords(rank)
+        return SeenWorker(
+            rank, coords, state="dead", note="No agent knows it: its node is lost, or its agent has ended."
+        )
+    worker = SeenWorker(
+        rank,
+        member.coords,
+        node_id=member.node_id,
+        address=member.address,
+        pid=member.pid,
+        incarnation=member.incarnation,
+        restarts=member.restarts,
+    )
+    if member.node_id not in living:
+        return replace(worker, state="dead", note="Its node is lost.")
+    if member.actor_id in causes:
+        return replace(worker, state="dead", note=causes[member.actor_id])
+    if row is None or isinstance(row, str):
+        return replace(worker, note=row or "The agent of its node has ended.")
+    if row["missing"]:
+        return replace(worker, state="starting", note="Its process has not started.")
+    if row["gone"]:
+        return replace(worker, state="dead", note="Its process has ended.")
+    state = state_of(False, row)
+    return replace(
+        worker,
+        # A worker whose process starts has no record yet.
+        state="starting" if state == "unknown" and member.pid == 0 else state,
+        stopped=row["process"] == "T",
+        pid=row["pid"],
+        memory_bytes=row["rss_bytes"],
+        stacks=row["stacks"],
+        note=row["note"],
+        **{name: row[name] for name in _RECORDED if name in row},
+    )
+
+
+_RECORDED = ("method", "running_s", "since_progress_s", "calls", "step", "message")
+
+
+def _see_driver(group: RegisteredGroup) -> str:
+    driver = group.driver
+    if process_is_alive(driver["worker_id"]) is False:
+        return "gone"
+    agent = group.agents.get(driver["node_id"])
+    if agent is None:
+        return "runs"
+    asked = {agent: (driver["pid"], driver["started"], driver["host"])}
+    state = run_on_agents(look_at_process, asked, timeout_s=ANSWER_S)[agent]
+    return "stopped" if state == "T" else "runs"

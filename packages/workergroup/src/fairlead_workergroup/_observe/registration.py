@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group publishes about itself at the agents of its nodes, for processes that look at it from outside.
+
+It holds names, places and processes. It never holds arguments, environment variables or anything else of the user's.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from fairlead_placement.spi import publish, withdraw
+from fairlead_sharding import NamedSharding
+
+from .._members import Member, Roster
+from .._ray_private import actor_id_of
+from .._remote.process import mark_of, start_tick
+
+# Of the published data; readers of another version leave the group out.
+SCHEMA = 1
+KEY = "fairlead-group-"
+
+
+class Registration:
+    """Keeps what is published about one group up to date.
+
+    Args:
+        roster: of the group.
+        token: identifies the group among all groups of all drivers.
+        class_name: of the user's class.
+        sharding: the axes over the ranks.
+    """
+
+    def __init__(self, roster: Roster, token: str, class_name: str, sharding: NamedSharding) -> None:
+        self._roster = roster
+        self._token = token
+        self._version = 0
+        self._nodes: set[str] = set()
+        context = ray.get_runtime_context()
+        self._about = {
+            "schema": SCHEMA,
+            "id": token,
+            "name": roster.name_prefix,
+            "class": class_name,
+            "shape": dict(sharding.shape),
+            "layout": sharding.to_dict(),
+            "created": time.time(),
+            "namespace": context.namespace,
+            "driver": {
+                "job_id": context.get_job_id(),
+                "worker_id": context.get_worker_id(),
+                "node_id": context.get_node_id(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": start_tick(os.getpid()),
+            },
+        }
+
+    def publish(self, starting: Mapping[int, Any] | None = None) -> None:
+        """Publish the workers as they are now, without waiting for the agents.
+
+        Args:
+            starting: the actors of the ranks that are starting, whose processes are not known yet.
+        """
+        now = self._roster.snapshot()
+        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in self._nodes}
+        for member in now.members:
+            row = self._row(member, (starting or {}).get(member.rank))
+            by_node.setdefault(row["node_id"], []).append(row)
+        self._version += 1
+        about = {**self._about, "epoch": now.epoch}
+        values = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
+        publish(KEY + self._token, self._version, values)
+        self._nodes = {node_id for node_id, rows in by_node.items() if rows}
+
+    def _row(self, member: Member, actor: Any) -> dict[str, Any]:
+        facts = member.place.facts(member.coords) if actor is not None or member.handle is None else member.facts
+        handle = member.handle if actor is None else actor
+        return {
+            "rank": member.rank,
+            "name": member.place.name,
+            "coords": dict(member.coords),
+            "node_id": facts.node_id,
+            "address": facts.node_ip,
+            "pid": facts.pid,
+            "started": facts.started,
+            "incarnation": member.incarnation,
+            "restarts": member.restarts,
+            "actor_id": "" if handle is None else actor_id_of(handle),
+            "mark": mark_of(self._token, member.rank),
+        }
+
+    def withdraw(self) -> None:
+        """Withdraw everything, without waiting for the agents."""
+        nodes, self._nodes = self._nodes, set()
+        withdraw(KEY + self._token, nodes)

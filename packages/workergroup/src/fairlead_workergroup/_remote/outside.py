@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that does not own a group finds out about workers, in the agents of their nodes.
+
+Shipped by value, to the agents: the standard library only, and what is shipped with it.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from .process import Process, process_state, read_marks, read_processes, start_tick
+from .progress import look
+
+# A process, and what the identity of the worker begins with, which finds the process while it is not known.
+Registered = tuple[int, int, str]
+
+
+def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
+    """Return what `look` says of workers, and their processes.
+
+    Args:
+        workers: pid, start tick and mark of each; pid 0 for one that is starting.
+        stuck_after_s: as of `look`.
+        dump: as of `look`.
+
+    Returns:
+        For each worker what `look` returns, with `pid`, `started`, `process`, the letter of the process's state, and
+        `rss_bytes`. `missing` is true for one that is starting and has no process yet.
+    """
+    processes = _find_starting(workers)
+    rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)
+    return [
+        {
+            **{name: value for name, value in row.items() if name != "task"},
+            "pid": pid,
+            "started": started,
+            "process": process_state(pid) if pid else "",
+            "rss_bytes": _resident(pid) if pid and not row["gone"] else 0,
+            "missing": pid == 0,
+        }
+        for row, (pid, started) in zip(rows, processes, strict=True)
+    ]
+
+
+def _find_starting(workers: Sequence[Registered]) -> list[Process]:
+    """Return the process of each worker; (0, -1) for one that has none yet."""
+    wanted = {mark.encode(): at for at, (pid, _, mark) in enumerate(workers) if pid == 0}
+    processes = [(pid, started) for pid, started, _ in workers]
+    if wanted:
+        for pid, (_, started) in read_processes().items():
+            for mark, itself in read_marks((pid, started)):
+                # An identity is the mark with the number of the incarnation.
+                at = wanted.get(mark.rpartition(b"-")[0] + b"-")
+                if itself and at is not None and started > processes[at][1]:
+                    processes[at] = (pid, started)
+    return processes
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0  # it has ended meanwhile
+
+
+def look_at_process(pid: int, started: int, host: str) -> str:
+    """Return the letter of the state of a process that is said to be on this machine; "" if it is not."""
+    return process_state(pid) if host == socket.gethostname() and start_tick(pid) == started else ""

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line against a group of another process, which is stopped while it is looked at."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+SECRETS = {"argument": "secret-in-an-argument", "environment": "secret-in-the-environment"}
+DRIVER = """
+    import ctypes, os, sys, time
+    import ray
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_sharding import NamedSharding
+    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, report_progress
+    from fairlead_workergroup.testing import kill
+
+    class Trainer:
+        def __init__(self, folder, secret="secret-in-an-argument"):
+            self.folder, self.rank = folder, int(os.environ["RANK"])
+
+        def train(self, step, secret):
+            report_progress(step=step)
+            if self.rank == 5:
+                read, _ = os.pipe()
+                ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # holds the GIL
+            self.barrier()
+
+        def barrier(self):
+            while not os.path.exists(self.folder):
+                time.sleep(0.01)
+
+        def quick(self):
+            return self.rank
+
+    # Ray prints to standard output when a worker dies.
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    env = {"TOKEN": "secret-in-the-environment"}
+    mesh = NamedSharding.from_shape(dp=4, tp=2)
+    with RayVirtualCluster([8], use_gpus=False) as cluster:
+        builder = RayWorkerBuilder(Trainer, sys.argv[1])
+        with RayWorkerGroup(
+            cluster, builder, name_prefix="policy", sharding_annotations=mesh, env_vars=env, restart_on_failure=True
+        ) as group:
+            print(ray.get_runtime_context().gcs_address, file=out, flush=True)
+            for line in sys.stdin:
+                if line == "hang\\n":
+                    call = group.call("train", 7, "secret-in-an-argument")
+                elif line == "recover\\n":
+                    kill(group, 5)
+                    open(sys.argv[1], "w").close()
+                    try:
+                        call.result()
+                    except Exception as error:
+                        print(type(error).__name__, file=sys.stderr)
+                    group.call("quick").result()
+                elif line == "kill\\n":
+                    kill(group, 3)
+                elif line == "end\\n":
+                    group.shutdown()
+                print("ok", file=out, flush=True)
+"""
+
+
+class Driver:
+    """A driver with a group of eight workers, in a process of its own."""
+
+    def __init__(self, folder):
+        script = folder / "driver.py"
+        script.write_text(textwrap.dedent(DRIVER))
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), str(folder / "go")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+        self.address = self._process.stdout.readline().strip()
+
+    def do(self, what):
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "ok\n"
+
+    @contextlib.contextmanager
+    def stopped(self):
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def close(self):
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "RAY_AUTH_MODE", "disabled"
+        )  # otherwise Ray creates a token, and puts it into the driver's variables
+        driver = Driver(tmp_path_factory.mktemp("driver"))
+        patch.setenv("RAY_ADDRESS", driver.address)
+        yield driver
+        driver.close()
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "fairlead_workergroup", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    for secret in SECRETS.values():
+        assert secret not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def read(*arguments):
+    done = run(*arguments, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout)
+
+
+def test_idle(driver):
+    """A group that is well is listed with its workers, and nothing is wrong."""
+    (group,) = read("groups")["groups"]
+    assert {key: group[key] for key in ("name", "class", "mesh", "workers", "alive", "dead", "stuck")} == {
+        "name": "policy",
+        "class": "Trainer",
+        "mesh": {"dp": 4, "tp": 2},
+        "workers": 8,
+        "alive": 8,
+        "dead": 0,
+        "stuck": 0,
+    }
+    assert (group["driver"]["pid"], group["driver"]["state"]) == (driver.pid, "runs")
+    well = run("why")
+    assert (well.returncode, well.stderr) == (0, "")
+    assert "nothing is wrong" in well.stdout
+    assert "policy" in run("groups").stdout
+
+
+def test_driver_stopped_and_worker_hung(driver):
+    """While the driver is stopped and a worker hangs in native code that holds the GIL, `why` names it in time."""
+    driver.do("hang")
+    time.sleep(1.5)
+    with driver.stopped():
+        began = time.monotonic()
+        run("groups")
+        alone = time.monotonic() - began  # Python's and Ray's own start
+        for _ in range(3):
+            began = time.monotonic()
+            found = read("why", "--after", "1")
+            assert time.monotonic() - began < alone + 2.0
+            assert found["wrong"] is True
+            late, stopped = found["groups"][0]["findings"]
+            assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
+            assert late["method"] == "train"
+            assert late["where"].endswith("in train")
+            assert late["waiting"] == [0, 1, 2, 3, 4, 6, 7]
+            assert stopped["kind"] == "driver"
+        shown = run("why", "--after", "1", "--group", "policy")
+        assert shown.returncode == 1
+        assert "LATE     Rank 5 (dp=2, tp=1)" in shown.stdout
+        status = read("status")["workers"]
+        assert [(one["state"], one["method"], one["step"]) for one in status] == [("busy", "train", 7)] * 8
+        assert all(one["memory_bytes"] > 2**20 for one in status)
+        (one,) = read("status", "--at", "dp=1,tp=0")["workers"]
+        assert one["rank"] == 2
+        most, rest = read("stacks")["stacks"]
+        assert (most["ranks"], rest["ranks"]) == ([0, 1, 2, 3, 4, 6, 7], [5])
+        assert "in barrier" in most["stacks"]
+        assert "rank 5:" in run("stacks", "--threads").stdout
+        assert run("top", "-n", "2", "--interval", "0.1").stdout.count("8 busy") == 2
+
+
+def test_stopped_worker(driver):
+    """A worker that is stopped is named, and those that wait for it are explained by it."""
+    pid = next(one["pid"] for one in read("status")["workers"] if one["rank"] == 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = read("why", "--after", "1")["groups"][0]["findings"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [(one["kind"], one["ranks"]) for one in found][:1] == [("stopped", [1])]
+
+
+def test_restarted(driver):
+    """After a restart the new process is registered, with its incarnation."""
+    before = read("status")["workers"]
+    driver.do("recover")
+    after = read("status")["workers"]
+    assert [one["incarnation"] for one in after] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert after[5]["pid"] != before[5]["pid"]
+    assert [one["state"] for one in after] == ["idle"] * 8
+
+
+def test_dead_worker(driver):
+    """A dead worker is reported with what it died of, also while its driver does not know it."""
+    driver.do("kill")
+    with driver.stopped():
+        deadline = time.monotonic() + 15
+        while (found := read("why")["groups"][0]["findings"]) and "process" not in found[0]["text"]:
+            assert time.monotonic() < deadline, found
+    assert (found[0]["kind"], found[0]["ranks"]) == ("dead", [3])
+    assert read("groups")["groups"][0]["dead"] == 1
+
+
+def test_unknown_group(driver):
+    """A name that no group has is answered by those that are there."""
+    done = run("status", "--group", "critic")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("There is no group 'critic'. These are there: policy (")
+    done = run("status", "--at", "pp=0")
+    assert done.returncode == 3
+    assert "pp" in done.stderr
+
+
+def test_interrupted_top(driver):
+    """Ctrl-C ends `top` with 130; a reader that goes ends it with 141. Neither prints a traceback."""
+    command = [sys.executable, "-m", "fairlead_workergroup", "top", "--interval", "0.1"]
+    for end, status in (("interrupt", 130), ("close", 141)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "idle" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+        else:
+            process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(30), errors) == (status, "")
+
+
+def test_no_cluster(driver):
+    """Without a cluster the error says what to do."""
+    done = run("groups", "--address", "127.0.0.1:1")
+    assert done.returncode == 3
+    assert done.stderr.startswith("No Ray cluster answers at 127.0.0.1:1.")
+
+
+def test_ended(driver):
+    """A group that was shut down is not listed any more."""
+    driver.do("end")
+    deadline = time.monotonic() + 10
+    while read("groups")["groups"] and time.monotonic() < deadline:
+        pass
+    assert read("groups")["groups"] == []
+    done = run("why")
+    assert done.returncode == 3
+    assert done.stderr == "No worker group is registered on this cluster.\n"

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said about groups that were looked at from outside: the diagnosis, folded stacks and tables. Pure."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from rich.console import Console
+
+from fairlead_placement.spi import Agent
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._inspect.command import main
+from fairlead_workergroup._inspect.diagnosis import diagnose
+from fairlead_workergroup._inspect.groups import RegisteredGroup, SeenGroup, SeenWorker, merge_boards
+from fairlead_workergroup._inspect.stacks import fold_stacks
+from fairlead_workergroup._inspect.tables import draw_findings, draw_groups, draw_stacks, draw_status
+from fairlead_workergroup._observe.registration import KEY
+
+HOST = '  File "/x/fairlead_workergroup/_remote/host.py", line 200 in delegate\n'
+WAITING = (
+    "Current thread 0x{id} (most recent call first):\n"
+    '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 2 in all_reduce\n'
+    '  File "/home/train.py", line 15 in train\n' + HOST
+)
+COMPUTING = 'Current thread 0x{id} (most recent call first):\n  File "/home/train.py", line 14 in train\n' + HOST
+# A barrier that nobody knows.
+OWN_WAIT = 'Current thread 0x{id} (most recent call first):\n  File "/home/own.py", line 3 in barrier\n' + HOST
+MESH = NamedSharding.from_shape(dp=2, tp=2)
+
+
+def busy(rank, stacks, *, seconds=60.0, mesh=MESH, calls=5, method="train"):
+    return SeenWorker(
+        rank,
+        mesh.get_worker_coords(rank),
+        "ab" * 28,
+        "10.0.0.1",
+        100 + rank,
+        state="busy",
+        method=method,
+        running_s=seconds,
+        since_progress_s=seconds,
+        calls=calls,
+        stacks=stacks.format(id=f"{rank:016x}"),
+        memory_bytes=2**20,
+    )
+
+
+def idle(rank, *, calls=4, mesh=MESH):
+    return replace(busy(rank, "", mesh=mesh, calls=calls), state="idle", method=None, running_s=0.0)
+
+
+def group(workers, mesh=MESH, driver="runs"):
+    facts = {"job_id": "01000000", "worker_id": "w", "node_id": "n", "host": "head", "pid": 7, "started": 1}
+    found = RegisteredGroup(
+        "0123456789", "policy", "Trainer", mesh.shape, mesh.to_dict(), 0.0, "ns", 1, facts, members=()
+    )
+    return SeenGroup(found, tuple(workers), driver, 75.0)
+
+
+def findings(workers, **changes):
+    return diagnose(group(workers, **changes), stuck_after_s=10.0)
+
+
+def test_late_in_the_same_method():
+    """The rank that has not reached the collective is late, with its place, and those that wait for it."""
+    (found,) = findings([busy(0, WAITING), busy(1, WAITING), busy(2, COMPUTING), busy(3, WAITING)])
+    assert (found.kind, found.ranks, found.coords, found.method) == ("late", (2,), {"dp": 1, "tp": 0}, "train")
+    assert (found.where, found.since_s, found.waiting) == ("/home/train.py:14 in train", 60.0, (0, 1, 3))
+    assert found.text == (
+        "Rank 2 (dp=1, tp=0) on node abababab (10.0.0.1), pid 102 is in 'train' at train.py:14 in train for 60 s, "
+        "without progress for 60 s. 3 workers (ranks 0-1, 3) wait for it along dp, tp in 'train' at train.py:15 in "
+        "train (all_reduce)."
+    )
+
+
+def test_axis():
+    """When only the peers along one axis wait, that axis is named."""
+    (found,) = findings([busy(0, WAITING), busy(1, COMPUTING), idle(2), idle(3)])
+    assert (found.ranks, found.axes, found.waiting) == ((1,), ("tp",), (0,))
+
+
+def test_most_are_late():
+    """Those in a collective wait, also when they are few: the others are late, with what they have in common."""
+    (found,) = findings([busy(0, WAITING), busy(1, WAITING), busy(2, COMPUTING), busy(3, COMPUTING)])
+    assert (found.kind, found.ranks, found.coords, found.axes) == ("late", (2, 3), {"dp": 1}, ("dp",))
+
+
+def test_not_called():
+    """Workers that wait for one that was not called, because the driver is stopped, are explained by both."""
+    late, driver = findings([busy(0, WAITING), busy(1, WAITING), busy(2, WAITING), idle(3)], driver="stopped")
+    assert (late.kind, late.ranks) == ("late", (3,))
+    assert "is idle: not called, or done" in late.text
+    assert driver.text.startswith("The driver (pid 7 on head) is stopped (SIGSTOP)")
+
+
+def test_unknown_wait():
+    """Without a collective that is known, most workers at one line wait for the one that is elsewhere."""
+    (found,) = findings([busy(0, OWN_WAIT), busy(1, OWN_WAIT), busy(2, OWN_WAIT), busy(3, COMPUTING)])
+    assert (found.kind, found.ranks) == ("late", (3,))
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        [idle(rank) for rank in range(4)],
+        [busy(rank, COMPUTING, seconds=3.0) for rank in range(4)],
+        [busy(0, COMPUTING), idle(1), idle(2), idle(3)],
+        [busy(rank, COMPUTING.replace("14", str(rank))) for rank in range(4)],
+    ],
+    ids=["idle", "just started", "one that is called alone", "everywhere"],
+)
+def test_healthy(workers):
+    """Nothing is wrong with workers that are idle, make progress, or compute at different lines."""
+    assert findings(workers) == []
+
+
+def test_dead():
+    """Those that wait for a dead rank are explained by it."""
+    dead = replace(idle(1), state="dead", note="Killed by SIGKILL.")
+    found, waiting = findings([busy(0, WAITING), dead, busy(2, WAITING), busy(3, WAITING)])
+    assert (found.kind, found.ranks, found.wrong) == ("dead", (1,), True)
+    assert found.text.endswith("is dead. Killed by SIGKILL.")
+    assert (waiting.kind, waiting.ranks, waiting.wrong) == ("stuck", (0, 2, 3), False)
+    assert waiting.text.endswith("for 60 s, for rank(s) 1.")
+
+
+def test_stopped():
+    """A process that is stopped is named, with how it is continued."""
+    stopped = replace(busy(1, ""), stopped=True)
+    found, _ = findings([busy(0, WAITING), stopped, busy(2, WAITING), busy(3, WAITING)])
+    assert (found.kind, found.ranks) == ("stopped", (1,))
+    assert "`kill -CONT 101`" in found.text
+
+
+def test_silent_node():
+    """A worker whose node did not answer is reported, not guessed about."""
+    silent = replace(idle(3), state="unknown", note="No answer.")
+    (found,) = findings([idle(0), idle(1), idle(2), silent])
+    assert (found.kind, found.ranks) == ("unknown", (3,))
+
+
+def test_stuck_without_a_place():
+    """A worker without progress for minutes is stuck, also when nobody waits for it."""
+    (found,) = findings([busy(0, COMPUTING, seconds=400.0), idle(1), idle(2), idle(3)])
+    assert (found.kind, found.ranks) == ("stuck", (0,))
+
+
+def test_fold():
+    """Equal stacks are shown once with their ranks; threads have different ids and are equal all the same."""
+    folded = fold_stacks([*(busy(rank, WAITING) for rank in (0, 1, 3)), busy(2, COMPUTING)])
+    assert [one.ranks for one in folded] == [(0, 1, 3), (2,)]
+    assert folded[1].stacks == 'train (most recent call first):\n  File "/home/train.py", line 14 in train'
+    folded = fold_stacks([busy(0, WAITING), busy(1, WAITING), idle(2)], threads=True)
+    assert [one.ranks for one in folded] == [(0, 1), (2,)]
+    assert "host.py" in folded[0].stacks
+
+
+def drawn(renderable, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_many_rows_fold(width):
+    """Of 128 workers, those that do the same share a line, and nothing is cut off at 80 columns."""
+    mesh = NamedSharding.from_shape(dp=16, tp=8)
+    workers = [busy(rank, WAITING, mesh=mesh) for rank in range(127)] + [busy(127, COMPUTING, mesh=mesh, method="save")]
+    seen = group(workers, mesh=mesh)
+    shown = drawn(draw_status(seen), width)
+    assert len(shown.splitlines()) < 20
+    assert "0-126" in shown
+    assert "save" in shown
+    assert len(drawn(draw_status(seen, every=True), 200).splitlines()) > 128
+    found = diagnose(seen, stuck_after_s=10.0)
+    assert "LATE     Rank 127" in drawn(draw_findings(seen, found), width)
+    assert "ranks 0-126" in drawn(draw_stacks(fold_stacks(workers)), width)
+    assert "policy" in drawn(draw_groups([seen]), width)
+    json.dumps([asdict(one) for one in found])
+
+
+def board(epoch, *rows, **changes):
+    about = {
+        "schema": 1,
+        "id": "g",
+        "name": "policy",
+        "class": "Trainer",
+        "shape": MESH.shape,
+        "layout": MESH.to_dict(),
+    }
+    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch}
+    fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
+    members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]
+    return {KEY + "g": {**about, "members": members, **changes}, "of-somebody-else": 3}
+
+
+def test_merge():
+    """The boards of a group's nodes become one group, of each rank the latest; others are left out."""
+    first, second, silent = (Agent("01", node, None) for node in ("a", "b", "c"))
+    boards = {
+        first: board(5, {"rank": 0, "node_id": "a", "pid": 1}, {"rank": 1, "node_id": "a", "pid": 2}),
+        second: board(7, {"rank": 1, "node_id": "b", "pid": 3}),
+        silent: TimeoutError("no answer"),
+    }
+    (found,) = merge_boards(boards)
+    assert [(one.rank, one.node_id, one.pid) for one in found.members] == [(0, "a", 1), (1, "b", 3)]
+    assert (found.epoch, found.sharding, found.agents) == (7, MESH, {"a": first, "b": second})
+    assert merge_boards({first: board(5, schema=99)}) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["status", "--at", "dp"], ["top", "-n", "0"], ["why", "--after", "x"], ["groups", "--at"]],
+)
+def test_usage(arguments, capsys):
+    """Wrong arguments end with status 2, before anything is attached to."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "groups", "status", "top", "stacks", "why"])
+def test_help(command, capsys):
+    """Help names the exit statuses."""
+    with pytest.raises(SystemExit) as ended:
+        main([*([command] if command else []), "--help"])
+    assert ended.value.code == 0
+    assert "exit status:" in capsys.readouterr().out
