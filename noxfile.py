@@ -156,13 +156,19 @@ def multihost(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds."""
+    """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
+
+    With 300 seconds or more, the tests of the diagnosis and of stragglers are repeated 100 times too.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
     install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
     seconds = session.posargs[0] if session.posargs else "300"
     limit = f"--timeout={int(seconds) + 300}"
     session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
+    if int(seconds) >= 300:
+        inspected = [f"{package('workergroup')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
+        session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
 
 
 @nox.session
@@ -349,9 +355,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Draw the pictures of the READMEs with the code that they show."""
+    """Draw the pictures of the READMEs and of a guide with the code that they show."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
+    session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
 
 
 # The sessions that a change has to pass, in two lanes that run at the same time: a session mostly waits for processes.

@@ -31,6 +31,7 @@ from fairlead_workergroup import (
     RemoteError,
     ResultStream,
     Shard,
+    StragglerReport,
     StuckWorker,
     Watch,
     WorkerEvent,
@@ -39,6 +40,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
     WorkerStatus,
+    WorkerTiming,
     WorkerUsage,
     current_worker,
     recursive_merge_options,
@@ -60,6 +62,8 @@ class Worker:
         report_progress(step=1, message="one")
         me = current_worker()
         assert_type(me, CurrentWorker)
+        with me.waiting():
+            pass
         assert_type(me.rank, int)
         assert_type(me.world_size, int)
         assert_type(me.name, str)
@@ -295,6 +299,23 @@ def watch(group: RayWorkerGroup) -> None:
     with group.watch(5, 300, on_event, slow_after_s=60) as watch:
         assert_type(watch, Watch)
     group.watch(on_event=print).close()
+
+
+def trace(group: RayWorkerGroup) -> None:
+    assert_type(group.trace("trace.json"), None)
+    report = group.stragglers()
+    assert_type(report, StragglerReport)
+    assert_type(group.stragglers("step"), StragglerReport)
+    assert_type(report.timings, tuple[WorkerTiming, ...])
+    assert_type(report.stragglers, tuple[WorkerTiming, ...])
+    assert_type(report.undecidable, tuple[str, ...])
+    timing = report.timings[0]
+    assert_type((timing.rank, timing.calls), tuple[int, int])
+    assert_type(timing.coords, Mapping[str, int])
+    assert_type(timing.method, str)
+    assert_type(timing.median_s, float)
+    assert_type(timing.ratios, Mapping[str, float])
+    assert_type(timing.slow, tuple[str, ...])
 
 
 def faults(group: RayWorkerGroup) -> None:

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the command lines over hosts: the doctor, with faults injected into the hosts."""
+"""Tests of the command lines over hosts: the doctor with injected faults, and a group that hangs."""
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, current_worker
 
 from .hosts import Hosts
 from .network import processes
@@ -82,3 +88,83 @@ def test_doctor(namespaces, shifted, small_memory, tmp_path):
     assert "a clock that is 5.0 s ahead of the others" in found["clocks", early.address]
     assert "32 MiB in /dev/shm" in found["shared memory", small.address]
     assert f"cannot connect to {early.address}:" in found["ports", plain.address]
+
+
+class Trainer:
+    """Waits for the others in `meet`, as in a collective; one rank never gets there."""
+
+    def train(self, secret, late):
+        if int(os.environ["RANK"]) == late:
+            read, _ = os.pipe()
+            ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # holds the GIL
+        self.meet()
+
+    def meet(self):
+        with current_worker().waiting():
+            time.sleep(600)
+
+    def quick(self, seconds):
+        time.sleep(seconds)
+
+
+def hung_job():
+    """A driver with a group over all hosts, of which rank 5 hangs."""
+    with (
+        RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster, Trainer, name_prefix="policy", sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)
+        ) as group,
+    ):
+        for _ in range(10):
+            group.call("quick", 0.01).result()
+        yield os.getpid()
+        call = group.call("train", "secret-in-an-argument", 5)
+        yield
+        call.cancel(force=True)
+
+
+def test_hung_over_hosts(namespaces, shifted, tmp_path):
+    """While the driver is stopped, `why`, `stacks` and `trace` work over hosts whose clocks are seconds apart."""
+    with Hosts() as hosts:
+        hosts.start_host(num_cpus=0)
+        for at in range(4):
+            hosts.start_host(env={"PYTHONPATH": shifted} if at % 2 else None)
+        with hosts.driver(hung_job) as driver:
+            pid = driver.step()
+            driver.step()
+            time.sleep(1.5)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                why = hosts.run("fairlead_workergroup", "why", "--after", "1", "--json")
+                stacks = hosts.run("fairlead_workergroup", "stacks", "--json")
+                trace = hosts.run("fairlead_workergroup", "trace", "-o", str(tmp_path / "trace.json"))
+            finally:
+                os.kill(pid, signal.SIGCONT)
+    for done, status in ((why, 1), (stacks, 0), (trace, 0)):
+        assert (done.returncode, done.stderr) == (status, "")
+        assert "secret" not in done.stdout
+    late, stopped = json.loads(why.stdout)["groups"][0]["findings"]
+    assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
+    assert stopped["kind"] == "driver"
+    assert [one["ranks"] for one in json.loads(stacks.stdout)["stacks"]] == [[0, 1, 2, 3, 4, 6, 7], [5]]
+    check_nesting(json.loads((tmp_path / "trace.json").read_text()))
+
+
+def check_nesting(trace):
+    """Each call of the driver contains the calls of its workers on all hosts, up to the error of the clocks."""
+    events = trace["traceEvents"]
+    error = trace["otherData"]["clock_error_us"]
+    assert max(error.values()) < 0.1e6 < AHEAD_S * 1e6
+    requests = {one["ts"]: one for one in events if one["ph"] == "X" and one["pid"] == 1 and one["name"] == "quick"}
+    assert len(requests) == 10
+    spans = {(one["pid"], one["tid"], one["ts"]): one for one in events if one["ph"] == "X"}
+    begins = {one["id"]: one["ts"] for one in events if one["ph"] == "s"}
+    nested = 0
+    for arrow in (one for one in events if one["ph"] == "f"):
+        span = spans[arrow["pid"], arrow["tid"], arrow["ts"]]
+        if (request := requests.get(begins[arrow["id"]])) is not None:
+            allowed = error["driver"] + error[str(span["args"]["rank"])]
+            assert request["ts"] - allowed <= span["ts"]
+            assert span["ts"] + span["dur"] <= request["ts"] + request["dur"] + allowed
+            nested += 1
+    assert nested == 80

@@ -24,6 +24,7 @@ from ._calls.view import GroupView
 from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
+from ._inspect.stragglers import StragglerReport, WorkerTiming
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
@@ -59,6 +60,7 @@ __all__ = [
     "RemoteError",
     "ResultStream",
     "Shard",
+    "StragglerReport",
     "StuckWorker",
     "Watch",
     "WorkerEvent",
@@ -67,6 +69,7 @@ __all__ = [
     "WorkerGroupError",
     "WorkerStartError",
     "WorkerStatus",
+    "WorkerTiming",
     "WorkerUsage",
     "current_worker",
     "recursive_merge_options",

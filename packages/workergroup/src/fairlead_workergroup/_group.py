@@ -2,6 +2,7 @@
 """A group of workers: one process in each slot, called by rank or along named axes."""
 
 import math
+import os
 import threading
 import uuid
 import weakref
@@ -26,6 +27,10 @@ from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
+from ._inspect.groups import find_own_group
+from ._inspect.stragglers import StragglerReport, find_stragglers
+from ._inspect.timeline import Timeline, read_timeline
+from ._inspect.trace import TraceSaver, write_trace
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
 from ._lifecycle.restart import Restarter, RestartPolicy
@@ -35,6 +40,7 @@ from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import STUCK_AFTER_S, Observer
 from ._observe.query import find_dead
+from ._observe.requests import RequestLog
 from ._observe.statistics import Counters, GroupStatistics
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
@@ -180,6 +186,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             restarter,
             self._verdicts,
             self._counters,
+            RequestLog(token),
+            save_trace=TraceSaver(partial(_read_timeline, self._resources)).save_for,
             call_timeout_s=call_timeout_s,
             after_restart=partial(_run_after_restart, on_restart, float(start_timeout_s)),
         )
@@ -310,6 +318,39 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         """
         return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what the group has done lately as a Chrome trace, which Perfetto opens.
+
+        It has the latest 512 finished calls of each worker, those that run, the calls of this process with arrows to
+        the workers, reported steps, failures and restarts, all by one clock. It holds names and times, and never
+        arguments or results. The workers are not asked: the agents of their nodes read it.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: the file cannot be written.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        self._roster.check_alive()
+        write_trace(_read_timeline(self._resources), path)
+
+    def stragglers(self, method: str | None = None) -> StragglerReport:
+        """Return how long each worker takes for its methods, and who is slower than its peers along an axis.
+
+        A worker is slower if the median of its latest calls is at least a tenth above that of its peers, and the
+        difference is certain. Workers that wait for each other take equally long, so time in
+        `current_worker().waiting()` is not counted; a method that waits without it is undecidable.
+
+        Args:
+            method: the name of a method; None for all.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        self._roster.check_alive()
+        return find_stragglers(_read_timeline(self._resources), method)
+
     def watch(
         self,
         interval_s: float = 5.0,
@@ -430,6 +471,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
+
+
+def _read_timeline(resources: Resources) -> Timeline:
+    return read_timeline(find_own_group(resources.registration))
 
 
 def _run_after_restart(method: str | None, timeout_s: float, sender: Sender, ranks: list[int]) -> None:

@@ -63,7 +63,9 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
     url = _store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    dist.init_process_group(backend, init_method=url, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
+    rank, world_size = worker.rank, worker.world_size
+    with worker.waiting():
+        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
     _timeout = timeout
 
 
@@ -116,7 +118,8 @@ def axis_group(*axes: str) -> dist.ProcessGroup:
         worker = current_worker()
         for members in worker.sharding.groups(*axes):
             # Not sorted, so that a worker's rank in the process group is its coordinate, whatever the order of ranks.
-            group = dist.new_group(members, timeout=_timeout, **_UNSORTED)
+            with worker.waiting():
+                group = dist.new_group(members, timeout=_timeout, **_UNSORTED)
             if worker.rank in members:
                 _groups[axes] = group
     return _groups[axes]

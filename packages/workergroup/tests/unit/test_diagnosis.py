@@ -13,6 +13,7 @@ from fairlead_workergroup._inspect.command import main
 from fairlead_workergroup._inspect.diagnosis import diagnose
 from fairlead_workergroup._inspect.groups import RegisteredGroup, SeenGroup, SeenWorker, merge_boards
 from fairlead_workergroup._inspect.stacks import fold_stacks
+from fairlead_workergroup._inspect.stragglers import WorkerTiming
 from fairlead_workergroup._inspect.tables import draw_findings, draw_groups, draw_stacks, draw_status
 from fairlead_workergroup._observe.registration import KEY
 
@@ -145,6 +146,17 @@ def test_stuck_without_a_place():
     assert (found.kind, found.ranks) == ("stuck", (0,))
 
 
+def test_straggler():
+    """A straggler is reported along its axes, and is not wrong."""
+    timing = WorkerTiming(2, {"dp": 1, "tp": 0}, "train", 50, 0.012, {"dp": 1.2, "tp": 1.0}, ("dp",))
+    (found,) = diagnose(group([idle(rank) for rank in range(4)]), stuck_after_s=10.0, stragglers=[timing])
+    assert (found.kind, found.ranks, found.axes, found.wrong) == ("straggler", (2,), ("dp",), False)
+    assert found.text == (
+        "Rank 2 (dp=1, tp=0) on node abababab (10.0.0.1), pid 102 takes 12 ms for 'train', 1.20 times as long as its "
+        "peers along dp (median of 50 calls)."
+    )
+
+
 def test_fold():
     """Equal stacks are shown once with their ranks; threads have different ids and are equal all the same."""
     folded = fold_stacks([*(busy(rank, WAITING) for rank in (0, 1, 3)), busy(2, COMPUTING)])
@@ -174,7 +186,7 @@ def test_many_rows_fold(width):
     assert "save" in shown
     assert len(drawn(draw_status(seen, every=True), 200).splitlines()) > 128
     found = diagnose(seen, stuck_after_s=10.0)
-    assert "LATE     Rank 127" in drawn(draw_findings(seen, found), width)
+    assert "LATE  Rank 127" in drawn(draw_findings(seen, found), width)
     assert "ranks 0-126" in drawn(draw_stacks(fold_stacks(workers)), width)
     assert "policy" in drawn(draw_groups([seen]), width)
     json.dumps([asdict(one) for one in found])

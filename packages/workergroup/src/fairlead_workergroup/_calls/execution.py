@@ -227,6 +227,7 @@ class Execution:
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
+        self.sender.log.end(self.futures)
         if self.options.discard:
             return None
         return values[0] if self.is_single else values
@@ -349,10 +350,13 @@ class Execution:
             CallCancelledError: the call has been cancelled.
         """
         self.check_open()
+        self.sender.log.end(self.futures, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt
             retrieve_late(self.futures, self)
+        if isinstance(failure, WorkerFailureError):
+            self.sender.save_trace(failure)
         return failure
 
     def _ends(self) -> list[ObjectRef[Any]]:
@@ -373,6 +377,7 @@ class Execution:
             return Deadline()
         late = self._late_error(pending)
         if deadline.passed:
+            self.sender.save_trace(late)
             raise late
         logger.warning("%s", late)
         return deadline

@@ -24,6 +24,7 @@ from .._lifecycle.restart import Restarter, RestartPolicy
 from .._members import Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
+from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
@@ -113,6 +114,8 @@ class Sender:
         restarter: restarts lost workers.
         verdicts: records losses.
         counters: the counters of the group.
+        log: the latest calls of the group.
+        save_trace: adds a trace of the group to an error, if that is wanted.
         call_timeout_s: the timeout of calls without one of their own.
         after_restart: called with this sender and the restarted ranks before a restart ends.
         queue: the calls that wait to be sent.
@@ -123,6 +126,8 @@ class Sender:
     restarter: Restarter
     verdicts: Verdicts
     counters: Counters
+    log: RequestLog
+    save_trace: Callable[[BaseException], None]
     call_timeout_s: float | None
     after_restart: Callable[["Sender", list[int]], object]
     queue: _Queue = field(default_factory=_Queue)
@@ -177,6 +182,7 @@ class Sender:
             futures = [
                 send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
             ]
+        self.log.begin(order.method.name, order.began, futures)
         self.counters.add(requests=len(futures), **order.counts)
         return futures
 

@@ -4,7 +4,7 @@
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,7 +18,10 @@ from ..exceptions import WorkerGroupError
 from .diagnosis import diagnose
 from .groups import RegisteredGroup, SeenGroup, find_group, find_groups, look_at_groups
 from .stacks import fold_stacks
+from .stragglers import find_stragglers
 from .tables import draw_findings, draw_groups, draw_stacks, draw_status, write_clock
+from .timeline import read_timeline
+from .trace import write_trace
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
@@ -53,7 +56,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{groups,status,top,stacks,why}")
+    commands = parser.add_subparsers(required=True, metavar="{groups,status,top,stacks,trace,why}")
     groups = _add(commands, "groups", "list the groups of all jobs", one_group=False)
     groups.set_defaults(run=_groups)
     status = _add(commands, "status", "show what each worker of a group is doing")
@@ -71,6 +74,9 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     stacks.add_argument("--threads", action="store_true", help="all threads, not only the one that runs the method")
     stacks.set_defaults(run=_stacks)
+    trace = _add(commands, "trace", "write the latest calls as a Chrome trace, which Perfetto opens", json=False)
+    trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the file, such as trace.json")
+    trace.set_defaults(run=_trace)
     why = _add(commands, "why", "say what is wrong with a group, or with all: who is late, dead or stopped")
     why.add_argument(
         "--after", type=_seconds, default=10.0, metavar="S", help="suspect workers without progress for so long (10)"
@@ -216,6 +222,22 @@ def _stacks(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _trace(options: argparse.Namespace, output: Output) -> int:
+    timeline = read_timeline(find_group(options.group))
+    ranks = _choose_ranks(timeline.group, options.at)
+    if ranks is not None:
+        timeline = replace(timeline, workers=tuple(one for one in timeline.workers if one.worker.rank in ranks))
+    try:
+        write_trace(timeline, options.output)
+    except OSError as error:
+        raise WorkerGroupError(f"Cannot write the trace: {error}") from error
+    spans = sum(len(one.spans) for one in timeline.workers)
+    of = f"{len(timeline.workers)} of {timeline.group.sharding.size} workers"
+    text = f"Wrote {options.output}: {spans} calls of {of} and {len(timeline.requests)} of the driver."
+    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
+    return 0
+
+
 def _why(options: argparse.Namespace, output: Output) -> int:
     if options.group is None and not options.at:
         groups = find_groups()
@@ -224,7 +246,10 @@ def _why(options: argparse.Namespace, output: Output) -> int:
         seen = look_at_groups(groups, stuck_after_s=options.after, dump=True)
     else:
         seen = [_look(options, stuck_after_s=options.after, dump=True)]
-    found = [(one, diagnose(one, stuck_after_s=options.after)) for one in seen]
+    found = []
+    for one in seen:
+        stragglers = find_stragglers(read_timeline(one.group, compare=False)).stragglers
+        found.append((one, diagnose(one, stuck_after_s=options.after, stragglers=stragglers)))
     wrong = any(finding.wrong for _, findings in found for finding in findings)
     if options.json:
         rows = [{**_group_fields(one), "findings": list(map(asdict, findings))} for one, findings in found]

@@ -17,8 +17,10 @@ from .._observe.observer import STUCK_AFTER_S
 from .._observe.stuck import find_innermost, find_method_frames
 from .groups import SeenGroup, SeenWorker
 from .stacks import write_frames, write_ranks
+from .stragglers import WorkerTiming
 
 Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
+MOST_STRAGGLERS = 8
 # Parts of the names of files in which workers wait for each other.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
 _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
@@ -37,7 +39,7 @@ class Finding:
         axes: the axes along which others wait for it.
         coords: the coordinates that all of `ranks` have in common.
         method: what they run; None without.
-        since_s: for how long.
+        since_s: for how long; of a straggler, how long its method takes.
         where: the innermost frame of the method, `file:line in function`; empty if it is not known.
         stacks: the frames of the first of them, from the innermost one to its method.
         waiting: the ranks that wait for them.
@@ -59,12 +61,13 @@ class Finding:
     wrong: bool = True
 
 
-def diagnose(seen: SeenGroup, *, stuck_after_s: float) -> list[Finding]:
+def diagnose(seen: SeenGroup, *, stuck_after_s: float, stragglers: Sequence[WorkerTiming] = ()) -> list[Finding]:
     """Return what is wrong with a group, the most certain first; nothing if it is well.
 
     Args:
         seen: the group, looked at with stacks.
         stuck_after_s: workers without progress for less than this are not suspected.
+        stragglers: the workers that are slower than their peers, the slowest first.
     """
     findings = [*_find_dead(seen), *_find_stopped(seen)]
     blamed = {rank for finding in findings for rank in finding.ranks}
@@ -75,7 +78,20 @@ def diagnose(seen: SeenGroup, *, stuck_after_s: float) -> list[Finding]:
         for one in seen.workers
         if one.state == "unknown"
     ]
+    findings += [_report_straggler(seen, one) for one in stragglers[:MOST_STRAGGLERS]]
     return findings
+
+
+def _report_straggler(seen: SeenGroup, timing: WorkerTiming) -> Finding:
+    worker = next((one for one in seen.workers if one.rank == timing.rank), SeenWorker(timing.rank, timing.coords))
+    ratio = max(timing.ratios[axis] for axis in timing.slow)
+    text = (
+        f"{describe(worker)} takes {timing.median_s * 1000:.3g} ms for {timing.method!r}, {ratio:.2f} times as long as "
+        f"its peers along {', '.join(timing.slow)} (median of {timing.calls} calls)."
+    )
+    return Finding(
+        "straggler", (timing.rank,), text, timing.slow, dict(timing.coords), timing.method, timing.median_s, wrong=False
+    )
 
 
 def describe(worker: SeenWorker) -> str:
@@ -199,7 +215,8 @@ def _split(still: Sequence[SeenWorker], living: Sequence[SeenWorker]) -> tuple[l
 
 
 def _waits(worker: SeenWorker) -> bool:
-    return any(part in file for file, _, _ in find_method_frames(worker.stacks) for part in _WAITS)
+    files = [file for file, _, _ in find_method_frames(worker.stacks)]
+    return worker.waiting or any(part in file for file in files for part in _WAITS)
 
 
 def _position(worker: SeenWorker) -> tuple[object, ...]:

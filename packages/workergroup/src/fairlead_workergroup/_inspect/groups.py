@@ -18,7 +18,7 @@ from fairlead_placement.spi import (
 )
 from fairlead_sharding import NamedSharding
 
-from .._observe.registration import KEY, SCHEMA
+from .._observe.registration import KEY, SCHEMA, Registration
 from .._observe.status import State, state_of
 from .._ray_private import death_causes
 from .._remote.outside import look_at_process, look_from_outside
@@ -118,6 +118,7 @@ class SeenWorker:
         running_s: seconds since it started that.
         since_progress_s: seconds since its last progress.
         calls: how many method calls it has started.
+        waiting: whether it is in `current_worker().waiting()`.
         step: the last step it reported; None without.
         message: the last message it reported.
         memory_bytes: memory it has resident.
@@ -138,6 +139,7 @@ class SeenWorker:
     running_s: float = 0.0
     since_progress_s: float = 0.0
     calls: int = 0
+    waiting: bool = False
     step: int | None = None
     message: str = ""
     memory_bytes: int = 0
@@ -193,7 +195,22 @@ def find_group(name: str | None) -> RegisteredGroup:
     raise WorkerGroupError(f"Choose one of several groups with --group, by its name or the id in brackets: {labels}.")
 
 
-def merge_boards(boards: Mapping[Agent, dict[str, Any] | Exception]) -> list[RegisteredGroup]:
+def find_own_group(registration: Registration | None) -> RegisteredGroup:
+    """Return a group of this process, as it has published itself last.
+
+    Raises:
+        WorkerGroupError: it has been withdrawn, or none of its agents is there.
+    """
+    published = {} if registration is None else registration.published
+    job = next((value["driver"]["job_id"] for value in published.values()), "")
+    agents = {agent.node_id: agent for agent in find_agents() if agent.job_id == job}
+    values = {agents[node_id]: value for node_id, value in published.items() if node_id in agents}
+    if registration is None or not values:
+        raise WorkerGroupError("The group is not registered, because none of the agents of its nodes is there.")
+    return merge_boards({agent: {registration.key: value} for agent, value in values.items()})[0]
+
+
+def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[RegisteredGroup]:
     """Return the groups from what is published at each agent. Pure.
 
     The nodes of a group may have received different versions: of each worker the latest is taken.
@@ -319,7 +336,7 @@ def _see(
     )
 
 
-_RECORDED = ("method", "running_s", "since_progress_s", "calls", "step", "message")
+_RECORDED = ("method", "running_s", "since_progress_s", "calls", "waiting", "step", "message")
 
 
 def _see_driver(group: RegisteredGroup) -> str:

@@ -28,20 +28,20 @@ def draw_groups(groups: Sequence[SeenGroup]) -> RenderableType:
     """Return a table with a row for each group."""
     if not groups:
         return Text("No worker group is registered on this cluster.")
-    table = Table("group", "class", "mesh", "alive", "dead", "stuck", "memory", "age", "driver")
+    table = _make_table("group", "mesh", "alive", "dead", "stuck", "memory", "age", flexible=["class", "driver"])
     for seen in groups:
         group, driver = seen.group, seen.group.driver
         orphaned = "orphaned: its driver is gone" if seen.driver == "gone" else ""
-        who = f"{driver['pid']} on {driver['host']}, job {driver['job_id']}"
+        who = f"pid {driver['pid']} on {driver['host']}"
         table.add_row(
             Text(group.label),
-            Text(group.class_name),
-            Text(write_coords(group.shape)),
+            Text(" ".join(f"{axis}={size}" for axis, size in group.shape.items())),
             Text(str(len(seen.workers) - seen.count("dead", "unknown"))),
             _number(seen.count("dead"), "dead"),
             _number(seen.count("stuck"), "stuck"),
             Text(write_bytes(sum(worker.memory_bytes for worker in seen.workers))),
             Text(write_seconds(seen.age_s)),
+            Text(group.class_name),
             Text(orphaned or (f"{who} (stopped)" if seen.driver == "stopped" else who)),
         )
     return table
@@ -62,16 +62,33 @@ def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_R
     alike = [[worker] for worker in seen.workers]
     if not every and len(alike) > most_rows:
         alike = _fold(seen.workers)
-    table = Table("rank", "at", "node", "pid", "state", "method", "for", "step", "message", "memory")
-    for column, width in (("message", 40), ("method", 30)):
-        next(one for one in table.columns if one.header == column).max_width = width
+    table = _make_table("rank", "at", "node", "pid", "state", "method", "for", "step", "memory", flexible=["message"])
     for workers in alike:
         table.add_row(*_cells(workers))
     group = seen.group
     head = Text(f"{group.label}: {group.class_name}, {write_coords(group.shape)}, {len(seen.workers)} workers", "bold")
     states = {one: seen.count(one) for one in ("busy", "idle", "starting", "stuck", "dead", "unknown")}
     counted = ", ".join(f"{count} {state}" for state, count in states.items() if count)
-    return Group(head, Text(f"{counted}; driver {seen.driver}; {write_seconds(seen.age_s)} old"), table)
+    notes = [
+        Text(f"{_name_ranks(workers)}: {workers[0].note}")
+        for workers in alike
+        if workers[0].note and not workers[0].method
+    ]
+    return Group(head, Text(f"{counted}; driver {seen.driver}; {write_seconds(seen.age_s)} old"), table, *notes)
+
+
+def _make_table(*columns: str, flexible: Sequence[str]) -> Table:
+    """Return a table without lines, which fits 80 columns; the flexible columns get what is left."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for column in flexible:
+        table.add_column(column)
+    return table
+
+
+def _name_ranks(workers: Sequence[SeenWorker]) -> str:
+    return f"rank{'s' if len(workers) > 1 else ''} {write_ranks([one.rank for one in workers])}"
 
 
 def _fold(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
@@ -90,21 +107,21 @@ def _cells(workers: Sequence[SeenWorker]) -> list[Text]:
     common = {axis: at for axis, at in first.coords.items() if all(one.coords[axis] == at for one in workers)}
     return [
         Text(write_ranks([one.rank for one in workers])),
-        Text(write_coords(common)),
+        Text(" ".join(f"{axis}={at}" for axis, at in common.items())),
         Text(nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else ""),
         Text((str(first.pid) if first.pid else "") if len(workers) == 1 else f"{len(workers)} pids"),
         Text(state + again, style=_STYLES.get(state, "")),
-        Text(first.method or (first.note if state in ("dead", "unknown", "starting") else "")),
+        Text(first.method or ""),
         Text(_range([one.running_s for one in workers], write_seconds) if first.method else ""),
         Text("" if first.step is None else str(first.step)),
-        Text(first.message),
         Text(_range([float(one.memory_bytes) for one in workers], write_bytes)),
+        Text(first.message, no_wrap=True, overflow="ellipsis"),
     ]
 
 
 def _range(values: Sequence[float], write: object) -> str:
     low, high = write(min(values)), write(max(values))  # type: ignore[operator]
-    return str(low) if low == high else f"{low} to {high}"
+    return str(low) if low == high else f"{low} - {high}"
 
 
 def draw_stacks(folded: Sequence[FoldedStack]) -> RenderableType:
@@ -123,12 +140,15 @@ def draw_findings(seen: SeenGroup, findings: Sequence[Finding]) -> RenderableTyp
     verdict = "something is wrong" if wrong else "nothing is wrong"
     head = f"{group.label}: {group.class_name}, {write_coords(group.shape)}, {len(seen.workers)} workers: {verdict}"
     parts: list[RenderableType] = [Text(head, style="bold red" if wrong else "bold green")]
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True)
+    rows.add_column()
     for finding in findings:
         name = _HEADS.get(finding.kind, finding.kind.upper())
-        parts.append(
-            Text.assemble((f"{name:9}", _STYLES.get(finding.kind, "bold red" if finding.wrong else "")), finding.text)
-        )
-        parts += [Text(f"         {line}", style="dim") for line in finding.stacks.splitlines()]
+        style = _STYLES.get(finding.kind, "bold red" if finding.wrong else "")
+        stacks = Text(f"\n{finding.stacks}" if finding.stacks else "", style="dim")
+        rows.add_row(Text(name, style=style), Text.assemble(finding.text, stacks))
+    parts.append(rows)
     if not findings:
         busy = [one for one in seen.workers if one.method]
         doing = f"{len(busy)} of {len(seen.workers)} workers run a method" if busy else "All workers are idle"
@@ -139,16 +159,16 @@ def draw_findings(seen: SeenGroup, findings: Sequence[Finding]) -> RenderableTyp
 def write_seconds(seconds: float) -> str:
     """Return a duration for people.
 
-    >>> write_seconds(3.21), write_seconds(75), write_seconds(7265), write_seconds(200000)
-    ('3.2 s', '1 min 15 s', '2 h 1 min', '2 d 7 h')
+    >>> write_seconds(3.21), write_seconds(43.2), write_seconds(75), write_seconds(7265), write_seconds(200000)
+    ('3.2 s', '43 s', '1m 15s', '2h 1m', '2d 7h')
     """
     if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    for unit, size, part, name in (("min", 60, 1, "s"), ("h", 3600, 60, "min")):
-        if whole < size * (60 if unit == "min" else 24):
-            return f"{whole // size} {unit} {whole % size // part} {name}"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
 
 
 def write_bytes(amount: float) -> str:

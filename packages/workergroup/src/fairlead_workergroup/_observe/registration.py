@@ -25,22 +25,27 @@ KEY = "fairlead-group-"
 
 
 class Registration:
-    """Keeps what is published about one group up to date.
+    """Keeps what is published about one group up to date, also at the node of its driver.
 
     Args:
         roster: of the group.
         token: identifies the group among all groups of all drivers.
         class_name: of the user's class.
         sharding: the axes over the ranks.
+
+    Attributes:
+        key: the key under which it is published.
+        published: what was published last, by node id.
     """
 
     def __init__(self, roster: Roster, token: str, class_name: str, sharding: NamedSharding) -> None:
         self._roster = roster
+        self.key: str = KEY + token
+        self.published: dict[str, dict[str, Any]] = {}
         self._token = token
         self._version = 0
-        self._nodes: set[str] = set()
         context = ray.get_runtime_context()
-        self._about = {
+        self._about: dict[str, Any] = {
             "schema": SCHEMA,
             "id": token,
             "name": roster.name_prefix,
@@ -66,15 +71,15 @@ class Registration:
             starting: the actors of the ranks that are starting, whose processes are not known yet.
         """
         now = self._roster.snapshot()
-        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in self._nodes}
+        nodes = {*self.published, self._about["driver"]["node_id"]}
+        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in nodes}
         for member in now.members:
             row = self._row(member, (starting or {}).get(member.rank))
             by_node.setdefault(row["node_id"], []).append(row)
         self._version += 1
         about = {**self._about, "epoch": now.epoch}
-        values = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
-        publish(KEY + self._token, self._version, values)
-        self._nodes = {node_id for node_id, rows in by_node.items() if rows}
+        self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
+        publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         facts = member.place.facts(member.coords) if actor is not None or member.handle is None else member.facts
@@ -95,5 +100,5 @@ class Registration:
 
     def withdraw(self) -> None:
         """Withdraw everything, without waiting for the agents."""
-        nodes, self._nodes = self._nodes, set()
-        withdraw(KEY + self._token, nodes)
+        nodes, self.published = list(self.published), {}
+        withdraw(self.key, nodes)

@@ -190,7 +190,7 @@ class _MethodRun:
             if error is not None:
                 _prepare_error(self._method, error)
         finally:
-            self._record.end(self._key)
+            self._record.end(self._key, error is not None)
 
 
 def _prepare_error(method: str, error: BaseException) -> None:

@@ -6,11 +6,23 @@ Shipped by value, to the agents: the standard library only, and what is shipped 
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from .process import Process, process_state, read_marks, read_processes, start_tick
-from .progress import look
+from .progress import look, open_record, read_method_names, read_record
+from .ring import (
+    CALL,
+    CALLS_FILE,
+    REQUEST,
+    REQUESTS_FILE,
+    STEP,
+    STEPS_FILE,
+    TASK_BYTES,
+    TASKS,
+    read_ring,
+)
 
 # A process, and what the identity of the worker begins with, which finds the process while it is not known.
 Registered = tuple[int, int, str]
@@ -68,3 +80,59 @@ def _resident(pid: int) -> int:
 def look_at_process(pid: int, started: int, host: str) -> str:
     """Return the letter of the state of a process that is said to be on this machine; "" if it is not."""
     return process_state(pid) if host == socket.gethostname() and start_tick(pid) == started else ""
+
+
+def read_timelines(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
+    """Return what workers have done lately, by the monotonic clock of this machine; None for one that has ended.
+
+    Returns:
+        For each worker `calls`: (number, method, start, end, seconds waited, whether it failed, task) of each finished
+        call, the oldest first; `steps`: (time, step); and `running`: (number, method, start), or None.
+    """
+    return [_read_timeline(process) for process in processes]
+
+
+def _read_timeline(process: Process) -> dict[str, Any] | None:
+    pid, started = process
+    if start_tick(pid) != started or (file := open_record(pid)) is None:
+        return None
+    try:
+        names = read_method_names(file)
+        record = read_record(file)
+    except TimeoutError:
+        return None
+    finally:
+        os.close(file)
+    now = time.monotonic()
+    method = record["method"]
+    return {
+        "calls": [
+            (number, names[at], began, ended, waited, bool(failed), task)
+            for number, at, began, ended, waited, failed, task in read_ring(pid, CALLS_FILE, CALL)
+        ],
+        "steps": read_ring(pid, STEPS_FILE, STEP),
+        "running": None if method is None else (record["calls"], method, now - record["running_s"]),
+    }
+
+
+def read_requests(pid: int, started: int, host: str, group: str) -> list[tuple[Any, ...]]:
+    """Return the latest calls that a driver on this machine has made of a group; none if it is not here.
+
+    Returns:
+        For each (start, end or 0, whether it failed, number of workers, method, the tasks of the first workers).
+    """
+    if host != socket.gethostname() or start_tick(pid) != started:
+        return []
+    return [
+        (began, ended, bool(failed), count, method.rstrip(b"\0").decode(errors="ignore"), _split_tasks(tasks, count))
+        for began, ended, failed, count, method, tasks in read_ring(pid, REQUESTS_FILE + group, REQUEST)
+    ]
+
+
+def _split_tasks(tasks: bytes, count: int) -> list[bytes]:
+    return [tasks[at * TASK_BYTES : (at + 1) * TASK_BYTES] for at in range(min(count, TASKS))]
+
+
+def read_clock() -> float:
+    """Return the monotonic clock of this machine."""
+    return time.monotonic()

@@ -23,24 +23,29 @@ from typing import Any
 import ray
 
 from .process import Process, open_memory_file, open_process, process_state, start_tick
+from .ring import make_call_ring, make_step_ring
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
-# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message, version again.
-STATE = "<QQqddq24sBQ"
+# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message, whether it
+# waits for others, version again.
+STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
 # The number of cancelled tasks, then the ids of the latest in a ring.
-CANCELLED_AT, CANCELLED_KEPT, TASK_BYTES = 800, 512, 24
+CANCELLED_AT, CANCELLED_KEPT, CANCELLED_BYTES = 800, 512, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
-ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * TASK_BYTES
+ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * CANCELLED_BYTES
 TRIES = 10_000
 # Other processes hold the lock for microseconds, unless they are stopped.
 LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
+# What runs: the method, its start, its task, the number of the call, and the seconds waited before it.
+Running = tuple[int, float, bytes, int, float]
+NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0)
 
 
 class Record:
@@ -67,7 +72,15 @@ class Record:
         # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
         self._version = 0
-        self._now: tuple[int, float, bytes] = (IDLE, 0.0, b"")
+        # Bound methods: a lookup by the format's text would cost every call half as much again.
+        self._pack = struct.Struct(STATE).pack_into
+        self._finished = make_call_ring()
+        self._steps = make_step_ring()
+        # How many threads wait for other workers, since when the first of them does, and how long they did before.
+        self._waiting = 0
+        self._waiting_since = 0.0
+        self._waited = 0.0
+        self._now: Running = NOTHING
         self._write(time.monotonic())
 
     def begin(self, method: int) -> int:
@@ -81,18 +94,38 @@ class Record:
         """
         started = time.monotonic()
         self._calls += 1
-        self._now = (method, started, self._task())
+        self._now = (method, started, self._task(), self._calls, self._waited)
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
         if self._page[CANCELLED_AT : CANCELLED_AT + 8] != self._seen and self._is_cancelled(self._now[2]):
-            self.end(0)
+            self.end(self._calls, failed=True)
             raise ray.exceptions.TaskCancelledError
-        return 0
+        return self._calls
 
-    def end(self, key: int) -> None:
+    def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
-        self._now = (IDLE, 0.0, b"")
-        self._write(time.monotonic())
+        method, started, task, calls, waited = self._now
+        self._now = NOTHING
+        ended = time.monotonic()
+        self._finished(calls, method, started, ended, self._waited - waited, failed, task)
+        self._write(ended)
+
+    def wait_begins(self) -> None:
+        """Record that a thread waits for other workers."""
+        with self._messaging:
+            self._waiting += 1
+            if self._waiting == 1:
+                self._waiting_since = time.monotonic()
+                self._write(self._waiting_since)
+
+    def wait_ends(self) -> None:
+        """Record that a thread does not wait for other workers any more."""
+        with self._messaging:
+            self._waiting -= 1
+            if self._waiting == 0:
+                now = time.monotonic()
+                self._waited += now - self._waiting_since
+                self._write(now)
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
         """Record progress, with a step and a line of text for people.
@@ -106,6 +139,7 @@ class Record:
             if not NO_STEP < step < -NO_STEP:
                 raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
+            self._steps(time.monotonic(), step)
         if message is None:
             self._write(time.monotonic())
             return
@@ -118,19 +152,28 @@ class Record:
 
     def _write(self, progressed: float) -> None:
         # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
-        method, started, task = self._now
-        step, message = self._step, self._message
+        method, started, task, _, _ = self._now
         self._version = version = self._version + 1
-        at = STATES_AT[version & 1]
-        struct.pack_into(
-            STATE, self._page, at, version, self._calls, method, started, progressed, step, task, message, version
+        self._pack(
+            self._page,
+            STATES_AT[version & 1],
+            version,
+            self._calls,
+            method,
+            started,
+            progressed,
+            self._step,
+            task,
+            self._message,
+            self._waiting > 0,
+            version,
         )
 
     def _is_cancelled(self, task: bytes) -> bool:
         # `_seen` stays as it is: the ring may also hold calls that are queued behind this one.
         ring = CANCELLED_AT + 8
         at = self._page.find(task, ring, ABOUT_AT) if task else -1
-        while at >= 0 and (at - ring) % TASK_BYTES:  # the match spans two ids
+        while at >= 0 and (at - ring) % CANCELLED_BYTES:  # the match spans two ids
             at = self._page.find(task, at + 1, ABOUT_AT)
         return at >= 0
 
@@ -139,25 +182,25 @@ class OverlappingRecord(Record):
     """Write the record of a worker whose async methods overlap; it shows the method that has run longest."""
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
-        self._running: dict[int, tuple[int, float, bytes]] = {}
+        self._running: dict[int, Running] = {}
         super().__init__(methods, dump_signal)
 
     def begin(self, method: int) -> int:
         """Record that a method starts, as `Record.begin` does."""
-        super().begin(method)
-        key = self._calls
+        key = super().begin(method)
         self._running[key] = self._now
         self._show_longest()
         return key
 
-    def end(self, key: int) -> None:
+    def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended, as `Record.end` does."""
-        self._running.pop(key, None)
+        self._now = self._running.pop(key, self._now)
+        super().end(key, failed)
         self._show_longest()
 
     def _show_longest(self) -> None:
         # Dicts keep the order of insertion, so the first method has run longest.
-        self._now = next(iter(self._running.values()), (IDLE, 0.0, b""))
+        self._now = next(iter(self._running.values()), NOTHING)
         self._write(time.monotonic())
 
 
@@ -188,8 +231,8 @@ def read_record(file: int) -> dict[str, Any]:
     """Return the content of a record as plain data.
 
     Returns:
-        A dict with method, running_s, since_progress_s, step, message, calls, task and dump_signal. Times are seconds
-        before now, by the clock of this machine.
+        A dict with method, running_s, since_progress_s, step, message, calls, task, waiting and dump_signal. Times are
+        seconds before now, by the clock of this machine.
 
     Raises:
         TimeoutError: the worker wrote the record during each of many attempts to read it.
@@ -206,7 +249,7 @@ def read_record(file: int) -> dict[str, Any]:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    _, calls, method, started, progressed, step, task, shown, _ = max(complete)
+    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
     about = json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
@@ -219,8 +262,15 @@ def read_record(file: int) -> dict[str, Any]:
         "message": message,
         "calls": calls,
         "task": task,
+        "waiting": bool(waiting),
         "dump_signal": about["dump_signal"],
     }
+
+
+def read_method_names(file: int) -> list[str]:
+    """Return the names of a worker's methods, by the index that entries of its ring have."""
+    names: list[str] = json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))["methods"]
+    return names
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
@@ -232,7 +282,7 @@ def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
     try:
         count = _read_number(file, CANCELLED_AT)
         for task in tasks:
-            os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * TASK_BYTES)
+            os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * CANCELLED_BYTES)
             count += 1
         os.pwrite(file, struct.pack("<Q", count), CANCELLED_AT)
     finally:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the pictures of the guide "Debug a hung job", from a real hang: `nox -s pictures`.
+
+Process ids, node ids and addresses are those of the machine that draws.
+"""
+
+import dataclasses
+import io
+import sys
+import time
+from pathlib import Path
+
+import ray
+from rich.console import Console, RenderableType
+
+import fairlead_workergroup
+from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup._inspect.diagnosis import diagnose
+from fairlead_workergroup._inspect.groups import SeenGroup, find_group, look_at_groups
+from fairlead_workergroup._inspect.stacks import fold_stacks
+from fairlead_workergroup._inspect.tables import draw_findings, draw_groups, draw_stacks, draw_status
+from fairlead_workergroup.testing import hang
+
+FOLDER = Path(__file__).parent / "pictures"
+# Where the packages are installed on this machine, and where they would be.
+INSTALLED = {
+    str(Path(fairlead_workergroup.__file__).parent): "/env/lib/python3.11/site-packages/fairlead_workergroup",
+    str(Path(ray.__file__).parent): "/env/lib/python3.11/site-packages/ray",
+    str(Path(sys.base_prefix)): "/env",
+}
+TRAINER = """
+import time
+from fairlead_workergroup import current_worker, report_progress
+
+class Trainer:
+    def train(self, batch):
+        report_progress(step=batch, message=f"batch {batch}")
+        loss = self.forward(batch)
+        return self.reduce(loss)
+
+    def forward(self, batch):
+        return float(batch)
+
+    def reduce(self, loss):
+        with current_worker().waiting():
+            time.sleep(600)
+"""
+
+
+def save(name: str, drawn: RenderableType, width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(drawn)
+    console.save_svg(str(FOLDER / f"{name}.svg"), title=f"python -m fairlead_workergroup {name}", unique_id=name)
+    print(f"wrote {FOLDER / name}.svg")
+
+
+def with_usual_paths(seen: SeenGroup) -> SeenGroup:
+    """Return the same with the paths of packages as they usually are."""
+
+    def usual(text: str) -> str:
+        for here, there in INSTALLED.items():
+            text = text.replace(here, there)
+        return text
+
+    workers = tuple(dataclasses.replace(one, stacks=usual(one.stacks)) for one in seen.workers)
+    return dataclasses.replace(seen, workers=workers)
+
+
+def main() -> None:
+    made: dict[str, type] = {}
+    exec(compile(TRAINER, "/home/me/train.py", "exec"), made)
+    init_ray(address="local", num_cpus=8)
+    mesh = NamedSharding.from_shape(dp=4, tp=2)
+    with (
+        RayVirtualCluster([8], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, made["Trainer"], name_prefix="policy", sharding_annotations=mesh) as group,
+        hang(group, 5, "native-gil"),
+    ):
+        call = group.call("train", 17)
+        time.sleep(12)
+        (seen,) = look_at_groups([find_group("policy")], stuck_after_s=10.0, dump=True)
+        seen = with_usual_paths(seen)
+        save("groups", draw_groups([seen]), 100)
+        save("top", draw_status(seen), 100)
+        save("why", draw_findings(seen, diagnose(seen, stuck_after_s=10.0)), 100)
+        save("stacks", draw_stacks(fold_stacks(seen.workers)), 100)
+        call.cancel(force=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

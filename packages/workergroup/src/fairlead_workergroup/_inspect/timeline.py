@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group has done lately, by one clock: read from the agents of its nodes while its driver and workers run."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fairlead_placement.spi import Agent, run_on_agents
+
+from .._remote.outside import read_clock, read_requests, read_timelines
+from .groups import ANSWER_S, RegisteredGroup, RegisteredWorker
+
+ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How the clock of a node is mapped to the one of this process.
+
+    Attributes:
+        offset_s: what is added to a time of the node.
+        error_s: by how much that may be wrong.
+    """
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a worker.
+
+    Attributes:
+        number: the number of the call, counted by the worker.
+        method: the method.
+        start: when it began, by the clock of this process.
+        end: when it ended; None if it still runs.
+        waited_s: how long it waited for other workers, as far as that is marked.
+        failed: whether it raised an error.
+        task: identifies the request among those of the worker.
+    """
+
+    number: int
+    method: str
+    start: float
+    end: float | None
+    waited_s: float = 0.0
+    failed: bool = False
+    task: bytes = b""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call that the driver has made.
+
+    Attributes:
+        method: the method.
+        start: when it was made, by the clock of this process.
+        end: when its caller had the results; None if that is not so, or nobody waited for it.
+        failed: whether its caller got an error.
+        workers: how many workers were called.
+        tasks: what the first of them were asked.
+    """
+
+    method: str
+    start: float
+    end: float | None
+    failed: bool
+    workers: int
+    tasks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class WorkerTimeline:
+    """What one worker has done lately.
+
+    Attributes:
+        worker: the worker.
+        spans: its calls, in the order in which they ended; the one that runs is the last.
+        steps: the steps that it reported, each with the time.
+        error_s: by how much its times may be wrong against those of other nodes.
+    """
+
+    worker: RegisteredWorker
+    spans: tuple[Span, ...]
+    steps: tuple[tuple[float, int], ...]
+    error_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a group has done lately.
+
+    Attributes:
+        group: the group.
+        workers: the workers that could be read, by rank.
+        requests: the calls of the driver; empty if there is no agent on its node.
+        read_at: when it was read, by the clock of this process.
+        error_s: by how much the times of the driver may be wrong.
+    """
+
+    group: RegisteredGroup
+    workers: tuple[WorkerTimeline, ...]
+    requests: tuple[Request, ...]
+    read_at: float
+    error_s: float
+
+
+def read_timeline(group: RegisteredGroup, *, compare: bool = True) -> Timeline:
+    """Read what a group has done lately. Nodes that do not answer are left out.
+
+    Args:
+        group: the group.
+        compare: map all times to the clock of this process; otherwise those of a node are by its own clock.
+    """
+    by_node: dict[str, list[RegisteredWorker]] = {}
+    for member in group.members:
+        if member.node_id in group.agents and member.pid:
+            by_node.setdefault(member.node_id, []).append(member)
+    driver = group.driver
+    agents = [group.agents[node_id] for node_id in {*by_node, driver["node_id"]} & set(group.agents)]
+    clocks = compare_clocks(agents) if compare else dict.fromkeys(agents, Clock(0.0, 0.0))
+    asked = {group.agents[node]: ([(one.pid, one.started) for one in there],) for node, there in by_node.items()}
+    answers = run_on_agents(read_timelines, asked, timeout_s=ANSWER_S)
+    workers = []
+    for node_id, members in by_node.items():
+        answer, clock = answers[group.agents[node_id]], clocks.get(group.agents[node_id])
+        if isinstance(answer, Exception) or clock is None:
+            continue
+        for member, row in zip(members, answer, strict=True):
+            if row is None:
+                continue
+            at = clock.offset_s
+            spans = [
+                Span(number, method, start + at, end + at, waited, failed, task)
+                for number, method, start, end, waited, failed, task in row["calls"]
+            ]
+            if row["running"] is not None:
+                number, method, start = row["running"]
+                spans.append(Span(number, method, start + at, None))
+            steps = tuple((when + at, step) for when, step in row["steps"])
+            workers.append(WorkerTimeline(member, tuple(spans), steps, clock.error_s))
+    requests, error_s = _read_requests(group, clocks)
+    workers.sort(key=lambda one: one.worker.rank)
+    return Timeline(group, tuple(workers), requests, time.monotonic(), error_s)
+
+
+def _read_requests(group: RegisteredGroup, clocks: dict[Agent, Clock]) -> tuple[tuple[Request, ...], float]:
+    driver = group.driver
+    agent = group.agents.get(driver["node_id"])
+    if agent is None or (clock := clocks.get(agent)) is None:
+        return (), 0.0
+    ask = (driver["pid"], driver["started"], driver["host"], group.group_id)
+    answer = run_on_agents(read_requests, {agent: ask}, timeout_s=ANSWER_S)[agent]
+    if isinstance(answer, Exception):
+        return (), 0.0
+    at = clock.offset_s
+    requests = tuple(
+        Request(method, start + at, end + at if end else None, failed, count, tuple(tasks))
+        for start, end, failed, count, method, tasks in answer
+    )
+    return requests, clock.error_s
+
+
+def compare_clocks(agents: Iterable[Agent]) -> dict[Agent, Clock]:
+    """Return how the clocks of agents are mapped to this one's, by the midpoint of the fastest of several round trips.
+
+    An agent that does not answer is left out.
+    """
+    clocks: dict[Agent, Clock] = {}
+    for agent in agents:
+        for _ in range(ROUNDS):
+            began = time.monotonic()
+            there = run_on_agents(read_clock, {agent: ()}, timeout_s=ANSWER_S)[agent]
+            ended = time.monotonic()
+            if isinstance(there, Exception):
+                break
+            error_s = (ended - began) / 2
+            if agent not in clocks or error_s < clocks[agent].error_s:
+                clocks[agent] = Clock((began + ended) / 2 - there, error_s)
+    return clocks

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The latest calls that this process has made of a group, in memory that the agent of its node can read.
+
+So the timeline of a job shows them also while this process is stopped.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from .._ray_private import task_of_future
+from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
+
+
+class RequestLog:
+    """Write the ring of the calls of one group.
+
+    Args:
+        group: the id of the group.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._layout = struct.Struct(REQUEST)
+        file = os.memfd_create(REQUESTS_FILE + group)
+        os.ftruncate(file, KEPT * self._layout.size)
+        self._page = mmap.mmap(file, KEPT * self._layout.size)
+        weakref.finalize(self, os.close, file)
+        self._lock = threading.Lock()
+        self._written = 0
+        # By the first task of a call that has not ended: its number in the ring, and the values of its entry.
+        self._open: OrderedDict[bytes, tuple[int, tuple[Any, ...]]] = OrderedDict()
+
+    def begin(self, method: str, began: float, futures: Sequence[Any]) -> None:
+        """Note a call that has been sent.
+
+        Args:
+            method: the name of the method.
+            began: when the call was made, by `time.monotonic`.
+            futures: the future of each worker.
+        """
+        if not futures:
+            return
+        tasks = [task_of_future(future)[:8] for future in futures[:TASKS]]
+        values = (len(futures), method.encode()[:64], b"".join(tasks))
+        with self._lock:
+            self._written += 1
+            self._open[tasks[0]] = (self._written, (began, *values))
+            if len(self._open) > KEPT:
+                self._open.popitem(last=False)
+            self._write(self._written, 2 * self._written, began, 0.0, False, values)
+
+    def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
+        """Note that the caller has the results of a call, or its error; what was noted first holds."""
+        if not futures:
+            return
+        key = task_of_future(futures[0])[:8]
+        with self._lock:
+            number, (began, *values) = self._open.pop(key, (0, (0.0,)))
+            if number > self._written - KEPT and number:
+                self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+
+    def _write(
+        self, number: int, version: int, began: float, ended: float, failed: bool, values: Sequence[Any]
+    ) -> None:
+        at = number % KEPT * self._layout.size
+        self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)

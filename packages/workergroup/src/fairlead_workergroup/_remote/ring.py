@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The latest finished calls and reported steps of a worker, in memory that other processes of its node can read.
+
+The memory is an anonymous file, as that of the record. One process writes, without a lock; each entry has its sequence
+number at both ends, so that a reader sees one that was being written, and leaves it out.
+"""
+
+import itertools
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from .process import open_memory_file
+
+KEPT = 512
+# Sequence, call number, method (an index), start, end, seconds spent waiting, whether it failed, task, sequence again.
+CALL = "<QQidddB8sQ"
+# Sequence, time, step, sequence again.
+STEP = "<QdqQ"
+# Version, start, end (0: not yet), whether it failed, number of workers, method, the task of each, version again.
+REQUEST = "<QddBI64s512sQ"
+# Of a task's id the first bytes, which tell the tasks of one worker apart.
+TASK_BYTES, TASKS = 8, 64
+CALLS_FILE = "fairlead-calls"
+STEPS_FILE = "fairlead-steps"
+REQUESTS_FILE = "fairlead-requests-"
+
+
+def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap, int]:
+    """Create a ring that lives as long as this process.
+
+    Returns:
+        The function that packs an entry, the memory, and the size of an entry.
+    """
+    layout = struct.Struct(form)
+    # The file stays open: readers find it among the open files of the process.
+    file = os.memfd_create(file_name)
+    os.ftruncate(file, KEPT * layout.size)
+    return layout.pack_into, mmap.mmap(file, KEPT * layout.size), layout.size
+
+
+def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], None]:
+    """Create the ring of finished calls, and return the function that adds one.
+
+    It is a closure with the values as parameters, because every call of a worker pays for it: attributes, or a tuple of
+    values, would cost twice as much.
+    """
+    pack, page, size = open_ring(CALLS_FILE, CALL)
+    next_number = itertools.count(1).__next__
+
+    def add(call: int, method: int, started: float, ended: float, waited: float, failed: bool, task: bytes) -> None:
+        number = next_number()
+        pack(page, number % KEPT * size, number, call, method, started, ended, waited, failed, task, number)
+
+    return add
+
+
+def make_step_ring() -> Callable[[float, int], None]:
+    """Create the ring of reported steps, and return the function that adds one."""
+    pack, page, size = open_ring(STEPS_FILE, STEP)
+    next_number = itertools.count(1).__next__
+
+    def add(reported: float, step: int) -> None:
+        number = next_number()
+        pack(page, number % KEPT * size, number, reported, step, number)
+
+    return add
+
+
+def read_ring(pid: int, file_name: str, form: str) -> list[tuple[Any, ...]]:
+    """Return the entries of a ring of a process of this machine, the oldest first, without their sequence numbers.
+
+    Entries that are being written are left out. A process without this ring has no entries.
+    """
+    file = open_memory_file(pid, file_name)
+    if file is None:
+        return []
+    try:
+        content = os.pread(file, KEPT * struct.calcsize(form), 0)
+    finally:
+        os.close(file)
+    entries = [entry for entry in struct.iter_unpack(form, content) if entry[0] and entry[0] == entry[-1]]
+    return [entry[1:-1] for entry in sorted(entries)]

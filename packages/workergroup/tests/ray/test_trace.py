@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a group from its own process: the trace, stragglers, and the trace that comes with an error."""
+
+import json
+import os
+import time
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError, current_worker
+from fairlead_workergroup.testing import kill
+
+# `nox -s soak` repeats what has to hold each time.
+RUNS = int(os.environ.get("FAIRLEAD_RUNS", "1"))
+SECRET = "secret-in-an-argument"
+
+
+class Worker:
+    def __init__(self):
+        self.rank = int(os.environ["RANK"])
+
+    def work(self, seconds, slow=None, factor=1.2):
+        time.sleep(seconds * (factor if self.rank == slow else 1.0))
+
+    def work_alike(self, seconds):
+        self.work(seconds)
+
+    def meet(self, folder, step):
+        """Wait until every worker is here."""
+        open(os.path.join(folder, f"{step}-{self.rank}"), "w").close()
+        while any(not os.path.exists(os.path.join(folder, f"{step}-{rank}")) for rank in range(4)):
+            time.sleep(0.0005)
+
+    def work_and_meet(self, seconds, slow, folder, step):
+        self.work(seconds, slow)
+        with current_worker().waiting():
+            self.meet(folder, step)
+
+    def work_and_meet_unmarked(self, seconds, slow, folder, step):
+        self.work(seconds, slow)
+        self.meet(folder, step)
+
+    def fail(self, text):
+        raise ValueError(text)
+
+
+@pytest.fixture(scope="module")
+def group(local_ray):
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster, Worker, name_prefix="policy", sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)
+        ) as made,
+    ):
+        yield made
+
+
+def read_trace(group, tmp_path):
+    group.trace(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert SECRET not in text
+    return json.loads(text)
+
+
+def test_trace(group, tmp_path):
+    """A call of the driver contains the calls of its workers, up to the error of the clocks, and arrows join them."""
+    group.call("work", 0.01).result()
+    group.call("work", 0.01, collect=()).result()
+    with pytest.raises(ValueError, match=SECRET):
+        group.call("fail", SECRET).result()
+    trace = read_trace(group, tmp_path)
+    events = trace["traceEvents"]
+    requests = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert [(event["name"], event["args"]["failed"]) for event in requests] == [
+        ("work", False),
+        ("work", False),
+        ("fail", True),
+    ]
+    spans = {(one["pid"], one["tid"], one["ts"]): one for one in events if one["ph"] == "X" and one["pid"] != 1}
+    begins = {one["id"]: one for one in events if one["ph"] == "s"}
+    ends = [one for one in events if one["ph"] == "f"]
+    assert len(ends) == 12
+    error = sum(trace["otherData"]["clock_error_us"].values())
+    for arrow in ends:
+        start = begins[arrow["id"]]["ts"]
+        (request,) = [one for one in requests if one["ts"] == start]
+        span = spans[arrow["pid"], arrow["tid"], arrow["ts"]]
+        assert span["name"] == request["name"]
+        assert start - error <= span["ts"]
+        if request["name"] == "work":  # the caller of one that fails does not wait for the others
+            assert span["ts"] + span["dur"] <= start + request["dur"] + error
+    assert sum(one["ph"] == "i" and one["name"] == "fail failed" for one in events) == 4
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_stragglers(local_ray, tmp_path, run):
+    """A rank that is a fifth slower is named, with a marked barrier in the method and without, and nobody otherwise."""
+    slow = run % 4
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
+    ):
+        for step in range(50):
+            group.call("work", 0.01, slow).result()
+            group.call("work_alike", 0.01).result()
+            group.call("work_and_meet", 0.01, slow, str(tmp_path), step).result()
+            group.call("work_and_meet_unmarked", 0.01, slow, str(tmp_path), f"unmarked-{step}").result()
+        assert [one.rank for one in group.stragglers("work").stragglers] == [slow]
+        report = group.stragglers()
+    assert {(one.method, one.rank) for one in report.stragglers} == {("work", slow), ("work_and_meet", slow)}
+    assert report.undecidable == ("work_and_meet_unmarked",)
+    (timing,) = [one for one in report.timings if (one.method, one.rank) == ("work", slow)]
+    assert (timing.calls, timing.slow) == (50, ("dp", "tp"))
+    assert 1.1 < timing.ratios["dp"] < 1.5
+
+
+def test_trace_of_a_timeout(group, tmp_path, monkeypatch):
+    """With FAIRLEAD_TRACE_DIR set, a timeout says where its trace is, which has the call that runs."""
+    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path))
+    call = group.call("work", 0.5, timeout=0.2)
+    with pytest.raises(CallTimeoutError) as raised:
+        call.result()
+    (name,) = os.listdir(tmp_path)
+    assert str(tmp_path / name) in raised.value.__notes__[-1]
+    trace = json.loads((tmp_path / name).read_text())
+    assert [one["name"] for one in trace["traceEvents"] if one.get("args", {}).get("running")] == ["work"] * 4
+    time.sleep(0.5)
+
+
+def test_trace_of_a_loss(local_ray, tmp_path, monkeypatch):
+    """So does the error about a lost worker."""
+    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path))
+    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+        call = group.call("work", 5.0)
+        kill(group, 1)
+        with pytest.raises(WorkerFailureError) as raised:
+            call.result()
+    (name,) = os.listdir(tmp_path)
+    assert str(tmp_path / name) in raised.value.__notes__[-1]
