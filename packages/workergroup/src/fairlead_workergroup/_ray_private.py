@@ -92,7 +92,7 @@ def _actors_in(state: str) -> frozenset[str]:
 
 
 def death_causes(job_id: str) -> dict[str, str]:
-    """Return what the dead actors of any job died of, by actor id, in one request.
+    """Return what the dead actors of a job died of, by actor id, in one request.
 
     `ray.util.state.list_actors` is public but needs the dashboard. Without this call a death is known only from the
     worker's process, without a cause.

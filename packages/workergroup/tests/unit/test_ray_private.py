@@ -90,3 +90,13 @@ def test_task_in_a_worker(monkeypatch):
     assert progress._task_reader()() == TASK
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
     assert progress._task_reader()() == b""
+
+
+def test_death_causes(monkeypatch):
+    """Of each dead actor the first line of Ray's account is returned; no actor is known without the table."""
+    died = SimpleNamespace(actor_died_error_context=SimpleNamespace(error_message="Its process died.\nMore."))
+    rows = {"a": {"DeathCause": died}, "b": {"DeathCause": None}}
+    monkeypatch.setattr(ray._private.state, "state", SimpleNamespace(actor_table=lambda *_: rows))
+    assert private.death_causes("01000000") == {"a": "Its process died.", "b": "Ray does not say what it died of."}
+    monkeypatch.setattr(ray._private.state, "state", SimpleNamespace())
+    assert private.death_causes("01000000") == {}

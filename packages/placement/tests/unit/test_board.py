@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of what is published at a node agent, without Ray."""
+
+from types import SimpleNamespace
+
+import ray
+
+from fairlead_placement._nodes import directory
+from fairlead_placement._nodes.agent_process import AgentProcess
+from fairlead_placement._nodes.board import WITHDRAWN_KEPT, Board
+
+
+def test_versions():
+    """The latest version is kept, whichever request arrives first."""
+    board = Board()
+    board.publish("key", 2, "new", "me")
+    board.publish("key", 1, "old", "me")
+    assert board.read() == {"key": "new"}
+    board.publish("key", 3, "newest", "me")
+    assert board.read() == {"key": "newest"}
+
+
+def test_withdrawal():
+    """A value that was withdrawn is not published by a late request, and a withdrawal can be repeated."""
+    board = Board()
+    board.withdraw("key")
+    board.publish("key", 1, "late", "me")
+    board.withdraw("key")
+    assert board.read() == {}
+
+
+def test_few_withdrawals_are_kept():
+    """A long-lived agent does not grow with each group that has ended."""
+    board = Board()
+    for number in range(WITHDRAWN_KEPT + 10):
+        board.withdraw(str(number))
+    assert len(board._withdrawn) == WITHDRAWN_KEPT
+
+
+def test_owner():
+    """A publisher keeps the agent alive as a holder of a port does, and its values go when it has ended."""
+    agent = AgentProcess("0" * 56)
+    agent.publish("mine", 1, "value", "me")
+    agent.publish("theirs", 1, "value", "them")
+    assert agent._holders() == {"me", "them"}
+    agent._release_all_of("me")
+    assert agent.published() == {"theirs": "value"}
+
+
+def test_agents_of_all_jobs(monkeypatch):
+    """Agents are found by their names, also one that took the place of a dead one; others in the namespace are not."""
+    rows = [
+        {"name": "fairlead-agent-01000000-aa", "namespace": "fairlead"},
+        {"name": "fairlead-agent-02000000-aa-1", "namespace": "fairlead"},
+        {"name": "fairlead-agent-03000000-bb", "namespace": "fairlead"},
+        {"name": "fairlead-agent-04000000-cc", "namespace": "of-somebody-else"},
+        {"name": "something", "namespace": "fairlead"},
+    ]
+
+    def get_actor(name, namespace):
+        if "03000000" in name:
+            raise ValueError("it has ended meanwhile")
+        return SimpleNamespace(name=name)
+
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: rows)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    found = [(agent.job_id, agent.node_id) for agent in directory.find_agents()]
+    assert found == [("01000000", "aa"), ("02000000", "aa")]
