@@ -6,6 +6,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, assert_type
@@ -42,6 +43,7 @@ from fairlead_placement.spi import (
     Output,
     SlotClaim,
     Waiting,
+    add_command,
     alive_nodes,
     ask_head,
     attach,
@@ -333,4 +335,6 @@ def show() -> int:
 
 
 def run_program() -> None:
+    commands = ArgumentParser().add_subparsers()
+    assert_type(add_command(commands, "show", "show something", epilog="", json=False), ArgumentParser)
     assert_type(run_command(show, LookupError), int)

@@ -2,6 +2,7 @@
 """The command line: its arguments, its tables and its JSON."""
 
 import argparse
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from ._doctor.checks import ACCELERATORS, Check, Expected
 from ._doctor.examine import examine_cluster
 from ._nodes.head import read_holders, read_nodes
 from ._show import Report, draw_nodes
-from ._terminal import Output, attach, run_command
+from ._terminal import Output, add_command, attach, run_command
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
@@ -53,12 +54,13 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{nodes,explain,doctor}")
-    nodes = _add(commands, "nodes", "show what each node has, what is free, and who holds the rest")
+    add = functools.partial(add_command, commands, epilog=_EPILOG)
+    nodes = add("nodes", "show what each node has, what is free, and who holds the rest")
     nodes.set_defaults(run=_nodes)
-    explain = _add(commands, "explain", "show whether a reservation would fit now, and else why not")
+    explain = add("explain", "show whether a reservation would fit now, and else why not")
     explain.add_argument("request", type=_parse_request, help="such as '4x8 GPU' (4 nodes with 8 each), or '2 CPU'")
     explain.set_defaults(run=_explain)
-    doctor = _add(commands, "doctor", "look for faults of the cluster before a job starts on it")
+    doctor = add("doctor", "look for faults of the cluster before a job starts on it")
     doctor.add_argument(
         "--expect",
         type=_parse_expected,
@@ -68,21 +70,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that the nodes may take (60)")
     doctor.set_defaults(run=_doctor)
-    return parser
-
-
-def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
     return parser
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command lines share: attaching to a cluster, output, and exit statuses."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,6 +21,31 @@ MISUSED = 2
 FAILED = 3
 INTERRUPTED = 130
 CLOSED = 141
+
+
+def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
+    """Add a command that attaches to a cluster, and return its parser.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        name: the name of the command.
+        what: what it does, as a phrase that begins with a verb.
+        epilog: the end of its help, with the exit statuses.
+        json: whether it can print JSON.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
+    )
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
+    return parser
 
 
 def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:

@@ -17,13 +17,14 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._show import Waiting
-from ._terminal import Output, attach, run_command
+from ._terminal import Output, add_command, attach, run_command
 
 __all__ = [
     "Agent",
     "Output",
     "SlotClaim",
     "Waiting",
+    "add_command",
     "alive_nodes",
     "ask_head",
     "attach",

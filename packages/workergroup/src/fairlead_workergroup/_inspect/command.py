@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from fairlead_placement.spi import Output, attach, run_command
+from fairlead_placement.spi import Output, add_command, attach, run_command
 
 from .._observe.observer import STUCK_AFTER_S
 from ..exceptions import WorkerGroupError
@@ -86,23 +86,12 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
-    )
+    parser = add_command(commands, name, what, epilog=_EPILOG, json=json)
     if one_group:
         parser.add_argument("--group", metavar="NAME", help="name of the group, or the beginning of its id")
         parser.add_argument(
             "--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only the workers at these coordinates"
         )
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
     return parser
 
 
