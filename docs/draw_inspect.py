@@ -80,10 +80,12 @@ def main() -> None:
     ):
         call = group.call("train", 17)
         time.sleep(12)
-        (seen,) = look_at_groups([find_group("policy")], stuck_after_s=10.0, dump=True)
-        seen = with_usual_paths(seen)
+        found = [find_group("policy")]
+        (seen,) = look_at_groups(found, stuck_after_s=300.0)
         save("groups", draw_groups([seen]), 100)
         save("top", draw_status(seen), 100)
+        (seen,) = look_at_groups(found, stuck_after_s=10.0, dump=True)
+        seen = with_usual_paths(seen)
         save("why", draw_findings(seen, diagnose(seen, stuck_after_s=10.0)), 100)
         save("stacks", draw_stacks(fold_stacks(seen.workers)), 100)
         call.cancel(force=True)

@@ -136,8 +136,8 @@ def read_timeline(group: RegisteredGroup, *, compare: bool = True) -> Timeline:
                 for number, method, start, end, waited, failed, task in row["calls"]
             ]
             if row["running"] is not None:
-                number, method, start = row["running"]
-                spans.append(Span(number, method, start + at, None))
+                number, method, start, task = row["running"]
+                spans.append(Span(number, method, start + at, None, task=task))
             steps = tuple((when + at, step) for when, step in row["steps"])
             workers.append(WorkerTimeline(member, tuple(spans), steps, clock.error_s))
     requests, error_s = _read_requests(group, clocks)

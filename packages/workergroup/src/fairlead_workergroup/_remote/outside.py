@@ -87,7 +87,7 @@ def read_timelines(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 
     Returns:
         For each worker `calls`: (number, method, start, end, seconds waited, whether it failed, task) of each finished
-        call, the oldest first; `steps`: (time, step); and `running`: (number, method, start), or None.
+        call, the oldest first; `steps`: (time, step); and `running`: (number, method, start, task), or None.
     """
     return [_read_timeline(process) for process in processes]
 
@@ -111,7 +111,9 @@ def _read_timeline(process: Process) -> dict[str, Any] | None:
             for number, at, began, ended, waited, failed, task in read_ring(pid, CALLS_FILE, CALL)
         ],
         "steps": read_ring(pid, STEPS_FILE, STEP),
-        "running": None if method is None else (record["calls"], method, now - record["running_s"]),
+        "running": None
+        if method is None
+        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES]),
     }
 
 
