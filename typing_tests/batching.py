@@ -5,7 +5,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, assert_type
 
 import numpy as np
@@ -19,8 +19,10 @@ from fairlead_batching import (
     Packer,
     PackingMetrics,
     SequencePackingArgs,
+    ShardPlan,
     SlicedDataDict,
     get_packer,
+    plan_shards,
 )
 
 assert_type(fairlead_batching.__version__, str)
@@ -84,12 +86,33 @@ def shard(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingAr
     assert_type(order[0], int)
 
 
+def plan(batch: Batch, dynamic: DynamicBatchingArgs) -> None:
+    plan = plan_shards([6, 2, 3, 5], 2, dynamic_batching_args=dynamic, width=8)
+    assert_type(plan, ShardPlan)
+    assert_type(plan_shards(8, shards=2, batch_size=4, allow_uneven_shards=False), ShardPlan)
+    assert_type(batch.shard(plan), list[Part])
+    assert_type(plan.size, int)
+    assert_type(plan.samples, tuple[npt.NDArray[np.int64], ...])
+    assert_type(plan.order, npt.NDArray[np.int64])
+    assert_type(plan.microbatches, list[list[npt.NDArray[np.int64]]])
+    assert_type(plan.micro_batch_indices, list[list[list[list[int]]]] | None)
+    assert_type(plan.micro_batch_lengths, list[list[list[int]]] | None)
+    assert_type(plan.args, DynamicBatchingArgs | SequencePackingArgs | None)
+    assert_type(plan.lengths, npt.NDArray[np.int64] | None)
+    assert_type(plan.costs, npt.NDArray[np.float64] | None)
+    assert_type(plan.total_costs(), list[float])
+    assert_type(plan.imbalance, float)
+    plan.check(4, None)
+    assert_type(plan.attributes(0), dict[str, Any])
+
+
 def planned(part: Part) -> None:
     assert_type(part.micro_batch_indices, list[list[list[int]]] | None)
     assert_type(part.micro_batch_lengths, list[list[int]] | None)
     assert_type(part.elem_counts_per_gb, list[int] | None)
     assert_type(part.shard_sizes, list[int] | None)
     assert_type(part.input_key, str | None)
+    assert_type(part.input_lengths_key, str | None)
     assert_type(part.make_microbatch_iterator(4), Iterator[Part])
     assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=1), Iterator[Part])
     assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=["tokens"]), Iterator[Part])
@@ -106,6 +129,7 @@ def arguments() -> None:
     assert_type(dynamic.sequence_length_round, int)
     assert_type(dynamic.input_key, str)
     assert_type(dynamic.input_lengths_key, str)
+    assert_type(dynamic.cost, tuple[float, float] | Callable[[Any], Any] | None)
     packing = SequencePackingArgs(
         max_tokens_per_microbatch=8,
         input_key="tokens",
@@ -117,6 +141,7 @@ def arguments() -> None:
     assert_type(packing.max_tokens_per_microbatch, int)
     assert_type(packing.input_key, str)
     assert_type(packing.input_lengths_key, str)
+    assert_type(packing.cost, tuple[float, float] | Callable[[Any], Any] | None)
     assert_type(packing.algorithm, Algorithm)
     assert_type(packing.sequence_length_pad_multiple, int)
     assert_type(packing.microbatch_order, Literal["packer", "largest_first"])

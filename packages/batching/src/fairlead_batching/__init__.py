@@ -22,6 +22,8 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
 from ._packing.packer import Packer, PackingMetrics, get_packer
+from ._plan import ShardPlan
+from ._planner import plan_shards
 
 __version__ = "0.1.0"
 
@@ -32,7 +34,9 @@ __all__ = [
     "Packer",
     "PackingMetrics",
     "SequencePackingArgs",
+    "ShardPlan",
     "SlicedDataDict",
     "__version__",
     "get_packer",
+    "plan_shards",
 ]

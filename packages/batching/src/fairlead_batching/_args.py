@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -18,6 +19,8 @@ Algorithm = Literal[
     "modified_first_fit_decreasing",
 ]
 MicrobatchOrder = Literal["packer", "largest_first"]
+# a and b of a * length + b * length**2, or a function of an array of lengths.
+Cost = tuple[float, float] | Callable[[Any], Any]
 
 
 def as_int(name: str, value: Any, *, at_least: int) -> int:
@@ -37,6 +40,21 @@ def convert_fields(frozen: Any, *names: str) -> None:
         object.__setattr__(frozen, name, as_int(name, getattr(frozen, name), at_least=1))
 
 
+def check_cost(cost: Cost | None) -> None:
+    """Refuse anything but None, a function, or two finite coefficients of at least 0 of which one is positive."""
+    if cost is None or callable(cost):
+        return
+    try:
+        usable = len(cost) == 2 and all(math.isfinite(part) and part >= 0 for part in cost) and any(cost)
+    except TypeError:
+        usable = False
+    if not usable:
+        raise ValueError(
+            f"cost must be two finite numbers (a, b) of at least 0, for a * length + b * length**2, of which one is "
+            f"positive, or a function of an array of lengths; got {cost!r}."
+        )
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"Unknown {name} {value!r}; there are: {', '.join(choices)}.")
@@ -49,11 +67,14 @@ class DynamicBatchingArgs:
     - max_tokens_per_microbatch: the limit of the padded length of a microbatch times its samples;
     - sequence_length_round: padded lengths are multiples of it, but never exceed the width of the tensor;
     - input_key: the leaf with the sequences, (samples, width, ...);
-    - input_lengths_key: the leaf with their lengths, (samples,), whole numbers.
+    - input_lengths_key: the leaf with their lengths, (samples,), whole numbers;
+    - cost: what a sequence costs a rank: ``(a, b)`` for ``a * length + b * length**2``, or a function that returns the
+      costs of an array of lengths. Samples of similar length are then dealt so that all ranks cost the same. The
+      microbatches have the same shapes as without.
 
     Raises:
         TypeError: a number is not whole.
-        ValueError: a number is less than 1.
+        ValueError: a number is less than 1, or ``cost`` is neither a function nor two numbers of at least 0.
 
     >>> DynamicBatchingArgs(
     ...     max_tokens_per_microbatch=8, sequence_length_round=0, input_key="tokens", input_lengths_key="length"
@@ -66,9 +87,11 @@ class DynamicBatchingArgs:
     sequence_length_round: int
     input_key: str
     input_lengths_key: str
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         convert_fields(self, "max_tokens_per_microbatch", "sequence_length_round")
+        check_cost(self.cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +104,14 @@ class SequencePackingArgs:
     - sequence_length_pad_multiple: each sequence takes up a multiple of this number of tokens;
     - microbatch_order: ``packer``, the order of the algorithm, or ``largest_first``: bins are dealt to the shards
       from the fullest to the emptiest. Then all shards run their largest bin at the same time, so a bin that is too
-      large for the memory fails in the first microbatch.
+      large for the memory fails in the first microbatch;
+    - cost: as in `DynamicBatchingArgs`. Samples are then split over the shards so that all cost the same, each shard
+      packs its own, and runs its most expensive bin first. ``balanced`` also makes the bins of a shard cost the same.
 
     Raises:
         TypeError: a number is not whole.
-        ValueError: a number is less than 1, or the algorithm or the order is unknown.
+        ValueError: a number is less than 1, the algorithm or the order is unknown, or ``cost`` is neither a function
+            nor two numbers of at least 0.
 
     >>> packing = SequencePackingArgs(
     ...     max_tokens_per_microbatch=8,
@@ -104,11 +130,13 @@ class SequencePackingArgs:
     algorithm: Algorithm
     sequence_length_pad_multiple: int
     microbatch_order: MicrobatchOrder = "packer"
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         convert_fields(self, "max_tokens_per_microbatch", "sequence_length_pad_multiple")
         check_choice("packing algorithm", self.algorithm, get_args(Algorithm))
         check_choice("microbatch_order", self.microbatch_order, get_args(MicrobatchOrder))
+        check_cost(self.cost)
 
 
 def read_args(kind: type[Args], given: Args | Mapping[str, Any]) -> Args:

@@ -10,8 +10,9 @@ from typing import Any, Self, overload
 
 import numpy as np
 
-from . import _gathering, _interop, _leaf, _microbatches, _plan
+from . import _gathering, _interop, _leaf, _microbatches, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from ._plan import ShardPlan
 from ._samples import Content, Samples
 
 
@@ -33,7 +34,7 @@ class BatchedDataDict(Samples[Content]):
     - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
     - elem_counts_per_gb: per group, its samples; after packing only;
     - shard_sizes: the samples of all shards, if these differ;
-    - input_key: the leaf with the sequences; after dynamic batching only.
+    - input_key, input_lengths_key: the leaves with the sequences and with their lengths.
 
     ``data`` is the plain dictionary of the leaves. ``padding`` says for each sample whether it is a dummy row (None:
     never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
@@ -107,7 +108,7 @@ class BatchedDataDict(Samples[Content]):
         group.micro_batch_indices, group.micro_batch_lengths = [cuts[batch_idx]], [lengths[batch_idx]]
         group.elem_counts_per_gb = None if self.elem_counts_per_gb is None else [counts[batch_idx]]
         group.shard_sizes = self.shard_sizes if len(cuts) == 1 else None
-        group.input_key = self.input_key
+        group.input_key, group.input_lengths_key = self.input_key, self.input_lengths_key
         return group
 
     @overload
@@ -186,22 +187,32 @@ class BatchedDataDict(Samples[Content]):
         [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
         """
         arguments = dynamic_batching_args, sequence_packing_args
-        plan = _plan.plan_shards(self.data, shards, batch_size, allow_uneven_shards, *arguments)
+        plan = _planner.plan_leaves(self.data, shards, batch_size, allow_uneven_shards, *arguments)
         parts = self._apply(plan)
-        return parts if plan.cuts is None else (parts, Order(plan.order.tolist()))
+        return parts if plan.args is None else (parts, Order(plan.order.tolist()))
 
-    def _apply(self, plan: _plan.ShardPlan) -> list[SlicedDataDict[Content]]:
+    def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
+        """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
+
+        Raises:
+            ValueError: the plan is of another batch: of another number of samples, or of other lengths.
+
+        >>> from fairlead_batching import plan_shards
+        >>> batch = BatchedDataDict(x=np.array([10, 20, 30, 40]))
+        >>> [shard["x"].tolist() for shard in batch.shard(plan_shards(4, shards=2))]
+        [[10, 20], [30, 40]]
+        """
+        lengths = None if plan.args is None else self.get(plan.args.input_lengths_key)
+        key = "" if plan.args is None else plan.args.input_lengths_key
+        plan.check(self.size, None if lengths is None else _leaf.to_integers(key, lengths))
+        return self._apply(plan)
+
+    def _apply(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._derive(lambda leaf: _leaf.take(leaf, plan.order), SlicedDataDict)
         shards = []
-        for number, (start, end) in enumerate(pairwise(accumulate(plan.sizes, initial=0))):
-            shard = gathered.slice(start, end)
-            if plan.cuts is not None:
-                shard.micro_batch_indices, shard.micro_batch_lengths = plan.cuts[number], plan.lengths[number]
-                if plan.packed:
-                    shard.elem_counts_per_gb = [group[-1][1] for group in plan.cuts[number]]
-            shard.shard_sizes = list(plan.sizes) if len(set(plan.sizes)) > 1 else None
-            shard.input_key = plan.input_key
-            shards.append(shard)
+        for number, (start, end) in enumerate(pairwise(accumulate(map(len, plan.samples), initial=0))):
+            shards.append(gathered.slice(start, end))
+            shards[-1].__dict__.update(plan.attributes(number))
         return shards
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:

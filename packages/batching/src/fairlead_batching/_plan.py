@@ -1,188 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample goes to which shard and microbatch. All shards are planned together, so their microbatches match."""
+"""The plan of all shards: which samples each has, in which order and in which microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import html
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from . import _leaf
-from ._args import Args, DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._leaf import IntArray
-from ._packing.packer import get_packer
+from ._packing.even import Costs
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard
 Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens of the bin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardPlan:
-    """The samples of all shards, shard after shard: position i holds sample ``order[i]``.
+    """Which samples each shard has, in which order and in which microbatches. `plan_shards` makes it from lengths.
 
-    The lists have one entry per shard. Without microbatches, ``cuts`` is None. Dynamic batching sets ``input_key``,
-    the leaf with the sequences.
+    `BatchedDataDict.shard` applies it to a batch. It does not refer to any data, and can be pickled.
+
+    - samples: for each shard, its samples as indices into the batch, in order;
+    - micro_batch_indices, micro_batch_lengths: for each shard, what its attributes of these names will be; None
+      without microbatches;
+    - args: the arguments of the microbatches; None without;
+    - lengths: the length of each sample; None if the plan was made from a number of samples;
+    - costs: the cost of each sample; None without ``cost`` in the arguments.
+
+    >>> print(ShardPlan((np.array([1, 3]), np.array([2, 0])), lengths=np.array([6, 2, 3, 5])))
+    4 samples over 2 shards
+    shard  samples  tokens
+        0        2       7
+        1        2       9
     """
 
-    order: IntArray
-    sizes: list[int]
-    cuts: list[Cuts] | None = None
-    lengths: Sequence[Lengths] = ()
-    packed: bool = False
-    input_key: str | None = None
+    samples: tuple[IntArray, ...]
+    micro_batch_indices: list[Cuts] | None = None
+    micro_batch_lengths: list[Lengths] | None = None
+    args: DynamicBatchingArgs | SequencePackingArgs | None = None
+    lengths: IntArray | None = None
+    costs: Costs | None = None
 
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return sum(map(len, self.samples))
 
-def plan_shards(
-    leaves: Mapping[str, Any],
-    shards: int,
-    batch_size: int | None,
-    allow_uneven_shards: bool,
-    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None,
-    packing: SequencePackingArgs | Mapping[str, Any] | None,
-) -> ShardPlan:
-    """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
-    shards = as_int("shards", shards, at_least=1)
-    if dynamic is not None and packing is not None:
-        raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
-    size = _leaf.count_samples(leaves)
-    group = _group_size(size, shards, batch_size, allow_uneven_shards)
-    if dynamic is not None:
-        dynamic = read_args(DynamicBatchingArgs, dynamic)
-        return _plan_dynamic(*_read_lengths(leaves, dynamic), group, shards, dynamic)
-    if packing is not None:
-        packing = read_args(SequencePackingArgs, packing)
-        return _plan_packed(_read_lengths(leaves, packing)[1], group, shards, packing)
-    # In uneven shards the leading ones have one sample more.
-    pieces = np.array_split(np.arange(size).reshape(-1, group), shards, axis=1)
-    return ShardPlan(np.concatenate([piece.ravel() for piece in pieces]), [piece.size for piece in pieces])
+    @cached_property
+    def order(self) -> IntArray:
+        """The samples of all shards, one shard after the other. ``reorder_data(plan.order)`` undoes it."""
+        return np.concatenate(self.samples)
 
+    @property
+    def microbatches(self) -> list[list[IntArray]]:
+        """For each shard, the samples of each of its microbatches, over all groups.
 
-def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
-    """Return how many samples are split over the shards at a time.
+        Raises:
+            ValueError: the plan has no microbatches.
+        """
+        if self.micro_batch_indices is None:
+            raise ValueError("The plan has no microbatches: make it with dynamic_batching_args or packing arguments.")
+        parts = []
+        for samples, cuts in zip(self.samples, self.micro_batch_indices, strict=True):
+            counts = [end - start for group in cuts for start, end in group]
+            parts.append(np.split(samples, list(accumulate(counts))[:-1]))
+        return parts
 
-    Raises:
-        ValueError: there are no samples, or they cannot be split like this.
-    """
-    if not size:
-        raise ValueError("An empty batch cannot be sharded: it has 0 samples.")
-    group = size if batch_size is None else as_int("batch_size", batch_size, at_least=1)
-    if allow_uneven_shards:
-        if group != size:
-            raise ValueError(f"allow_uneven_shards needs batch_size to be the size, {size}, or None; got {batch_size}.")
-        return group
-    if size % group:
-        raise ValueError(f"{size} samples are not a multiple of batch_size={group}: use pad_to_multiple({group}).")
-    if group % shards:
-        what = f"batch_size={group} is" if batch_size is not None else f"{size} samples are"
-        advice = f"pad_to_multiple({shards})" if batch_size is None else f"a batch_size that is a multiple of {shards}"
-        raise ValueError(f"{what} not a multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
-    return group
+    def total_costs(self) -> list[float]:
+        """Return the cost of each shard; without a cost, its tokens; without lengths, its samples."""
+        each = self.lengths if self.costs is None else self.costs
+        return [float(len(part) if each is None else each[part].sum()) for part in self.samples]
 
+    @property
+    def imbalance(self) -> float:
+        """The most expensive shard's cost divided by the mean; 1 is perfect."""
+        totals = self.total_costs()
+        return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
-def _read_lengths(leaves: Mapping[str, Any], args: Args) -> tuple[IntArray, IntArray]:
-    """Return the lengths of all samples, and their padded lengths, after checking both."""
-    for name in ("input_key", "input_lengths_key"):
-        if (key := getattr(args, name)) not in leaves:
-            raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
-    sequences = leaves[args.input_key]
-    if isinstance(sequences, list) or sequences.ndim < 2:
-        found = "a list" if isinstance(sequences, list) else f"shape {tuple(sequences.shape)}"
-        raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
-    width = int(sequences.shape[1])
-    lengths = _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key])
-    if lengths.min() < 0 or lengths.max() > width:
-        index = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
-        raise ValueError(
-            f"{args.input_lengths_key!r} says that sample {index} has {lengths[index]} tokens; "
-            f"{args.input_key!r} has width {width}."
-        )
-    if isinstance(args, DynamicBatchingArgs):
-        holder, multiple, most = "", args.sequence_length_round, width
-    else:
-        holder, multiple, most = "a bin of ", args.sequence_length_pad_multiple, np.iinfo(np.int64).max
-    padded = np.minimum(-(-lengths // multiple) * multiple, most)
-    if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
-        index = int(padded.argmax())
-        raise ValueError(
-            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
-            f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
-        )
-    return lengths, padded
+    def check(self, size: int, lengths: IntArray | None) -> None:
+        """Refuse a batch that this plan was not made for.
 
+        Args:
+            size: the number of samples of the batch.
+            lengths: its lengths; None if they are unknown.
 
-def _plan_dynamic(lengths: IntArray, padded: IntArray, group: int, shards: int, args: DynamicBatchingArgs) -> ShardPlan:
-    """Sort each group by length, deal it to the shards in turn, and cut all shards at the same positions."""
-    limit = args.max_tokens_per_microbatch
-    if group < shards:
-        raise ValueError(
-            f"{group} samples cannot give each of {shards} shards a microbatch: pad_to_multiple({shards})."
-        )
-    groups = len(lengths) // group
-    # numpy sorts 16-bit numbers by radix, which is several times faster.
-    keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths
-    ranked = keys.reshape(groups, group).argsort(axis=1, kind="stable") + np.arange(0, len(lengths), group)[:, None]
-    dealt = [ranked[:, shard::shards] for shard in range(shards)]
-    # Lengths ascend, so the longest sample of all shards at a position is the last one dealt for it.
-    last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
-    longest_at = padded[ranked[:, last]].tolist()
-    starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
-    widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
-    return ShardPlan(
-        order=np.concatenate([piece.ravel() for piece in dealt]),
-        sizes=[piece.size for piece in dealt],
-        # A shard may lack the last position.
-        cuts=[[_pair([*own, piece.shape[1]]) for own in starts] for piece in dealt],
-        lengths=[[list(own) for own in widths] for _ in dealt],
-        input_key=args.input_key,
-    )
-
-
-def _pair(ends: Iterable[int]) -> list[list[int]]:
-    """Return ``[start, end]`` of consecutive parts, given their ends."""
-    return [list(pair) for pair in pairwise([0, *ends])]
-
-
-def _find_cuts(longest_at: list[int], limit: int, only_some_have_last: bool) -> list[int]:
-    """Return where microbatches after the first start; a last position that only some shards have is not one."""
-    starts = [0]
-    for position, length in enumerate(longest_at):
-        if (position + 1 - starts[-1]) * length > limit:
-            starts.append(position)
-    final = len(longest_at) - 1
-    if only_some_have_last and starts[-1] == final:
-        if 2 * longest_at[-1] > limit or starts[-2:-1] == [final - 1]:
+        Raises:
+            ValueError: it has another number of samples, or other lengths.
+        """
+        remedy = "Plan it again: plan_shards() with the lengths of this batch."
+        if size != self.size:
+            raise ValueError(f"The plan is of another batch: it has {self.size} samples, the batch {size}. {remedy}")
+        if lengths is not None and self.lengths is not None and (lengths != self.lengths).any():
+            row = int(np.flatnonzero(lengths != self.lengths)[0])
             raise ValueError(
-                f"The shards cannot have the same number of microbatches: only some have a sample {final}, of padded "
-                f"length {longest_at[-1]}, and max_tokens_per_microbatch={limit} does not hold it together with the "
-                f"sample before. Use pad_to_multiple to make shards even, or more tokens."
+                f"The plan is of another batch: sample {row} has {self.lengths[row]} tokens in the plan, and "
+                f"{lengths[row]} by {self.args.input_lengths_key if self.args else 'the batch'!r}. {remedy}"
             )
-        starts[-1] -= 1
-    return starts[1:]
 
+    def attributes(self, shard: int) -> dict[str, Any]:
+        """Return what the plan sets on one shard, by the names of the attributes of `BatchedDataDict`."""
+        sizes = list(map(len, self.samples))
+        values: dict[str, Any] = {"shard_sizes": sizes if len(set(sizes)) > 1 else None}
+        if self.args is not None and self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            cuts = self.micro_batch_indices[shard]
+            values |= {"micro_batch_indices": cuts, "micro_batch_lengths": self.micro_batch_lengths[shard]}
+            values |= {"input_key": self.args.input_key, "input_lengths_key": self.args.input_lengths_key}
+            if isinstance(self.args, SequencePackingArgs):
+                values["elem_counts_per_gb"] = [group[-1][1] for group in cuts]
+        return values
 
-def _plan_packed(padded: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
-    """Pack each group into a multiple of ``shards`` bins, and deal these to the shards in turn."""
-    limit = args.max_tokens_per_microbatch
-    packer = get_packer(args.algorithm, limit, min_bin_count=shards, bin_count_multiple=shards)
-    tokens = padded.tolist()
+    def _table(self) -> list[list[str]]:
+        columns: dict[str, list[str]] = {
+            "shard": [str(number) for number in range(len(self.samples))],
+            "samples": [str(len(part)) for part in self.samples],
+        }
+        if self.micro_batch_indices is not None:
+            columns["microbatches"] = [str(sum(map(len, cuts))) for cuts in self.micro_batch_indices]
+        if self.lengths is not None:
+            columns["tokens"] = [str(self.lengths[part].sum()) for part in self.samples]
+        if self.costs is not None:
+            columns["cost"] = [f"{self.costs[part].sum():.4g}" for part in self.samples]
+        return [[name, *cells] for name, cells in columns.items()]
 
-    def count_tokens(bin_: list[int]) -> int:
-        return sum(map(tokens.__getitem__, bin_))
+    def __str__(self) -> str:
+        lines = [self._caption()]
+        columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]
+        return "\n".join([*lines, *map("  ".join, zip(*columns, strict=True))])
 
-    groups = []
-    for first in range(0, len(padded), group):
-        groups.append([[first + index for index in bin_] for bin_ in packer.pack(padded[first : first + group])])
-        if args.microbatch_order == "largest_first":
-            groups[-1].sort(key=count_tokens, reverse=True)
-    dealt = [[bins[shard::shards] for bins in groups] for shard in range(shards)]
-    samples = [[index for bins in mine for bin_ in bins for index in bin_] for mine in dealt]
-    return ShardPlan(
-        order=np.concatenate(samples),
-        sizes=[len(part) for part in samples],
-        cuts=[[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
-        lengths=[[[count_tokens(bin_) for bin_ in bins] for bins in mine] for mine in dealt],
-        packed=True,
-    )
+    def _caption(self) -> str:
+        text = f"{self.size} samples over {len(self.samples)} shards"
+        return text if self.costs is None else f"{text}, the most expensive {self.imbalance:.4f}x the mean"
+
+    def _repr_html_(self) -> str:
+        head, *rows = zip(*self._table(), strict=True)
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        return (
+            f"<p>ShardPlan: {html.escape(self._caption())}</p>"
+            f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{body}</table>"
+        )

@@ -51,6 +51,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         self.elem_counts_per_gb: list[int] | None = None
         self.shard_sizes: list[int] | None = None
         self.input_key: str | None = None
+        self.input_lengths_key: str | None = None
 
     def __repr__(self) -> str:
         try:

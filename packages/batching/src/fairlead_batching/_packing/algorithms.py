@@ -31,7 +31,7 @@ _Chains = tuple[int, Sequence[int], list[int]]
 
 def _sort_descending(lengths: Sequence[int]) -> list[int]:
     """Return the indices from the longest to the shortest; the sort is stable."""
-    order: list[int] = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    order: list[int] = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     return order
 
 

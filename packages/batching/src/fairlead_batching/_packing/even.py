@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An even split of costs over shards, and over the bins of each shard. All shards are computed at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Costs = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+def split_evenly(costs: Costs) -> Integers:
+    """Return the shard of each sample, so that all shards cost about the same, in each group and in total.
+
+    Every row of samples becomes a partial solution, which gives each shard one of them. The solutions with the largest
+    spreads are merged in pairs, the most expensive shard of one with the cheapest of the other, until one is left
+    (Karmarkar and Karp 1982, in the balanced form of Michiels, Korst and Aarts 2003). All pairs are merged at once.
+
+    Args:
+        costs: (groups, rows, shards), 0 where there is no sample. Rows of similar costs give the best result.
+
+    Returns:
+        The shards, of the same shape; each row is a permutation of all shards.
+    """
+    groups, rows, shards = costs.shape
+    first = np.argsort(-costs, axis=-1, kind="stable")
+    sums, within = _merge_all(np.take_along_axis(costs, first, -1))
+    # The groups are solutions too. Merging them exchanges shards within a group, and balances the total.
+    _, between = _merge_all(sums.reshape(1, groups, shards))
+    of_column = np.take_along_axis(between.reshape(groups, 1, shards), within.reshape(groups, 1, -1), -1)
+    result = np.empty_like(first)
+    np.put_along_axis(result, first, of_column.reshape(groups, rows, shards), -1)
+    return result
+
+
+def _merge_all(sums: Costs) -> tuple[Costs, Integers]:
+    """Merge all rows of each group, given with descending costs.
+
+    Returns:
+        The costs of the columns of the result (groups, shards), and the column of the result for each cost.
+    """
+    steps: list[tuple[Any, int, Any]] = []
+    while (rows := sums.shape[1]) > 1:
+        widest = np.argsort(sums[..., -1] - sums[..., 0], axis=1, kind="stable")[..., None]
+        sums = np.take_along_axis(sums, widest, 1)
+        if odd := rows % 2:
+            sums = np.concatenate([sums, np.zeros_like(sums[:, :1])], axis=1)
+        merged = sums[:, 0::2] + sums[:, 1::2, ::-1]
+        descending = np.argsort(-merged, axis=-1, kind="stable")
+        sums = np.take_along_axis(merged, descending, -1)
+        steps.append((widest, odd, descending))
+    groups, _, shards = sums.shape
+    columns = np.broadcast_to(np.arange(shards), sums.shape)
+    for widest, odd, descending in reversed(steps):
+        merged_columns = np.empty_like(descending)
+        np.put_along_axis(merged_columns, descending, columns, -1)
+        pairs = np.stack([merged_columns, merged_columns[..., ::-1]], axis=2).reshape(groups, -1, shards)
+        columns = np.empty((groups, pairs.shape[1] - odd, shards), dtype=np.int64)
+        np.put_along_axis(columns, np.broadcast_to(widest, columns.shape), pairs[:, : columns.shape[1]], 1)
+    return sums[:, 0], columns
+
+
+def fill_evenly(costs: Costs, lengths: Integers, capacity: int, count: int) -> tuple[Integers, Flags]:
+    """Put the most expensive sequence of each shard first, each into the shard's cheapest bin that has room.
+
+    Args:
+        costs: (shards, sequences), descending along each shard.
+        lengths: of the same sequences.
+        capacity: the tokens that a bin holds.
+        count: the number of bins of each shard.
+
+    Returns:
+        The bin of each sequence, and for each shard whether all sequences found room.
+    """
+    shards, sequences = costs.shape
+    everyone = np.arange(shards)
+    loads, room = np.zeros((shards, count)), np.full((shards, count), capacity)
+    fits = np.ones(shards, dtype=np.bool_)
+    bins = np.empty((sequences, shards), dtype=np.int64)
+    # Without a cost of their own, sequences would all go to the same bin.
+    costs = np.maximum(costs, costs.max() * 1e-12 or 1.0)
+    for number, (cost, length) in enumerate(zip(costs.T, lengths.T, strict=True)):
+        open_loads = np.where(room >= length[:, None], loads, np.inf)
+        cheapest = bins[number] = open_loads.argmin(axis=1)
+        fits &= np.isfinite(open_loads[everyone, cheapest])
+        loads[everyone, cheapest] += cost
+        room[everyone, cheapest] -= length
+    return bins.T, fits

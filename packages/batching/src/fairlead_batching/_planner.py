@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sample goes to which shard and microbatch. All shards are planned together, so their microbatches match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from . import _leaf
+from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._leaf import IntArray
+from ._packing import algorithms
+from ._packing.even import Costs, fill_evenly, split_evenly
+from ._packing.packer import get_packer
+from ._plan import ShardPlan
+
+# Beyond this number of samples x bins, the bins of a shard are not evened out.
+_MOST_WORK = 1 << 29
+
+
+def plan_shards(
+    lengths: int | Iterable[int],
+    shards: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
+    sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
+    *,
+    width: int | None = None,
+) -> ShardPlan:
+    """Return the plan that `BatchedDataDict.shard_by_batch_size` would make, from the lengths of the samples alone.
+
+    Args:
+        lengths: the length of each sample in tokens. Without microbatches their number is enough.
+        shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args: as for
+            `BatchedDataDict.shard_by_batch_size`.
+        width: the width of the tensor with the sequences, which padded lengths never exceed.
+
+    Raises:
+        TypeError: a number is not whole.
+        ValueError: as for `BatchedDataDict.shard_by_batch_size`; or microbatches need lengths, and a number was given.
+
+    >>> args = {"max_tokens_per_microbatch": 8, "input_key": "tokens", "input_lengths_key": "length"}
+    >>> plan = plan_shards([6, 2, 3, 5], shards=2, dynamic_batching_args={**args, "sequence_length_round": 2})
+    >>> [[part.tolist() for part in shard] for shard in plan.microbatches]
+    [[[1], [3]], [[2], [0]]]
+    """
+    shards = as_int("shards", shards, at_least=1)
+    args = _choose_args(dynamic_batching_args, sequence_packing_args)
+    if isinstance(lengths, (int, np.integer)):
+        numbers, size = None, as_int("lengths", lengths, at_least=0)
+    else:
+        numbers = _leaf.to_integers("lengths" if args is None else args.input_lengths_key, lengths)
+        size = numbers.size
+    group = _group_size(size, shards, batch_size, allow_uneven_shards)
+    if args is None:
+        # In uneven shards the leading ones have one sample more.
+        pieces = np.array_split(np.arange(size).reshape(-1, group), shards, axis=1)
+        return ShardPlan(tuple(piece.ravel() for piece in pieces), lengths=numbers)
+    if numbers is None:
+        raise ValueError(f"Microbatches are planned from the length of each sample; found only their number, {size}.")
+    _check_lengths(numbers, width, args)
+    if isinstance(args, DynamicBatchingArgs):
+        return _plan_dynamic(numbers, width, group, shards, args)
+    return _plan_packed(numbers, group, shards, args)
+
+
+def plan_leaves(
+    leaves: Mapping[str, Any],
+    shards: int,
+    batch_size: int | None,
+    allow_uneven_shards: bool,
+    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None,
+    packing: SequencePackingArgs | Mapping[str, Any] | None,
+) -> ShardPlan:
+    """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
+    lengths: int | IntArray = _leaf.count_samples(leaves)
+    width = None
+    args = _choose_args(dynamic, packing) if lengths else None
+    if args is not None:
+        for name in ("input_key", "input_lengths_key"):
+            if (key := getattr(args, name)) not in leaves:
+                raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
+        sequences = leaves[args.input_key]
+        if isinstance(sequences, list) or sequences.ndim < 2:
+            found = "a list" if isinstance(sequences, list) else f"shape {tuple(sequences.shape)}"
+            raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
+        lengths = _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key])
+        width = int(sequences.shape[1])
+    return plan_shards(lengths, shards, batch_size, allow_uneven_shards, dynamic, packing, width=width)
+
+
+def _choose_args(
+    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None, packing: SequencePackingArgs | Mapping[str, Any] | None
+) -> DynamicBatchingArgs | SequencePackingArgs | None:
+    if dynamic is not None and packing is not None:
+        raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
+    if dynamic is not None:
+        return read_args(DynamicBatchingArgs, dynamic)
+    return None if packing is None else read_args(SequencePackingArgs, packing)
+
+
+def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
+    """Return how many samples are split over the shards at a time.
+
+    Raises:
+        ValueError: there are no samples, or they cannot be split like this.
+    """
+    if not size:
+        raise ValueError("An empty batch cannot be sharded: it has 0 samples.")
+    group = size if batch_size is None else as_int("batch_size", batch_size, at_least=1)
+    if allow_uneven_shards:
+        if group != size:
+            raise ValueError(f"allow_uneven_shards needs batch_size to be the size, {size}, or None; got {batch_size}.")
+        return group
+    if size % group:
+        raise ValueError(f"{size} samples are not a multiple of batch_size={group}: use pad_to_multiple({group}).")
+    if group % shards:
+        what = f"batch_size={group} is" if batch_size is not None else f"{size} samples are"
+        advice = f"pad_to_multiple({shards})" if batch_size is None else f"a batch_size that is a multiple of {shards}"
+        raise ValueError(f"{what} not a multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
+    return group
+
+
+def _check_lengths(lengths: IntArray, width: int | None, args: DynamicBatchingArgs | SequencePackingArgs) -> None:
+    wrong = lengths < 0 if width is None else (lengths < 0) | (lengths > width)
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        expected = "lengths are at least 0" if width is None else f"{args.input_key!r} has width {width}"
+        raise ValueError(
+            f"{args.input_lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}."
+        )
+
+
+def _check_longest(
+    lengths: IntArray, padded: IntArray, args: DynamicBatchingArgs | SequencePackingArgs, holder: str
+) -> None:
+    if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
+        index = int(padded.argmax())
+        raise ValueError(
+            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
+            f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
+        )
+
+
+def _compute_costs(lengths: IntArray, args: DynamicBatchingArgs | SequencePackingArgs) -> Costs | None:
+    """Return the cost of each sample; None if the arguments have no cost.
+
+    Raises:
+        ValueError: the function returns another number of costs, or one that is negative or not finite.
+    """
+    if args.cost is None:
+        return None
+    if not callable(args.cost):
+        linear, quadratic = args.cost
+        return linear * lengths + quadratic * lengths.astype(np.float64) ** 2
+    try:
+        costs = np.asarray(args.cost(lengths.copy()), dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cost must return a number for each length of {args.input_lengths_key!r}: {error}") from error
+    if costs.shape != lengths.shape:
+        raise ValueError(
+            f"cost must return one number for each of the {lengths.size} lengths of {args.input_lengths_key!r}, found "
+            f"shape {costs.shape}: it is called once, with all lengths in an array."
+        )
+    if not (usable := np.isfinite(costs) & (costs >= 0)).all():
+        index = int(np.flatnonzero(~usable)[0])
+        raise ValueError(
+            f"The cost of sample {index}, {lengths[index]} tokens by {args.input_lengths_key!r}, is {costs[index]}: "
+            f"cost must return finite numbers of at least 0."
+        )
+    return costs
+
+
+def _plan_dynamic(
+    lengths: IntArray, width: int | None, group: int, shards: int, args: DynamicBatchingArgs
+) -> ShardPlan:
+    """Sort each group by length, deal it to the shards in rows, and cut all shards at the same positions."""
+    limit = args.max_tokens_per_microbatch
+    padded = -(-lengths // args.sequence_length_round) * args.sequence_length_round
+    if width is not None:
+        padded = np.minimum(padded, width)
+    _check_longest(lengths, padded, args, "")
+    if group < shards:
+        raise ValueError(
+            f"{group} samples cannot give each of {shards} shards a microbatch: pad_to_multiple({shards})."
+        )
+    groups = len(lengths) // group
+    # numpy sorts 16-bit numbers by radix, which is several times faster.
+    keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths
+    ranked = keys.reshape(groups, group).argsort(axis=1, kind="stable") + np.arange(0, len(lengths), group)[:, None]
+    # Lengths ascend, so the longest sample of all shards at a position is the last one dealt for it.
+    last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
+    longest_at = padded[ranked[:, last]].tolist()
+    costs = _compute_costs(lengths, args)
+    if costs is not None:
+        ranked = _exchange_in_rows(ranked, costs, shards)
+    dealt = [ranked[:, shard::shards] for shard in range(shards)]
+    starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
+    widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
+    return ShardPlan(
+        samples=tuple(piece.ravel() for piece in dealt),
+        # A shard may lack the last position.
+        micro_batch_indices=[[_pair([*own, piece.shape[1]]) for own in starts] for piece in dealt],
+        micro_batch_lengths=[[list(own) for own in widths] for _ in dealt],
+        args=args,
+        lengths=lengths,
+        costs=costs,
+    )
+
+
+def _exchange_in_rows(ranked: IntArray, costs: Costs, shards: int) -> IntArray:
+    """Return the samples of each group with those of a row in another order, so that all shards cost the same."""
+    groups, group = ranked.shape
+    rows = -(-group // shards)
+    samples = np.full((groups, rows * shards), -1)
+    samples[:, :group] = ranked
+    samples = samples.reshape(groups, rows, shards)
+    of_shard = split_evenly(np.where(samples < 0, 0.0, costs[samples]))
+    exchanged = np.empty_like(samples)
+    np.put_along_axis(exchanged, of_shard, samples, -1)
+    # The last row may be incomplete: the leading shards have its samples.
+    return exchanged[..., np.argsort(exchanged[0, -1] < 0, kind="stable")].reshape(groups, -1)[:, :group]
+
+
+def _pair(ends: Iterable[int]) -> list[list[int]]:
+    """Return ``[start, end]`` of consecutive parts, given their ends."""
+    return [list(pair) for pair in pairwise([0, *ends])]
+
+
+def _find_cuts(longest_at: list[int], limit: int, only_some_have_last: bool) -> list[int]:
+    """Return where microbatches after the first start; a last position that only some shards have is not one."""
+    starts = [0]
+    for position, length in enumerate(longest_at):
+        if (position + 1 - starts[-1]) * length > limit:
+            starts.append(position)
+    final = len(longest_at) - 1
+    if only_some_have_last and starts[-1] == final:
+        if 2 * longest_at[-1] > limit or starts[-2:-1] == [final - 1]:
+            raise ValueError(
+                f"The shards cannot have the same number of microbatches: only some have a sample {final}, of padded "
+                f"length {longest_at[-1]}, and max_tokens_per_microbatch={limit} does not hold it together with the "
+                f"sample before. Use pad_to_multiple to make shards even, or more tokens."
+            )
+        starts[-1] -= 1
+    return starts[1:]
+
+
+def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
+    """Pack each group into a multiple of ``shards`` bins, and give each shard as many of them."""
+    padded = -(-lengths // args.sequence_length_pad_multiple) * args.sequence_length_pad_multiple
+    _check_longest(lengths, padded, args, "a bin of ")
+    costs = _compute_costs(lengths, args)
+    tokens = padded.tolist()
+
+    def count_tokens(bin_: list[int]) -> int:
+        return sum(map(tokens.__getitem__, bin_))
+
+    if costs is not None:
+        dealt = _deal_by_cost(padded.reshape(-1, group), costs.reshape(-1, group), shards, args)
+    else:
+        packer = get_packer(args.algorithm, args.max_tokens_per_microbatch, shards, shards)
+        groups = []
+        for first in range(0, len(padded), group):
+            groups.append([[first + index for index in bin_] for bin_ in packer.pack(padded[first : first + group])])
+            if args.microbatch_order == "largest_first":
+                groups[-1].sort(key=count_tokens, reverse=True)
+        dealt = [[bins[shard::shards] for bins in groups] for shard in range(shards)]
+    return ShardPlan(
+        samples=tuple(np.array([index for bins in mine for bin_ in bins for index in bin_]) for mine in dealt),
+        micro_batch_indices=[[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
+        micro_batch_lengths=[[[count_tokens(bin_) for bin_ in bins] for bins in mine] for mine in dealt],
+        args=args,
+        lengths=lengths,
+        costs=costs,
+    )
+
+
+def _deal_by_cost(
+    padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
+) -> list[list[list[list[int]]]]:
+    """Return the bins of each shard, for each group: shards cost the same, and have as many bins.
+
+    Raises:
+        ValueError: a group has too few samples to fill the bins of all shards.
+    """
+    groups, group = costs.shape
+    if group < shards:
+        raise ValueError(f"{group} sequences cannot fill {shards} bins without leaving one empty: fewer shards.")
+    ranked = np.argsort(-costs, axis=1, kind="stable")
+    rows = -(-group // shards)
+    descending = np.zeros((groups, rows * shards))
+    descending[:, :group] = np.take_along_axis(costs, ranked, 1)
+    of_place = split_evenly(descending.reshape(groups, rows, shards)).reshape(groups, -1)[:, :group]
+    dealt: list[list[list[list[int]]]] = [[] for _ in range(shards)]
+    for number in range(groups):
+        of_sample = np.empty(group, dtype=np.int64)
+        of_sample[ranked[number]] = of_place[number]
+        bins = _fill_bins(of_sample, padded[number], costs[number], shards, args)
+        for shard, mine in enumerate(bins):
+            dealt[shard].append([[number * group + index for index in bin_] for bin_ in mine])
+    return dealt
+
+
+def _fill_bins(
+    of_sample: IntArray, padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
+) -> list[list[list[int]]]:
+    """Return the bins of each shard, given the shard of each sample: as many for all, the most expensive first."""
+    limit = args.max_tokens_per_microbatch
+    balanced = args.algorithm == "balanced"
+    packer = get_packer("first_fit_decreasing" if balanced else args.algorithm, limit)
+    counts = np.bincount(of_sample, minlength=shards)
+    samples = np.split(np.lexsort((-costs, of_sample)), np.cumsum(counts)[:-1])
+    packed = [packer.pack(padded[mine]) for mine in samples]
+    count = max(map(len, packed))
+    if counts.min() < count:
+        raise ValueError(
+            f"{counts.min()} sequences cannot fill {count} bins without leaving one empty, and another shard needs as "
+            f"many: use pad_to_multiple({shards}), or more tokens."
+        )
+    if balanced and of_sample.size * count <= _MOST_WORK:
+        _even_out(packed, [padded[mine] for mine in samples], [costs[mine] for mine in samples], limit, count)
+    filled = []
+    for mine, bins in zip(samples, packed, strict=True):
+        bins = algorithms.split_to(bins, padded[mine].tolist(), count)
+        own_costs = costs[mine].tolist()
+        bins.sort(key=lambda bin_: sum(map(own_costs.__getitem__, bin_)), reverse=True)
+        filled.append([mine[bin_].tolist() for bin_ in bins])
+    return filled
+
+
+def _even_out(
+    packed: list[algorithms.Bins], lengths: list[IntArray], costs: list[Costs], limit: int, count: int
+) -> None:
+    """Replace the bins of each shard by ``count`` bins that cost the same, where all sequences find room in them."""
+    most = max(map(len, lengths))
+    # Shards may differ by a sample. One without length or cost is put anywhere, and left out again.
+    all_lengths = np.stack([np.pad(mine, (0, most - len(mine))) for mine in lengths])
+    all_costs = np.stack([np.pad(mine, (0, most - len(mine))) for mine in costs])
+    of_sequence, fits = fill_evenly(all_costs, all_lengths, limit, count)
+    for number, mine in enumerate(lengths):
+        own = of_sequence[number, : len(mine)]
+        sizes = np.bincount(own, minlength=count)
+        if fits[number] and sizes.all():
+            bins = np.split(np.argsort(own, kind="stable"), np.cumsum(sizes)[:-1])
+            packed[number] = [bin_.tolist() for bin_ in bins]
