@@ -75,6 +75,17 @@ def take(batch: Batch) -> None:
     assert_type(batch.slice(0, 2).read_only(), Part)
 
 
+def verbs(batch: Batch) -> None:
+    assert_type(batch.select("tokens"), Batch)
+    assert_type(batch.select(["tokens", "length"]), Batch)
+    assert_type(batch.drop("tokens"), Batch)
+    assert_type(batch.rename({"tokens": "ids"}), Batch)
+    assert_type(batch.union({"mask": [1]}), Batch)
+    assert_type(batch.shuffle(0), Batch)
+    assert_type(batch.minibatches(4, epochs=2, seed=0), Iterator[Part])
+    assert_type(batch.slice(0, 2).select("tokens"), Part)
+
+
 def shard(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingArgs) -> None:
     assert_type(batch.shard_by_batch_size(2), list[Part])
     assert_type(batch.shard_by_batch_size(shards=2, batch_size=4, allow_uneven_shards=True), list[Part])

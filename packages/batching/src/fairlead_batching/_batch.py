@@ -80,6 +80,43 @@ class BatchedDataDict(Samples[Content]):
             raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
         return self._derive(lambda leaf: _leaf.take(leaf, where), SlicedDataDict)
 
+    def shuffle(self, seed: int) -> BatchedDataDict[Content]:
+        """Return copies of all samples in a random order that depends on ``seed`` only. A plan is dropped.
+
+        >>> BatchedDataDict(x=[1, 2, 3, 4]).shuffle(seed=0)["x"]
+        [3, 1, 2, 4]
+        """
+        order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
+        return self._derive(lambda leaf: _leaf.take(leaf, order), BatchedDataDict)
+
+    def minibatches(self, size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[SlicedDataDict[Content]]:
+        """Return batches of ``size`` samples for the optimizer's steps, without the plan of this batch.
+
+        Args:
+            size: the number of samples in each.
+            epochs: how often each sample occurs.
+            seed: shuffles the samples in each epoch, differently in each. By default their order is kept.
+
+        Raises:
+            ValueError: at once, if the samples cannot be divided like this, or if ranks would have different numbers
+                of minibatches.
+
+        >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).minibatches(2, epochs=2)]
+        [[1, 2], [3, 4], [1, 2], [3, 4]]
+        """
+        spans = _microbatches.find_equal_spans(self, size, name="size")
+        epochs = as_int("epochs", epochs, at_least=1)
+        seeds = [None if seed is None else [as_int("seed", seed, at_least=0), epoch] for epoch in range(epochs)]
+        count = self.size
+
+        def select() -> Iterator[SlicedDataDict[Content]]:
+            for of_epoch in seeds:
+                order = None if of_epoch is None else np.random.default_rng(of_epoch).permutation(count)
+                for start, end, _ in spans:
+                    yield self.slice(start, end) if order is None else self.select_indices(order[start:end])
+
+        return select()
+
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[Content]:
         """Return group ``batch_idx`` of a shard, or the samples from ``batch_idx * batch_size`` on, as views.
 

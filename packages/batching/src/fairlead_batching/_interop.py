@@ -91,6 +91,17 @@ def convert_integers(tensor: Any, dtype: Any) -> tuple[Array, Array]:
     return to_numpy(tensor), to_numpy(held).real
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two tensors have the same dtype, device, shape and values; nested ones only if they are one."""
+    if (
+        one.is_nested
+        or other.is_nested
+        or (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape)
+    ):
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def unnest(tensor: Any) -> tuple[Sequence[Any], str, int]:
     """Return the arguments of `nest` that make this nested tensor."""
     ragged = 1  # the dim whose size differs between parts; the strided layout does not tell

@@ -68,6 +68,25 @@ def truncate(leaf: Any, dim: int, length: int) -> Any:
     return leaf[(slice(None),) * dim + (slice(length),)]
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two leaves or other values are of one kind and equal, bit for bit in arrays except for NaN."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+    if _interop.is_tensor(one):
+        return _interop.is_same(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
 def to_integers(name: str, values: Iterable[int] | Any) -> IntArray:
     """Return a list, array or tensor of whole numbers as an int64 array of one dim."""
     if _interop.is_tensor(values):

@@ -35,9 +35,9 @@ def find_spans(batch: Samples[Any], planned_by: PlannedBy) -> list[Span]:
     return spans
 
 
-def find_equal_spans(batch: Samples[Any], samples: int) -> list[Span]:
-    """Return microbatches of ``samples`` samples each, after checking that every shard has as many."""
-    size, samples = batch.size, as_int("microbatch_size", samples, at_least=1)
+def find_equal_spans(batch: Samples[Any], samples: int, name: str = "microbatch_size") -> list[Span]:
+    """Return parts of ``samples`` samples each, after checking that every shard has as many."""
+    size, samples = batch.size, as_int(name, samples, at_least=1)
     if batch.elem_counts_per_gb is not None:
         raise ValueError(
             "After packing, shards have different numbers of samples, so ranks would have different numbers of "
@@ -53,9 +53,7 @@ def find_equal_spans(batch: Samples[Any], samples: int) -> list[Span]:
     elif not size:
         raise ValueError("An empty batch has no microbatches: it has 0 samples.")
     elif size % samples:
-        raise ValueError(
-            f"{size} samples are not a multiple of microbatch_size={samples}: use pad_to_multiple({samples})."
-        )
+        raise ValueError(f"{size} samples are not a multiple of {name}={samples}: use pad_to_multiple({samples}).")
     return [(start, min(start + samples, size), 0) for start in range(0, size, samples)]
 
 

@@ -114,6 +114,90 @@ class Samples(UserDict[str, Any], Generic[Content]):
         joined.padding = _joining.join_padding([batch.padding for batch in given], sizes)
         return joined
 
+    def _replace(self, leaves: dict[str, Any]) -> Self:
+        """Return a copy of the batch with other leaves of the same samples, so with the same plan and padding."""
+        new = copy.copy(self)
+        new.__dict__.update(data=leaves, _views=False)
+        return new
+
+    def _find_keys(self, keys: str | Iterable[str]) -> list[str]:
+        """Return the leaves that are named, one by one or by the part of their keys before a dot."""
+        found: dict[str, None] = {}
+        for key in [keys] if isinstance(keys, str) else keys:
+            named = [other for other in self.data if other == key or other.startswith(f"{key}.")]
+            if not named:
+                raise ValueError(f"Unknown key {key!r}; the batch has {sorted(self.data)}.")
+            found.update(dict.fromkeys(named))
+        return list(found)
+
+    def select(self, keys: str | Iterable[str]) -> Self:
+        """Return a batch of the named leaves only, which are not copied. The plan of microbatches is kept.
+
+        Raises:
+            ValueError: there is no such leaf.
+
+        >>> list(BatchedDataDict(x=[1], y=[2], z=[3]).select(["x", "z"]))
+        ['x', 'z']
+        """
+        return self._replace({key: self.data[key] for key in self._find_keys(keys)})
+
+    def drop(self, keys: str | Iterable[str]) -> Self:
+        """Return a batch without the named leaves; the others are not copied. The plan of microbatches is kept.
+
+        Raises:
+            ValueError: there is no such leaf.
+        """
+        dropped = set(self._find_keys(keys))
+        return self._replace({key: leaf for key, leaf in self.data.items() if key not in dropped})
+
+    def rename(self, names: Mapping[str, str]) -> Self:
+        """Return a batch whose leaves have the new names, in the same order. The plan of microbatches follows them.
+
+        Args:
+            names: the new names, by the old ones.
+
+        Raises:
+            ValueError: there is no such leaf, or two leaves would have the same name.
+
+        >>> BatchedDataDict(x=[1], y=[2]).rename({"x": "tokens"})
+        BatchedDataDict(size=1, tokens: list[1], y: list[1])
+        """
+        if unknown := [key for key in names if key not in self.data]:
+            raise ValueError(f"Unknown keys {unknown}; the batch has {sorted(self.data)}.")
+        renamed = [names.get(key, key) for key in self.data]
+        if twice := sorted({key for key in renamed if renamed.count(key) > 1}):
+            raise ValueError(f"Two leaves would have the same name, {twice}: drop or rename the other one as well.")
+        new = self._replace(dict(zip(renamed, self.data.values(), strict=True)))
+        new.input_key = names.get(self.input_key or "", self.input_key)
+        new.input_lengths_key = names.get(self.input_lengths_key or "", self.input_lengths_key)
+        return new
+
+    def union(self, other: Mapping[str, Any]) -> Self:
+        """Return a batch with the leaves of both, which are not copied. The plan is that of this batch.
+
+        Args:
+            other: a batch, or a mapping of leaves, of the same samples in the same order.
+
+        Raises:
+            ValueError: the numbers of samples or the records of padding differ, or both have a key with different
+                leaves.
+
+        >>> BatchedDataDict(x=[1]).union({"y": [2]})
+        BatchedDataDict(size=1, x: list[1], y: list[1])
+        """
+        added = other if isinstance(other, Samples) else type(self)(other)
+        if self.data and added.data and self.size != added.size:
+            raise ValueError(f"Batches of {self.size} and {added.size} samples have no union: their samples differ.")
+        shared = self.data.keys() & added.data.keys()
+        if conflicts := sorted(key for key in shared if not _leaf.is_same(self.data[key], added.data[key])):
+            raise ValueError(f"Both batches have {conflicts}, with different leaves: drop or rename them in one batch.")
+        if self.padding is not None and added.padding is not None and not np.array_equal(self.padding, added.padding):
+            row = int(np.flatnonzero(self.padding != added.padding)[0])
+            raise ValueError(f"Row {row} is a dummy row in one of the batches only: drop_padding() in both first.")
+        new = self._replace({**self.data, **added.data})
+        new.padding = added.padding if self.padding is None else self.padding
+        return new
+
     @overload
     def repeat_interleave(self, num_repeats: int) -> Self: ...
 
@@ -184,9 +268,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def to_device(self, device: Any) -> Self:
         """Return a copy of the batch, including its plan, with torch tensors on ``device``."""
-        new = copy.copy(self)
-        new.__dict__.update(_views=False)
-        return new.to(device)
+        return self._replace(self.data).to(device)
 
     def read_only(self) -> Self:
         """Promise that no reader writes to torch tensors, and return the batch itself.
