@@ -5,8 +5,8 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypedDict, assert_type
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Self, TypedDict, assert_type
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,17 @@ import fairlead_batching
 from fairlead_batching import (
     BatchedDataDict,
     DynamicBatchingArgs,
+    Leaf,
     Order,
     Packer,
     PackingMetrics,
+    RaggedLeaf,
     SequencePackingArgs,
     ShardPlan,
     SlicedDataDict,
     get_packer,
     plan_shards,
+    register_leaf,
 )
 
 assert_type(fairlead_batching.__version__, str)
@@ -73,6 +76,45 @@ def take(batch: Batch) -> None:
     assert_type(batch.drop_padding(like=batch), Batch)
     assert_type(batch.drop_padding(mask_key="mask"), Batch)
     assert_type(batch.slice(0, 2).read_only(), Part)
+
+
+@register_leaf
+class Words:
+    def __len__(self) -> int:
+        return 0
+
+    def take(self, indices: npt.NDArray[np.int64], /) -> Self:
+        return self
+
+    @classmethod
+    def concat(cls, leaves: Sequence[Self], /) -> Self:
+        return leaves[0]
+
+    def to(self, device: Any, /) -> Self:
+        return self
+
+
+def leaves(batch: Batch) -> None:
+    words: Leaf = Words()
+    ragged = RaggedLeaf([np.ones((2, 3)), np.ones((1, 3))])
+    for leaf in (words, ragged):
+        assert_type(len(leaf), int)
+    assert_type(ragged.take(np.array([0])), RaggedLeaf)
+    assert_type(RaggedLeaf.concat([ragged, ragged]), RaggedLeaf)
+    assert_type(words.to("cpu"), Leaf)
+    assert_type(type(words).concat([words]), Leaf)
+    assert_type(ragged.to("cpu"), RaggedLeaf)
+    assert_type(ragged.compact(), RaggedLeaf)
+    assert_type(ragged.nbytes, int)
+    assert_type(ragged.shapes, npt.NDArray[np.int64])
+    assert_type(ragged.rows, npt.NDArray[np.int64])
+    assert_type(ragged.offsets, npt.NDArray[np.int64])
+    assert_type(ragged[0], Any)
+    assert_type(ragged.buffer, Any)
+    assert_type(ragged.dtype, Any)
+    assert_type(ragged.to_padded(0), Any)
+    batch.meta["temperature"] = 1.0
+    assert_type(batch.meta, dict[str, Any])
 
 
 def verbs(batch: Batch) -> None:

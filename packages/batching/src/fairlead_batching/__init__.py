@@ -24,19 +24,24 @@ from ._batch import BatchedDataDict, Order, SlicedDataDict
 from ._packing.packer import Packer, PackingMetrics, get_packer
 from ._plan import ShardPlan
 from ._planner import plan_shards
+from ._ragged import RaggedLeaf
+from ._registry import Leaf, register_leaf
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchedDataDict",
     "DynamicBatchingArgs",
+    "Leaf",
     "Order",
     "Packer",
     "PackingMetrics",
+    "RaggedLeaf",
     "SequencePackingArgs",
     "ShardPlan",
     "SlicedDataDict",
     "__version__",
     "get_packer",
     "plan_shards",
+    "register_leaf",
 ]

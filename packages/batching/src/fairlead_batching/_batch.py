@@ -13,11 +13,12 @@ import numpy as np
 from . import _gathering, _interop, _leaf, _microbatches, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._plan import ShardPlan
+from ._registry import is_registered
 from ._samples import Content, Samples
 
 
 class BatchedDataDict(Samples[Content]):
-    """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample.
+    """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample; or `Leaf` types.
 
     It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` tells
     people and type checkers what the keys are.
@@ -36,8 +37,12 @@ class BatchedDataDict(Samples[Content]):
     - shard_sizes: the samples of all shards, if these differ;
     - input_key, input_lengths_key: the leaves with the sequences and with their lengths.
 
-    ``data`` is the plain dictionary of the leaves. ``padding`` says for each sample whether it is a dummy row (None:
-    never padded), and follows the samples. Pickling is by protocol 5, with one copy of the memory: see `read_only`.
+    ``data`` is the plain dictionary of the leaves. A mapping of leaves is stored by dotted keys: ``batch["image"] =
+    {"patches": ...}`` sets ``batch["image.patches"]``. ``meta`` is a dictionary of values that are not per sample:
+    parts of the batch have a copy of it, and batches with different values are not joined. ``padding`` says for each
+    sample whether it is a dummy row (None: never padded), and follows the samples.
+
+    Pickling is by protocol 5, with one copy of the memory: see `read_only`.
     Gradients are not transferred.
     """
 
@@ -55,7 +60,7 @@ class BatchedDataDict(Samples[Content]):
         size = self.size
         if not 0 <= start <= end <= size:
             raise ValueError(f"There is no slice from {start} to {end} of {size} samples.")
-        return self._derive(lambda leaf: leaf[start:end], SlicedDataDict)
+        return self._derive(lambda leaf: _leaf.cut(leaf, start, end), SlicedDataDict)
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
         """Return piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece.
@@ -367,13 +372,13 @@ class BatchedDataDict(Samples[Content]):
         if not size:
             raise ValueError("An empty batch cannot be padded: it has no sample to copy.")
         extra = -size % n
-        # A copy of a sample is valid input for any model; zeros are not.
-        indices = np.minimum(np.arange(size + extra), size - 1)
-        padded = self._derive(lambda leaf: _leaf.repeat(leaf, indices), BatchedDataDict)
+        padded = self._derive(lambda leaf: _leaf.pad(leaf, extra), BatchedDataDict)
         if mask_key not in padded:
             tensor = next(filter(_interop.is_tensor, self.data.values()), None)
             ones = np.ones(size + extra, dtype=np.float32)
             padded[mask_key] = ones if tensor is None else _interop.from_numpy(ones, like=tensor)
+        if is_registered(padded[mask_key]):
+            raise ValueError(f"The mask {mask_key!r} must be a list, an array or a tensor: choose another mask_key.")
         padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
         padded.padding = np.arange(size + extra) >= size
         padded.padding[:size] = False if self.padding is None else self.padding
@@ -410,7 +415,9 @@ class BatchedDataDict(Samples[Content]):
             raise ValueError(f"The batch has {self.size} samples, but the record of padding has {len(padding)}.")
         else:
             real = np.flatnonzero(~padding)
-        return BatchedDataDict(self.select_indices(real).data)
+        dropped = self._derive(lambda leaf: _leaf.take(leaf, real), BatchedDataDict)
+        dropped.padding = None
+        return dropped
 
     def all_gather(self, group: Any = None) -> Self:
         """Return the samples of all ranks of a torch process group, in the order of ranks, on every rank.

@@ -36,9 +36,9 @@ def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
                 flat[key] = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
             else:
                 others[key] = pickle.dumps(leaf, protocol=5)
-        return signatures, batch.padding, others
+        return signatures, batch.padding, batch.meta, others
 
-    signatures, paddings, pickles = zip(*_exchange(describe, group), strict=True)
+    signatures, paddings, metas, pickles = zip(*_exchange(describe, group), strict=True)
     _check_alike(signatures)
     ranks: list[Samples[Any]] = [Samples() for _ in signatures]
     memory: dict[str, tuple[Any, list[Any]]] = {}
@@ -64,8 +64,8 @@ def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
         if key in memory:
             sent, received = memory[key]
             torch.distributed.all_gather(received, sent, group=group)
-    for rank, padding in zip(ranks, paddings, strict=True):
-        rank.padding = padding
+    for rank, rank_padding, meta in zip(ranks, paddings, metas, strict=True):
+        rank.padding, rank.meta = rank_padding, meta
     return ranks
 
 

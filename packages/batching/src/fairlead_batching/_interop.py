@@ -25,6 +25,11 @@ def is_tensor(value: Any) -> bool:
     return tensor is not None and isinstance(value, tensor)
 
 
+def is_tensor_type(kind: type[Any]) -> bool:
+    """Return whether this is a class of torch tensors; False if torch is not imported."""
+    return issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
 def require_torch() -> Any:
     try:
         return importlib.import_module("torch")
@@ -100,6 +105,13 @@ def is_same(one: Any, other: Any) -> bool:
     ):
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
+    """Return an array or tensor of ``value``, of the kind and on the device of ``like``."""
+    if isinstance(like, np.ndarray):
+        return np.full(shape, value, dtype=dtype)
+    return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 
 def unnest(tensor: Any) -> tuple[Sequence[Any], str, int]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _interop, _leaf
 from ._leaf import BoolArray
+from ._registry import is_registered
 
 _NUMBERS = "biufc"
 
@@ -33,6 +34,26 @@ def join_padding(paddings: Sequence[BoolArray | None], sizes: Sequence[int]) -> 
     if all(padding is None for padding in paddings):
         return None
     return np.concatenate([np.zeros(n, np.bool_) if p is None else p for p, n in zip(paddings, sizes, strict=True)])
+
+
+def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values that are not per sample, of all batches.
+
+    Raises:
+        ValueError: two batches have different values.
+    """
+    joined: dict[str, Any] = {}
+    first: dict[str, int] = {}
+    for number, meta in enumerate(metas):
+        for key, value in meta.items():
+            if key in joined and not _leaf.is_same(joined[key], value):
+                raise ValueError(
+                    f"Batches {first[key]} and {number} have different meta[{key!r}]: {joined[key]!r:.100} and "
+                    f"{value!r:.100}. Set it to one value, or delete it, before joining."
+                )
+            joined.setdefault(key, value)
+            first.setdefault(key, number)
+    return joined
 
 
 def _check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
@@ -61,6 +82,11 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
         raise TypeError(f"Leaf {key!r} is of several kinds in the batches to join: {sorted(kinds)}.")
     if kinds == {"list"}:
         return [value for leaf in leaves for value in leaf]
+    if is_registered(leaves[0]):
+        joined: Any = type(leaves[0]).concat(leaves)
+        if len(joined) != sum(map(len, leaves)):
+            raise ValueError(f"Leaf {key!r}: concat() of {kinds.pop()} returned {len(joined)} samples for all of them.")
+        return joined
     shapes = [tuple(leaf.shape) for leaf in leaves]
     if len({(len(shape), shape[2:]) for shape in shapes}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: only dims 0 and 1 may differ, found shapes {shapes}.")
@@ -77,8 +103,7 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
             f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}. "
             f"Give pad_value_dict[{key!r}] a value that this dtype holds."
         )
-    like = {} if arrays else {"device": leaves[0].device}
-    joined: Any = (np if arrays else _interop.require_torch()).full(total, pad_value, dtype=dtype, **like)
+    joined = _interop.full(total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
     start = 0

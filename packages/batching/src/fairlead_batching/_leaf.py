@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One leaf of a batch: a numpy array, a torch tensor or a list, whose first dim is the sample."""
+"""One leaf of a batch: a numpy array, a torch tensor or a list, whose first dim is the sample, or a registered type."""
 
 from __future__ import annotations
 
@@ -11,32 +11,41 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _interop
+from ._registry import is_registered
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
 def kind(key: str, leaf: Any) -> str:
-    """Return ``"list"``, ``"numpy"`` or ``"torch"``; TypeError for any other leaf."""
+    """Return ``"list"``, ``"numpy"``, ``"torch"``, or the name of a registered type; TypeError for any other leaf."""
+    if is_registered(leaf):
+        return type(leaf).__qualname__
     if isinstance(leaf, list):
         return "list"
     if isinstance(leaf, np.ndarray):
         return "numpy"
     if _interop.is_tensor(leaf):
         return "torch"
-    raise TypeError(f"Leaf {key!r} must be a list, a numpy array or a torch tensor, found {type(leaf).__name__}.")
+    raise TypeError(
+        f"Leaf {key!r} must be a list, a numpy array or a torch tensor, found {type(leaf).__name__}. A value that is "
+        f"not per sample belongs into batch.meta; register_leaf() registers other types of leaves."
+    )
 
 
 def count_samples(leaves: Mapping[str, Any]) -> int:
     """Return the number of samples that all leaves have; 0 without leaves."""
     sizes = {key: _rows(key, leaf) for key, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"Leaves have different numbers of samples: {sizes}.")
+        raise ValueError(
+            f"Leaves have different numbers of samples: {sizes}. "
+            f"A value that is not per sample belongs into batch.meta."
+        )
     return next(iter(sizes.values()), 0)
 
 
 def _rows(key: str, leaf: Any) -> int:
-    if kind(key, leaf) == "list":
+    if kind(key, leaf) == "list" or is_registered(leaf):
         return len(leaf)
     if not leaf.ndim:
         raise ValueError(f"Leaf {key!r} has no dims, so no samples; its first dim must be the sample.")
@@ -49,7 +58,32 @@ def take(leaf: Any, indices: IntArray) -> Any:
         return list(map(leaf.__getitem__, indices.tolist()))
     if isinstance(leaf, np.ndarray):
         return leaf.take(indices, axis=0)
+    if is_registered(leaf):
+        taken = leaf.take(indices)
+        if len(taken) != len(indices):
+            raise ValueError(
+                f"{type(leaf).__qualname__}.take() returned {len(taken)} samples for {len(indices)} indices."
+            )
+        return taken
     return _interop.take(leaf, indices)
+
+
+def cut(leaf: Any, start: int, end: int) -> Any:
+    """Return the samples from ``start`` up to ``end``, as a view if the leaf is an array or a tensor."""
+    return take(leaf, np.arange(start, end)) if is_registered(leaf) else leaf[start:end]
+
+
+def move(leaf: Any, device: Any) -> Any:
+    """Return a tensor or a registered leaf on the device, any other leaf unchanged."""
+    return leaf.to(device) if _interop.is_tensor(leaf) or is_registered(leaf) else leaf
+
+
+def pad(leaf: Any, count: int) -> Any:
+    """Return a leaf with ``count`` dummy samples after its own: copies of the last one, which are valid input."""
+    if is_registered(leaf) and hasattr(leaf, "pad"):
+        return leaf.pad(count)
+    size = leaf.size(0) if _interop.is_tensor(leaf) else len(leaf)
+    return repeat(leaf, np.minimum(np.arange(size + count), size - 1))
 
 
 def repeat(leaf: Any, indices: IntArray) -> Any:
@@ -63,7 +97,7 @@ def repeat(leaf: Any, indices: IntArray) -> Any:
 
 def truncate(leaf: Any, dim: int, length: int) -> Any:
     """Return a view of at most ``length`` along ``dim``; a list, or a leaf without that dim, is returned unchanged."""
-    if isinstance(leaf, list) or leaf.ndim <= dim:
+    if is_registered(leaf) or isinstance(leaf, list) or leaf.ndim <= dim:
         return leaf
     return leaf[(slice(None),) * dim + (slice(length),)]
 
@@ -115,4 +149,7 @@ def describe(leaf: Any) -> str:
         # The parts of a nested tensor differ.
         shape = [leaf.size(0), *[None] * (leaf.ndim - 1)] if leaf.is_nested else list(leaf.shape)
         return f"torch {_interop.dtype_name(leaf)}{shape}"
+    if is_registered(leaf):
+        size = f", {leaf.nbytes:,} bytes" if hasattr(leaf, "nbytes") else ""
+        return f"{type(leaf).__qualname__}[{len(leaf)}{size}]"
     return type(leaf).__name__

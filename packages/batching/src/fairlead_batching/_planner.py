@@ -85,8 +85,10 @@ def plan_leaves(
             if (key := getattr(args, name)) not in leaves:
                 raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
         sequences = leaves[args.input_key]
-        if isinstance(sequences, list) or sequences.ndim < 2:
-            found = "a list" if isinstance(sequences, list) else f"shape {tuple(sequences.shape)}"
+        if getattr(sequences, "ndim", 0) < 2:
+            found = (
+                f"shape {tuple(sequences.shape)}" if hasattr(sequences, "shape") else f"a {type(sequences).__name__}"
+            )
             raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
         lengths = _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key])
         width = int(sequences.shape[1])

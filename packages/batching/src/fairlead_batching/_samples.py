@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import numpy as np
 
-from . import _interop, _joining, _leaf, _transport
+from . import _joining, _leaf, _transport
 from ._args import as_int
 from ._leaf import BoolArray
 from ._plan import Cuts, Lengths
+from ._registry import is_registered
 
 if TYPE_CHECKING:
     # TypeVars have a default only from Python 3.13 on. The default spares users the annotation of every batch.
@@ -37,12 +38,30 @@ class Samples(UserDict[str, Any], Generic[Content]):
         super().__init__(data, **kw)
         self._clear_plan()
         self.padding: BoolArray | None = data.padding if isinstance(data, Samples) else None
+        self.meta: dict[str, Any] = dict(data.meta) if isinstance(data, Samples) else {}
         self._views = False
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        if not isinstance(item, Mapping) or is_registered(item):
+            super().__setitem__(key, item)
+            return
+        if not item:
+            raise ValueError(f"Leaf {key!r} is an empty mapping, which has no leaves: leave it out.")
+        for inside in [other for other in self.data if other.startswith(f"{key}.")]:
+            del self[inside]
+        for name, leaf in item.items():
+            self[f"{key}.{name}"] = leaf
+
+    def __copy__(self) -> Self:
+        new = super().__copy__()
+        new.meta = dict(self.meta)
+        return new
 
     def _derive(self, transform: Callable[[Any], Any], kind: type[Batch]) -> Batch:
         """Return a batch of the given class, with all leaves and the padding transformed alike."""
         new = kind({key: transform(leaf) for key, leaf in self.data.items()})
         new.padding = None if self.padding is None else transform(self.padding)
+        new.meta = dict(self.meta)
         return new
 
     def _clear_plan(self) -> None:
@@ -69,7 +88,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state = {**self.__dict__, "data": _transport.pack(self.data, self._views), "_views": False}
+        packed = {name: _transport.pack(self.__dict__[name], self._views) for name in ("data", "meta")}
+        state = {**self.__dict__, **packed, "_views": False}
         state.pop("__orig_class__", None)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
@@ -90,7 +110,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """Return all samples of all batches, one batch after the other.
 
         Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right. A batch
-        without samples may lack keys that others have. A masked array keeps its mask.
+        without samples may lack keys that others have. A masked array keeps its mask. ``meta`` is that of all batches.
 
         Args:
             batches: the batches, or mappings of leaves.
@@ -99,7 +119,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
         Raises:
             ValueError: there are no batches, batches with samples have different keys, or other dims differ; the dtypes
                 of a key have no common one, or a whole number would become another one in it; ``pad_value_dict``
-                has keys that no batch has, or a value that the leaf's dtype cannot hold.
+                has keys that no batch has, or a value that the leaf's dtype cannot hold; or two batches have different
+                values of a key in ``meta``.
             TypeError: a key has a list in one batch and a tensor in another.
 
         >>> joined = BatchedDataDict.from_batches([{"x": np.array([[1, 2]])}, {"x": np.array([[3]])}], {"x": -1})
@@ -112,6 +133,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         sizes = [batch.size for batch in given]
         joined = cls(_joining.join([batch.data for batch in given], sizes, pad_value_dict or {}))
         joined.padding = _joining.join_padding([batch.padding for batch in given], sizes)
+        joined.meta = _joining.join_meta([batch.meta for batch in given])
         return joined
 
     def _replace(self, leaves: dict[str, Any]) -> Self:
@@ -180,7 +202,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
         Raises:
             ValueError: the numbers of samples or the records of padding differ, or both have a key with different
-                leaves.
+                leaves or, in ``meta``, different values.
 
         >>> BatchedDataDict(x=[1]).union({"y": [2]})
         BatchedDataDict(size=1, x: list[1], y: list[1])
@@ -196,6 +218,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             raise ValueError(f"Row {row} is a dummy row in one of the batches only: drop_padding() in both first.")
         new = self._replace({**self.data, **added.data})
         new.padding = added.padding if self.padding is None else self.padding
+        new.meta = _joining.join_meta([self.meta, added.meta])
         return new
 
     @overload
@@ -263,7 +286,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def to(self, device: Any) -> Self:
         """Move torch tensors to ``device``, in place, and return the batch itself. Arrays and lists are not moved."""
-        self.data = {key: leaf.to(device) if _interop.is_tensor(leaf) else leaf for key, leaf in self.data.items()}
+        self.data = {key: _leaf.move(leaf, device) for key, leaf in self.data.items()}
         return self
 
     def to_device(self, device: Any) -> Self:
