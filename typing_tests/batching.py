@@ -17,6 +17,7 @@ from fairlead_batching import (
     DynamicBatchingArgs,
     Leaf,
     Order,
+    PackedBatch,
     Packer,
     PackingMetrics,
     RaggedLeaf,
@@ -172,6 +173,26 @@ def planned(part: Part) -> None:
     assert_type(part.get_microbatch_iterator_dynamic_shapes_len(), int)
     assert_type(part.make_microbatch_iterator_for_packable_sequences(), Iterator[Part])
     assert_type(part.get_microbatch_iterator_for_packable_sequences_len(), tuple[int, int])
+
+
+def packed(part: Part) -> None:
+    row = part.to_packed(
+        lengths_key="length", sequence_keys=["tokens"], pad_to_multiple=8, pad_value_dict={"tokens": 0}
+    )
+    assert_type(row, PackedBatch[Part])
+    assert_type(row["tokens"], Any)
+    assert_type(row.leaves, dict[str, Any])
+    assert_type(row.token_keys, tuple[str, ...])
+    assert_type(row.position_ids, Any)
+    assert_type(row.cu_seqlens, Any)
+    assert_type(row.cu_seqlens_padded, Any)
+    assert_type(row.max_seqlen, int)
+    assert_type(row.widths, dict[str, int])
+    assert_type(row.pad_values, dict[str, Any])
+    assert_type(row.source, Part)
+    assert_type(row.to("cpu"), PackedBatch[Part])
+    assert_type(row.unpack(), Part)
+    assert_type(row.unpack({"log_probs": 1}, {"log_probs": 0.0}), Part)
 
 
 def arguments() -> None:

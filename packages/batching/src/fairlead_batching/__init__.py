@@ -21,6 +21,7 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
+from ._packed import PackedBatch
 from ._packing.packer import Packer, PackingMetrics, get_packer
 from ._plan import ShardPlan
 from ._planner import plan_shards
@@ -34,6 +35,7 @@ __all__ = [
     "DynamicBatchingArgs",
     "Leaf",
     "Order",
+    "PackedBatch",
     "Packer",
     "PackingMetrics",
     "RaggedLeaf",

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Self, overload
 
 import numpy as np
 
-from . import _gathering, _interop, _leaf, _microbatches, _planner
+from . import _gathering, _interop, _leaf, _microbatches, _packed, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from ._packed import PackedBatch
 from ._plan import ShardPlan
 from ._registry import is_registered
 from ._samples import Content, Samples
@@ -46,15 +46,6 @@ class BatchedDataDict(Samples[Content]):
     Gradients are not transferred.
     """
 
-    def _repr_html_(self) -> str:
-        try:
-            caption = f"{type(self).__name__} of {self.size} samples"
-        except (TypeError, ValueError) as error:
-            caption = f"{type(self).__name__}: {error}"
-        rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
-        body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
-        return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
-
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
         """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
         size = self.size
@@ -84,15 +75,6 @@ class BatchedDataDict(Samples[Content]):
             wrong = where[(where < 0) | (where >= size)].tolist()
             raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
         return self._derive(lambda leaf: _leaf.take(leaf, where), SlicedDataDict)
-
-    def shuffle(self, seed: int) -> BatchedDataDict[Content]:
-        """Return copies of all samples in a random order that depends on ``seed`` only. A plan is dropped.
-
-        >>> BatchedDataDict(x=[1, 2, 3, 4]).shuffle(seed=0)["x"]
-        [3, 1, 2, 4]
-        """
-        order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
-        return self._derive(lambda leaf: _leaf.take(leaf, order), BatchedDataDict)
 
     def minibatches(self, size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[SlicedDataDict[Content]]:
         """Return batches of ``size`` samples for the optimizer's steps, without the plan of this batch.
@@ -310,7 +292,7 @@ class BatchedDataDict(Samples[Content]):
         return len(_microbatches.find_spans(self, "dynamic_batching_args"))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
-        """Return the microbatches of packing, as views: the samples of one bin each, padded and not concatenated.
+        """Return the microbatches of packing, as views: the samples of one bin each, for `to_packed`.
 
         A shard returns those of all groups, one group after the other; a `get_batch` of it those of that group.
 
@@ -335,6 +317,37 @@ class BatchedDataDict(Samples[Content]):
         """
         return self._cut(_microbatches.find_spans(self, "sequence_packing_args"))
 
+    def to_packed(
+        self,
+        *,
+        lengths_key: str | None = None,
+        sequence_keys: Iterable[str] | None = None,
+        pad_to_multiple: int = 1,
+        pad_value_dict: Mapping[str, Any] | None = None,
+    ) -> PackedBatch[Self]:
+        """Return all sequences in one row, one after the other, for attention that takes ``cu_seqlens``.
+
+        Args:
+            lengths_key: the leaf with the lengths. By default it is that of the plan.
+            sequence_keys: the leaves with a value for each token. By default they are found as in
+                `make_microbatch_iterator_with_dynamic_shapes`.
+            pad_to_multiple: each sequence takes up a multiple of this number of tokens. Context parallelism over n
+                ranks usually needs 2 * n.
+            pad_value_dict: the values to pad with, by key. The default is 0.
+
+        Raises:
+            ValueError: the lengths are unknown, or do not fit into a leaf; there is nothing to pack; or a dtype does
+                not hold its value to pad with.
+
+        >>> batch = BatchedDataDict(tokens=np.array([[1, 2, 3], [4, 0, 0]]), length=np.array([3, 1]))
+        >>> row = batch.to_packed(lengths_key="length", sequence_keys=["tokens"])
+        >>> row["tokens"].tolist(), row.cu_seqlens.tolist(), row.position_ids.tolist()
+        ([[1, 2, 3, 4]], [0, 3, 4], [[0, 1, 2, 0]])
+        >>> row.unpack({"double": 2 * row["tokens"]})["double"].tolist()
+        [[2, 4, 6], [8, 0, 0]]
+        """
+        return _packed.pack(self, lengths_key, sequence_keys, pad_to_multiple, pad_value_dict or {})
+
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Return the number of microbatches, which is equal on all shards, and the tokens of this shard's fullest bin.
 
@@ -350,6 +363,7 @@ class BatchedDataDict(Samples[Content]):
         """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
         for start, end, length in spans:
             microbatch = self.slice(start, end)
+            microbatch.input_key, microbatch.input_lengths_key = self.input_key, self.input_lengths_key
             for key in keys:
                 microbatch.data[key] = _leaf.truncate(microbatch.data[key], dim, length)
             yield microbatch

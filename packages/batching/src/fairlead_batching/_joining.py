@@ -98,11 +98,7 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
         return np.concatenate(leaves) if arrays else _interop.require_torch().cat(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    if not _is_held(pad_value, dtype):
-        raise ValueError(
-            f"Leaf {key!r} cannot be padded with {pad_value!r}: its dtype is {dtype}. "
-            f"Give pad_value_dict[{key!r}] a value that this dtype holds."
-        )
+    check_pad_value(key, pad_value, dtype)
     joined = _interop.full(total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
@@ -158,6 +154,22 @@ def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
         # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
         lost = (converted >= limit) | (converted < -limit) | (converted.astype(values.dtype) != values)
     return int(values[lost][0]) if lost.any() else None
+
+
+def check_pad_value(key: str, value: Any, dtype: Any) -> None:
+    """Refuse a value to pad with that the dtype does not hold."""
+    if not _is_held(value, dtype):
+        raise ValueError(
+            f"Leaf {key!r} cannot be padded with {value!r}: its dtype is {dtype}. "
+            f"Give pad_value_dict[{key!r}] a value that this dtype holds."
+        )
+
+
+def append(key: str, leaf: Any, value: Any) -> Any:
+    """Return an array or tensor with one more row, which is full of ``value``."""
+    check_pad_value(key, value, leaf.dtype)
+    row = _interop.full((1, *leaf.shape[1:]), value, leaf.dtype, leaf)
+    return _concatenate(key, [leaf, row], value)
 
 
 def _kind_of(dtype: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import html
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
@@ -79,6 +80,15 @@ class Samples(UserDict[str, Any], Generic[Content]):
             size = "inconsistent"
         leaves = [f"{key}: {_leaf.describe(leaf)}" for key, leaf in self.data.items()]
         return f"{type(self).__name__}({', '.join([f'size={size}', *leaves])})"
+
+    def _repr_html_(self) -> str:
+        try:
+            caption = f"{type(self).__name__} of {self.size} samples"
+        except (TypeError, ValueError) as error:
+            caption = f"{type(self).__name__}: {error}"
+        rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
+        body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
+        return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # The default is a pickle, which refuses tensors on other devices.
@@ -245,6 +255,15 @@ class Samples(UserDict[str, Any], Generic[Content]):
         times = as_int("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
         indices = np.repeat(np.arange(self.size), times)
         return self._derive(lambda leaf: _leaf.repeat(leaf, indices), type(self))
+
+    def shuffle(self, seed: int) -> Self:
+        """Return copies of all samples in a random order that depends on ``seed`` only. A plan is dropped.
+
+        >>> BatchedDataDict(x=[1, 2, 3, 4]).shuffle(seed=0)["x"]
+        [3, 1, 2, 4]
+        """
+        order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
+        return self._derive(lambda leaf: _leaf.take(leaf, order), type(self))
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
         """Put sample i at position ``indices[i]``, in place, and return the batch itself.
