@@ -84,6 +84,8 @@ def reserve() -> None:
         assert_type(cluster.get_available_addresses_and_ports_batch([(0, 1)]), list[tuple[str, int]])
         assert_type(cluster.get_resource_usage(), tuple[NodeUsage, ...])
         assert_type(cluster.replace_lost_nodes(timeout_s=60), tuple[Slot, ...])
+        assert_type(cluster.extend([2, 1], timeout_s=60, wait_for_nodes_s=5.5), tuple[int, ...])
+        assert_type(cluster.release_nodes({4, 5}), None)
         assert_type(cluster.split([1, 3]), tuple[RayVirtualCluster, ...])
         assert_type(cluster.select(node_idx=[0, 2]).select(node_idx=0), RayVirtualCluster)
     assert_type(cluster.reserve(unified=True), RayVirtualCluster)
@@ -303,6 +305,9 @@ def wrong(cluster: RayVirtualCluster, agent: NodeAgent, slot: Slot, slots: Seque
     RayVirtualCluster.from_config({"num_nodes": 2})  # type: ignore[typeddict-item]
     cluster.select(0)  # type: ignore[call-arg]
     cluster.split(2)  # type: ignore[arg-type]
+    cluster.extend(2)  # type: ignore[arg-type]
+    cluster.extend([2], 60)  # type: ignore[call-arg]
+    cluster.release_nodes(2)  # type: ignore[arg-type]
     lease_ports(slot)  # type: ignore[arg-type]
     lease_ports(slots, 2)  # type: ignore[call-arg]
     claim_slots(slots)  # type: ignore[call-arg]

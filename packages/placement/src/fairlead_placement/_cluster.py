@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, NotRequired, TypedDict
@@ -18,7 +19,7 @@ from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
-from ._reserve.lifecycle import Holding
+from ._reserve.lifecycle import Holding, groups_of
 from ._show import Report, as_html, count_noun, draw
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -107,7 +108,7 @@ class RayVirtualCluster:
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        self._counts = _model.check_counts(bundle_ct_per_node_list)
+        counts = _model.check_counts(bundle_ct_per_node_list)
         _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
         _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
         check_positive("num_gpus_per_node", num_gpus_per_node)
@@ -122,7 +123,7 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
-        wanted = check_gpu_ids(gpu_ids, self._counts, use_gpus, placement_group_strategy)
+        wanted = check_gpu_ids(gpu_ids, counts, use_gpus, placement_group_strategy)
         if wanted and segment_size is not None:
             raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
         self._backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
@@ -130,12 +131,13 @@ class RayVirtualCluster:
         bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
         labels = dict(label_selector or {})
         _model.check_selector(labels)
-        extras = _model.check_constraints(node_resource_constraints, len(self._counts))
-        asks = [
+        extras = _model.check_constraints(node_resource_constraints, len(counts))
+        # One for each logical node, also for those that are not in use.
+        self._models = [
             Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
-            for node_idx, (count, extra) in enumerate(zip(self._counts, extras, strict=True))
-            if count > 0
+            for node_idx, (count, extra) in enumerate(zip(counts, extras, strict=True))
         ]
+        asks = [ask for ask in self._models if ask.count > 0]
         request = Request(
             asks=tuple(asks),
             name=name,
@@ -145,9 +147,10 @@ class RayVirtualCluster:
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
-        self._holding = Holding(request, monitor_memory=monitor_memory)
+        self._holding = Holding(request, counts, monitor_memory=monitor_memory)
         self._parent: RayVirtualCluster | None = None
-        self._places: tuple[int, ...] | None = None
+        # Of a view, the logical node of each of its slots, by the number of the slot's place.
+        self._places: dict[int, int] | None = None
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
@@ -176,6 +179,15 @@ class RayVirtualCluster:
             "segment_size": config.get("segment_size"),
         }
         return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """The number of bundles of each logical node, also of those that have been added."""
+        counts = self._holding.counts
+        if self._places is None:
+            return counts
+        mine = Counter(node_idx for node_idx in self._places.values() if counts[node_idx] > 0)
+        return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
         state = "reserved" if self._holding.reserved else "not reserved"
@@ -270,19 +282,22 @@ class RayVirtualCluster:
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Return the placement groups, one per logical node in use (one in all when unified). Reserves."""
-        mine = {slot.placement_group.id for slot in self.slots()}
-        return [group for group in self._holding.groups if group.id in mine]
+        return groups_of(self.slots())
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
 
-        A slot that has replaced a lost one is in its place.
+        A slot that has replaced a lost one is in its place. The slots of an extension are at the end, in physical order
+        among themselves.
         """
+        return tuple(self._own_places().values())
+
+    def _own_places(self) -> Mapping[int, Slot]:
         self._check_its_ray()
         if not self._holding.reserved:
             self.reserve()
-        slots = self._holding.slots
-        return slots if self._places is None else tuple(slots[at] for at in self._places)
+        places, mine = self._holding.places, self._places
+        return places if mine is None else {place: slot for place, slot in places.items() if place in mine}
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
         """Reserve the slots of lost nodes again, on other nodes. The other slots do not change.
@@ -305,6 +320,82 @@ class RayVirtualCluster:
         new = self._holding.replace_lost(timeout_s=timeout_s)
         mine = set(self.slots())
         return tuple(slot for slot in new if slot in mine)
+
+    def extend(
+        self, bundle_counts: Sequence[int], *, timeout_s: float = 180.0, wait_for_nodes_s: float = 0.0
+    ) -> tuple[int, ...]:
+        """Reserve more logical nodes, with the options of the cluster. Reserves the cluster first if necessary.
+
+        Their slots come at the end of `slots()`, in physical order among themselves. The other slots do not change, and
+        no view gets any of the new ones. With `segment_size`, the new logical nodes form segments of their own. A
+        unified cluster gets one more placement group for all of them.
+
+        Args:
+            bundle_counts: the number of bundles of each new logical node.
+            timeout_s: seconds to wait for resources that others hold, for Ray's head, and for another thread that
+                changes the cluster.
+            wait_for_nodes_s: seconds to wait for nodes that are still joining.
+
+        Returns:
+            The numbers of the new logical nodes (`node_idx`). Numbers of released nodes are not used again.
+
+        Raises:
+            ValueError: a count below 1, or no multiple of `segment_size`; the cluster has `gpu_ids`, or different
+                `node_resource_constraints` for its logical nodes; or this is a view. Nothing has been requested.
+            ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as of `reserve`. Nothing has changed.
+            PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
+        """
+        counts = _model.check_extension(bundle_counts)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("wait_for_nodes_s", wait_for_nodes_s)
+        self._check_no_view("extend")
+        if self._holding.request.gpu_ids:
+            raise ValueError(
+                "a cluster with gpu_ids cannot be extended: reserve another one with the GPUs that you need"
+            )
+        model = self._models[0]
+        if any(other.bundle != model.bundle for other in self._models):
+            raise ValueError(
+                "a cluster whose node_resource_constraints differ between logical nodes cannot be extended: reserve "
+                "another one with the constraints that you need"
+            )
+        _model.check_segments(self.segment_size, counts, self.placement_group_strategy)
+        self.slots()
+        return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
+
+    def release_nodes(self, indices: Iterable[int]) -> None:
+        """Release logical nodes, and wait at most 30 s until Ray has their resources back.
+
+        The other slots keep their order, and views lose the released ones. `node_rank` and `local_rank` of later slots
+        may become smaller. Ports that were leased through the cluster on physical nodes that it no longer uses are
+        released too.
+
+        Args:
+            indices: the numbers of the logical nodes (`node_idx`).
+
+        Raises:
+            IndexError: a logical node is not in use. Nothing has changed, as with the next two.
+            ValueError: this is a view; or other logical nodes are in the same segment, or in the one placement group of
+                a unified cluster.
+            PlacementError: worker groups use their slots, which the message names; the cluster is not reserved; or Ray
+                did not have the resources back in time.
+        """
+        wanted = set(indices)
+        self._check_no_view("release_nodes")
+        if not self._holding.reserved:
+            raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
+        self._check_its_ray()
+        if not self._holding.release(wanted):
+            raise PlacementError(
+                f"Ray did not return the resources of logical node(s) {sorted(wanted)} of {self!r} within 30 s. Their "
+                "groups are removed, but a process in them may still be ending: look at its node."
+            )
+
+    def _check_no_view(self, method: str) -> None:
+        if self._parent is not None:
+            raise ValueError(
+                f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"
+            )
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
         """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
@@ -337,15 +428,11 @@ class RayVirtualCluster:
 
     def _view(self, mine: Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots with the given positions in this cluster."""
-        slots = self.slots()
-        chosen = list(mine)
+        places = list(self._own_places().items())
         view = object.__new__(RayVirtualCluster)
         view.__dict__.update(self.__dict__)
         view._parent = self  # keeps it alive: a dropped cluster releases its reservation
-        view._places = tuple(chosen if self._places is None else (self._places[at] for at in chosen))
-        view._counts = tuple(
-            sum(slots[at].node_idx == node_idx for at in chosen) for node_idx in range(len(self._counts))
-        )
+        view._places = {place: slot.node_idx for place, slot in (places[at] for at in mine)}
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:

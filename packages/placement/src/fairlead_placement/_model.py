@@ -74,6 +74,7 @@ class Request:
         wait_for_nodes_s: seconds to wait for nodes that are joining.
         unified: one placement group in all, each logical node on a physical node of its own, instead of a group for
             each logical node.
+        timeout_name: the argument with which the user has set `timeout_s`, for messages.
     """
 
     asks: tuple[Ask, ...]
@@ -84,6 +85,7 @@ class Request:
     timeout_s: float
     wait_for_nodes_s: float
     unified: bool = False
+    timeout_name: str = "reserve_timeout_s"
 
 
 _VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
@@ -156,6 +158,13 @@ def check_counts(counts: Any) -> tuple[int, ...]:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
     return tuple(counts)
+
+
+def check_extension(counts: Any) -> tuple[int, ...]:
+    """Return the numbers of bundles of new logical nodes."""
+    if not isinstance(counts, (list, tuple)) or not counts:
+        raise ValueError(f"bundle_counts must be a list with an entry for each new logical node, got {counts!r}")
+    return tuple(check_positive("a bundle count of a new logical node", count) for count in counts)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

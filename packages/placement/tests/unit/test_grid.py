@@ -136,7 +136,7 @@ def test_notebook(monkeypatch):
     """A notebook shows the same as HTML, with the groups on the cluster; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
-    monkeypatch.setattr(cluster._holding, "slots", slots)
+    monkeypatch.setattr(cluster._holding, "places", dict(enumerate(slots)))
     monkeypatch.setattr(cluster._holding, "reserved", True)
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)

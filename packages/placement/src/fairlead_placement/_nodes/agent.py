@@ -345,9 +345,11 @@ class Monitor:
         self._watcher = uuid.uuid4().hex
 
     def watch(self, node_ids: Sequence[str]) -> None:
-        """Watch these nodes from now on. Agents of nodes that are gone need not be stopped."""
+        """Watch these nodes from now on, and no others."""
         new = [node_id for node_id in node_ids if node_id not in self._node_ids]
+        left = [node_id for node_id in self._node_ids if node_id not in node_ids]
         self._node_ids = tuple(node_ids)
+        self._stop(left)
         # A new node whose agent does not answer now is watched from the next `read` on.
         with contextlib.suppress(PlacementError):
             read_usage(new, watcher=self._watcher, name=self._name)
@@ -361,8 +363,11 @@ class Monitor:
 
         An agent that does not answer is left alone: it ends with the job, and no reservation waits for it.
         """
-        # Without threads: at the end of the interpreter none can be started.
-        ask_nodes("unwatch", dict.fromkeys(choose_alive(self._node_ids), (self._watcher,)), 10.0)
+        self._stop(self._node_ids)
+
+    def _stop(self, node_ids: Sequence[str]) -> None:
+        if node_ids:
+            ask_nodes("unwatch", dict.fromkeys(choose_alive(node_ids), (self._watcher,)), 10.0)
 
 
 def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:

@@ -4,8 +4,7 @@
 import contextlib
 import random
 import time
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .._model import Ask, Node, Request
@@ -49,13 +48,18 @@ class Attempt:
     """One request and how it is placed: planned on any nodes that can hold it.
 
     Its time begins when it is made.
+
+    Args:
+        request: the request.
+        held: returns, by node id, what stays taken even if the planner counts nodes as idle: that which is extended.
     """
 
     waits_for = "others hold what it needs"
     is_shown_to_autoscaler = True
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, held: Callable[[], Mapping[str, Mapping[str, float]]] | None = None) -> None:
         self.request = request
+        self._held = held
         self.deadline = time.monotonic() + request.timeout_s
         self._chosen: Mapping[int, tuple[str, ...]] | None = None
 
@@ -64,8 +68,10 @@ class Attempt:
         # The planner gets a second even for a reservation that is not to wait. Most plans take milliseconds.
         until = max(self.deadline, time.monotonic() + 1.0)
         request = self.request
+        held = self._held() if self._held else {}
+        left = [_without(node, held[node.node_id]) if node.node_id in held else node for node in nodes]
         self._chosen, impossible = decide(
-            request.asks, nodes, own_nodes=request.unified, segment_size=request.segment_size, deadline=until
+            request.asks, left, own_nodes=request.unified, segment_size=request.segment_size, deadline=until
         )
         return impossible
 
@@ -81,9 +87,10 @@ class Attempt:
         size = request.segment_size
         segments = f", in segments of {size} nodes of one topology domain" if size else ""
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
+        when = "when nothing runs beside what it extends" if self._held else "when it is idle"
         return (
             f"The cluster cannot hold {bundles} bundles in {len(request.asks)} logical node(s){own}{segments}, even "
-            f"when it is idle (see below).{after} Ask for less, add nodes, or wait for nodes that are joining "
+            f"{when} (see below).{after} Ask for less, add nodes, or wait for nodes that are joining "
             "(wait_for_nodes_s)."
         )
 
@@ -91,17 +98,21 @@ class Attempt:
         """Return the error for a request that others have kept from being placed."""
         return PlacementTimeoutError(
             f"Waited {waited:.1f} s: the request would fit on these nodes, but others hold what it needs (see below). "
-            "Release some of it, or wait longer (reserve_timeout_s).",
+            f"Release some of it, or wait longer ({self.request.timeout_name}).",
             report_of(self.request.asks, nodes, "taken"),
         )
 
 
-def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple[Reserved, ...]:
+def _without(node: Node, held: Mapping[str, float]) -> Node:
+    return replace(node, total={name: amount - held.get(name, 0.0) for name, amount in node.total.items()})
+
+
+def reserve(attempt: Attempt, look: Callable[[], Sequence[Node]] = read_nodes) -> tuple[Reserved, ...]:
     """Place a request, again and again until it succeeds or its time is up.
 
     Args:
         attempt: the request.
-        avoid: ids of nodes that are not used.
+        look: returns the nodes that may be used. It is called before each attempt; if it raises, the wait ends.
 
     Returns:
         The groups: one per logical node, or one in all.
@@ -117,7 +128,7 @@ def reserve(attempt: Attempt, *, avoid: AbstractSet[str] = frozenset()) -> tuple
         pause = POLL_S[0]
         while True:
             waited = time.monotonic() - began
-            nodes = tuple(node for node in read_nodes() if node.node_id not in avoid)
+            nodes = look()
             if attempt.is_impossible(nodes):
                 limit = request.wait_for_nodes_s
                 if attempt.is_shown_to_autoscaler and ask_head("look for an autoscaler", autoscaler_is_there):

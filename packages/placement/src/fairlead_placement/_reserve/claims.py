@@ -17,6 +17,8 @@ _held: dict[_Key, list["SlotClaim"]] = {}
 # Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references,
 # by the identity of the group: a group may define its own equality.
 _groups: dict[int, Callable[[], object | None]] = {}
+# Slots that have been released, or are about to be. No group may claim them any more.
+_closed: set[_Key] = set()
 # Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
@@ -72,6 +74,11 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
     """Register a claim in every slot, or return the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
+            if _key(slot) in _closed:
+                return ResourceInsufficientError(
+                    f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
+                    "logical node has been released (release_nodes). Take the present slots() of the cluster."
+                )
             there = _held.get(_key(slot), [])
             if len(there) >= slot.capacity:
                 return ResourceInsufficientError(_full(slot, claim.holder, there))
@@ -95,6 +102,26 @@ def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
         f"{slot.capacity} worker group{'' if one else 's'}, and {names} {'is' if one else 'are'} there. Shut "
         f"{names if one else 'one of them'} down, or reserve the cluster with {wider}."
     )
+
+
+def close_slots(slots: Sequence[Slot]) -> list[str]:
+    """Refuse all further claims of slots, unless a group is in one of them.
+
+    Returns:
+        The names of the groups in the slots. If there are any, nothing has changed.
+    """
+    if _close(slots):
+        wait_for_dropped(30.0)
+    return _close(slots)
+
+
+def _close(slots: Sequence[Slot]) -> list[str]:
+    keys = [_key(slot) for slot in slots]
+    with _lock:
+        names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, [])))
+        if not names:
+            _closed.update(keys)
+        return names
 
 
 def groups_on(slots: Sequence[Slot]) -> list[object]:

@@ -190,12 +190,12 @@ class GpuAttempt(Attempt):
         if reasons:
             return ResourceInsufficientError(
                 f"Waited {waited:.1f} s for particular GPUs. " + ". ".join(reasons) + ". Release them, ask for others "
-                "(gpu_ids), or wait longer (reserve_timeout_s).",
+                f"(gpu_ids), or wait longer ({self.request.timeout_name}).",
                 report,
             )
         return PlacementTimeoutError(
             f"Waited {waited:.1f} s: the GPUs asked for are free, but others hold what else the request needs, or take "
-            "turns with it (see below). Release some of it, or wait longer (reserve_timeout_s).",
+            f"turns with it (see below). Release some of it, or wait longer ({self.request.timeout_name}).",
             report,
         )
 
@@ -339,11 +339,11 @@ def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: It
         for index in actor.gpus:
             if index < len(names):
                 of_id.setdefault(names[index], []).append(actor)
-    idle = [group for group in groups.values() if _gpus(group, node_id) > _count_used(group, actors)]
+    idle = {group.holder_id: n for group in groups.values() if (n := _count_idle(group, node_id, actors)) > 0}
     unknown = set(names) - set(of_id) - set(free)
-    candidates = [f"placement group {_group(group)}, in which nothing runs" for group in idle]
+    candidates = [f"placement group {_group(groups[one])}, in which nothing runs" for one in idle]
     # Ray reports nothing about tasks.
-    if len(unknown) > sum(_gpus(group, node_id) - _count_used(group, actors) for group in idle):
+    if len(unknown) > sum(idle.values()):
         candidates.append("a running task")
     unexplained = sorted(set(missing) & unknown, key=accelerator_order)
     parts = [
@@ -356,12 +356,9 @@ def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: It
     return "; ".join(parts)
 
 
-def _gpus(group: Holder, node_id: str) -> float:
-    return sum(bundle.get("GPU", 0) for bundle in group.bundles[node_id])
-
-
-def _count_used(group: Holder, actors: Sequence[LiveActor]) -> int:
-    return len({index for actor in actors if actor.group_id == group.holder_id for index in actor.gpus})
+def _count_idle(group: Holder, node_id: str, actors: Sequence[LiveActor]) -> float:
+    used = {index for actor in actors if actor.group_id == group.holder_id for index in actor.gpus}
+    return sum(bundle.get("GPU", 0) for bundle in group.bundles[node_id]) - len(used)
 
 
 def _actor(actor: LiveActor, group: Holder | None) -> str:

@@ -315,7 +315,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
         raise PlacementTimeoutError(
             f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
-            "timeout_s of replace_lost_nodes), or look at the nodes."
+            "timeout_s of extend and replace_lost_nodes), or look at the nodes."
         ) from error
     return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds a reservation and everything that was taken on it, and releases all of it together."""
 
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._init import connection
-from .._model import Ask, Request
+from .._model import Ask, Node, Request
 from .._nodes.agent import Monitor, read_usage
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
@@ -20,8 +21,9 @@ from .._nodes.usage import NodeUsage
 from .._plan.topology import node_place
 from .._ray_private import draining_nodes
 from .._slot import Slot
-from ..exceptions import HeadTimeoutError, PlacementError
+from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
 from .attempt import Attempt, reserve
+from .claims import close_slots
 from .gpus import GpuAttempt
 from .groups import Reserved, number_slots, remove, slots_of
 
@@ -34,21 +36,26 @@ class Holding:
 
     Args:
         request: the bundles to reserve.
+        counts: the number of bundles of each logical node; 0 for those that are not in use.
         monitor_memory: have the nodes' memory sampled while it is reserved.
     """
 
-    def __init__(self, request: Request, *, monitor_memory: bool = False) -> None:
+    def __init__(self, request: Request, counts: Sequence[int], *, monitor_memory: bool = False) -> None:
         self.request = request
+        self.counts = tuple(counts)
         self.monitor_memory = monitor_memory
         self.reserved = False
         self.reserved_at = 0.0
         self._connection = ""
-        self.slots: tuple[Slot, ...] = ()
-        self._groups: list[PlacementGroup] = []
+        # The slots by numbers that stay the same when slots are added, replaced and released. Views keep the numbers.
+        self.places: Mapping[int, Slot] = {}
+        self._next_place = 0
         # Each reservation has a list of its own, so that a late lease does not go into the next reservation's.
         self._leases: list[PortLease] = []
         self._leasing = threading.RLock()
         self._monitor: Monitor | None = None
+        # Held during an extension. Releases, replacements and the shutdown do not wait for it.
+        self._extending = threading.Lock()
         # Reentrant: a reservation that fails releases what it has.
         self._lock = threading.RLock()
 
@@ -58,9 +65,14 @@ class Holding:
         return self.reserved and self._connection != connection()
 
     @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots: those of the first reservation in physical order, then those of each extension."""
+        return tuple(self.places.values())
+
+    @property
     def groups(self) -> list[PlacementGroup]:
         """The placement groups of the slots, in the order of the logical nodes."""
-        return list(self._groups)
+        return groups_of(self.slots)
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
@@ -69,66 +81,186 @@ class Holding:
             if self.reserved:
                 return
             self._connection = connection()
-            deadline = time.monotonic() + request.timeout_s
-            while True:
-                left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))
-                placed = _reserve(left)
-                self._groups = [one.group for one in placed]
+            self.places = dict(enumerate(_take(request, _reserve)))
+            self._next_place = len(self.places)
+            try:
+                if self.monitor_memory:
+                    self._monitor = Monitor(self.node_ids, request.name)
+                    self._monitor.read()
+            except BaseException:
+                self.give_back()
+                raise
+            self.request, self.reserved, self.reserved_at = request, True, time.time()
+
+    def extend(
+        self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
+    ) -> tuple[int, ...]:
+        """Reserve more logical nodes, and add their slots at the end.
+
+        Args:
+            counts: the number of bundles of each.
+            model: the request for each of them, but for its number and its count.
+            timeout_s: seconds to wait for what others hold, and for another thread that changes the cluster.
+            wait_for_nodes_s: seconds to wait for nodes that are joining.
+
+        Returns:
+            The numbers of the new logical nodes.
+
+        Raises:
+            PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
+        """
+        mine, began = self._leases, time.monotonic()
+        if not self._extending.acquire(timeout=timeout_s):
+            raise PlacementTimeoutError(
+                f"Waited {timeout_s:.1f} s: another thread extends the cluster {self.request.name!r}. Try again when "
+                "that has ended, or wait longer (timeout_s)."
+            )
+        try:
+            waited = time.monotonic() - began
+            left_s, nodes_s = max(0.0, timeout_s - waited), max(0.0, wait_for_nodes_s - waited)
+            with head_deadline(max(left_s, nodes_s)):
+                first = len(self.counts)
+                asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
+                part = replace(
+                    self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
+                )
+
+                def look() -> Sequence[Node]:
+                    self._check_same(mine)
+                    # With these, every logical node is on a physical node of its own.
+                    return _nodes_except(self.node_ids if part.unified or part.segment_size else ())
+
+                slots = _take(part, lambda request: reserve(Attempt(request, self._held), look))
                 try:
-                    self.slots = slots_of(placed, request.capacity, deadline=deadline)
-                    if self.monitor_memory:
-                        self._monitor = Monitor(self.node_ids, request.name)
-                        self._monitor.read()
-                except BaseException as error:
-                    self.give_back()
-                    of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
-                    if not of_ray or isinstance(error, HeadTimeoutError) or time.monotonic() >= deadline:
-                        raise
-                    # If a node was lost meanwhile, or is draining, the next plan avoids it.
-                    staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
-                    if staying.issuperset(node_id for one in placed for node_id in one.node_ids):
-                        raise
-                else:
-                    self.request, self.reserved, self.reserved_at = request, True, time.time()
-                    return
+                    with self._lock:
+                        self._check_same(mine)
+                        self._add(asks, counts, slots)
+                except BaseException:
+                    remove(groups_of(slots))
+                    raise
+                self._watch()
+            return tuple(ask.node_idx for ask in asks)
+        finally:
+            self._extending.release()
+
+    def _add(self, asks: Sequence[Ask], counts: Sequence[int], slots: Sequence[Slot]) -> None:
+        """Add reserved logical nodes with their slots."""
+        request = replace(self.request, asks=(*self.request.asks, *asks))
+        numbers = [*self.places, *range(self._next_place, self._next_place + len(slots))]
+        places = dict(zip(numbers, number_slots((*self.slots, *slots)), strict=True))
+        self._next_place += len(slots)
+        self.request, self.counts, self.places = request, (*self.counts, *counts), places
+
+    def _held(self) -> dict[str, dict[str, float]]:
+        """Return what the cluster holds, by node id."""
+        bundles = {ask.node_idx: ask.bundle for ask in self.request.asks}
+        held: dict[str, dict[str, float]] = {}
+        for slot in self.slots:
+            there = held.setdefault(slot.node_id, {})
+            # Another thread may just have released the logical node.
+            for name, amount in bundles.get(slot.node_idx, {}).items():
+                there[name] = there.get(name, 0.0) + amount
+        return held
+
+    def _check_same(self, mine: list[PortLease]) -> None:
+        """Raise if the reservation has ended to which this list of leases belongs."""
+        if mine is not self._leases or not self.reserved:
+            raise PlacementError(
+                f"The cluster {self.request.name!r} was shut down while it was extended. Nothing of the extension "
+                "stays reserved."
+            )
+
+    def release(self, wanted: AbstractSet[int]) -> bool:
+        """Release logical nodes, and return whether Ray had their resources back in time.
+
+        Raises:
+            IndexError: a logical node is not in use.
+            ValueError: others share a placement group or a segment with them.
+            PlacementError: worker groups are in their slots.
+        """
+        with self._lock, head_deadline(GIVE_BACK_S):
+            there = {slot.node_idx for slot in self.slots}
+            if not wanted <= there:
+                raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
+            gone = [slot for slot in self.slots if slot.node_idx in wanted]
+            self._check_whole(wanted)
+            if names := close_slots(gone):
+                raise PlacementError(
+                    f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
+                    f"{', '.join(map(repr, names))} use their slots. Shut them down first."
+                )
+            kept = {place: slot for place, slot in self.places.items() if slot.node_idx not in wanted}
+            asks = tuple(ask for ask in self.request.asks if ask.node_idx not in wanted)
+            gpu_ids = {at: gpus for at, gpus in self.request.gpu_ids.items() if at not in wanted}
+            self.request = replace(self.request, asks=asks, gpu_ids=gpu_ids)
+            self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
+            self.places = dict(zip(kept, number_slots(kept.values()), strict=True))
+            with self._leasing:
+                leases = [lease for lease in self._leases if lease.node_id not in self.node_ids]
+                self._leases[:] = [lease for lease in self._leases if lease not in leases]
+            try:
+                self._watch()
+                release_ports(leases)
+            finally:
+                returned = remove(groups_of(gone), timeout_s=GIVE_BACK_S)
+        return returned
+
+    def _check_whole(self, wanted: AbstractSet[int]) -> None:
+        """Refuse to release a part of a placement group or of a segment."""
+        together: dict[object, set[int]] = {}
+        for slot in self.slots:
+            together.setdefault(slot.placement_group.id, set()).add(slot.node_idx)
+        if self.request.segment_size:
+            for node_idx, number in self._segments().items():
+                together.setdefault(number, set()).add(node_idx)
+        for nodes in together.values():
+            if nodes & wanted and not nodes <= wanted:
+                why = "one placement group" if self.request.unified else "one segment"
+                raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
+
+    def _watch(self) -> None:
+        if self._monitor is not None:
+            self._monitor.watch(self.node_ids)
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
+        deadline = time.monotonic() + timeout_s
         with self._lock, head_deadline(timeout_s):
             alive = alive_nodes()
-            lost = [at for at, slot in enumerate(self.slots) if slot.node_id not in alive]
+            lost = {place: slot for place, slot in self.places.items() if slot.node_id not in alive}
             if not lost:
                 return ()
-            counts = Counter(self.slots[at].node_idx for at in lost)
+            counts = Counter(slot.node_idx for slot in lost.values())
             asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
             placed: list[Reserved] = []
             wanted = self.request.gpu_ids
-            deadline = time.monotonic() + timeout_s
             try:
                 for batch, segment_size in self._batches(asks, alive):
                     left = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
-                    ids = {ask.node_idx: wanted[ask.node_idx] for ask in batch if wanted}
                     part = replace(
                         self.request,
                         asks=tuple(batch),
                         segment_size=segment_size,
-                        gpu_ids=ids,
+                        gpu_ids={ask.node_idx: wanted[ask.node_idx] for ask in batch if wanted},
                         timeout_s=left,
                         wait_for_nodes_s=left,
                         unified=False,
+                        timeout_name="timeout_s",
                     )
-                    placed += _reserve(part, avoid=self._taken_by(batch[0], alive, placed))
+                    taken = self._taken_by(batch[0], alive, placed)
+                    placed += _reserve(part, functools.partial(_nodes_except, taken))
                 new = slots_of(placed, self.request.capacity, deadline=deadline)
             except BaseException:
                 remove([one.group for one in placed])
                 raise
-            self._groups += [one.group for one in placed]
-            self._put_in(lost, new)
-            self._drop_empty_groups()
-            if self._monitor is not None:
-                self._monitor.watch(self.node_ids)
-            return tuple(self.slots[at] for at in lost)
+            before = self.groups
+            self.places = replace_slots(self.places, list(lost), new)
+            # Groups that have lost all their bundles: no slot is in them.
+            kept = {group.id for group in self.groups}
+            remove([group for group in before if group.id not in kept])
+            self._watch()
+            return tuple(self.places[place] for place in lost)
 
     @property
     def node_ids(self) -> list[str]:
@@ -181,25 +313,6 @@ class Holding:
         allowed = {domain[node_id] for node_id in left if node_id in domain}
         return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
 
-    def _put_in(self, lost: Sequence[int], new: Sequence[Slot]) -> None:
-        """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
-        slots = list(self.slots)
-        of_logical_node: dict[int, list[Slot]] = {}
-        for slot in reversed(new):
-            of_logical_node.setdefault(slot.node_idx, []).append(slot)
-        for at in lost:
-            slots[at] = of_logical_node[slots[at].node_idx].pop()
-        # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
-        self.slots = number_slots(slots)
-
-    def _drop_empty_groups(self) -> None:
-        """Remove the groups that have lost all their bundles, so that no slot is in them."""
-        by_node_idx = sorted(self.slots, key=lambda slot: slot.node_idx)
-        kept = {slot.placement_group.id: slot.placement_group for slot in by_node_idx}
-        gone = [group for group in self._groups if group.id not in kept]
-        self._groups = list(kept.values())
-        remove(gone)
-
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease ports on the nodes of slots until everything is released.
 
@@ -224,11 +337,10 @@ class Holding:
     def give_back(self) -> bool:
         """Release ports and groups, and return whether Ray had the resources back in time."""
         with self._lock:
-            groups, monitor = self._groups, self._monitor
-            self._groups, self._monitor = [], None
+            groups, monitor, self._monitor = self.groups, self._monitor, None
             with self._leasing:
                 leases, self._leases = self._leases, []
-            self.slots, self.reserved = (), False
+            self.places, self.reserved = {}, False
             here, reserved_on = connection(), self._connection
         if not (groups or leases or monitor) or not here or here != reserved_on:
             return True  # nothing was held, or Ray ended, and with it everything that was
@@ -243,7 +355,7 @@ class Holding:
 
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
-        groups, leases = self._groups, self._leases
+        groups, leases = self.groups, self._leases
         if not (groups or leases) or self._connection != connection():
             return ""
         return (
@@ -253,5 +365,46 @@ class Holding:
         )
 
 
-def _reserve(request: Request, *, avoid: AbstractSet[str] = frozenset()) -> tuple[Reserved, ...]:
-    return reserve(GpuAttempt(request) if request.gpu_ids else Attempt(request), avoid=avoid)
+def groups_of(slots: Iterable[Slot]) -> list[PlacementGroup]:
+    """Return the placement groups of slots, in the order of the logical nodes."""
+    ordered = sorted(slots, key=lambda slot: slot.node_idx)
+    return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
+
+
+def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:
+    """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
+    of_logical_node: dict[int, list[Slot]] = {}
+    for slot in reversed(new):
+        of_logical_node.setdefault(slot.node_idx, []).append(slot)
+    slots = dict(places)
+    for place in lost:
+        slots[place] = of_logical_node[slots[place].node_idx].pop()
+    # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
+    return dict(zip(slots, number_slots(slots.values()), strict=True))
+
+
+def _nodes_except(taken: Collection[str]) -> Sequence[Node]:
+    return tuple(node for node in read_nodes() if node.node_id not in taken)
+
+
+def _reserve(request: Request, look: Callable[[], Sequence[Node]] = read_nodes) -> tuple[Reserved, ...]:
+    return reserve(GpuAttempt(request) if request.gpu_ids else Attempt(request), look)
+
+
+def _take(request: Request, take: Callable[[Request], tuple[Reserved, ...]]) -> tuple[Slot, ...]:
+    """Reserve a request and return its slots. If a node is lost or starts to drain meanwhile, plan again."""
+    deadline = time.monotonic() + request.timeout_s
+    while True:
+        left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))
+        placed = take(left)
+        try:
+            return slots_of(placed, request.capacity, deadline=deadline)
+        except BaseException as error:
+            remove([one.group for one in placed])
+            of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
+            if not of_ray or isinstance(error, HeadTimeoutError) or time.monotonic() >= deadline:
+                raise
+            # The next plan avoids nodes that are lost or draining.
+            staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
+            if staying.issuperset(node_id for one in placed for node_id in one.node_ids):
+                raise
