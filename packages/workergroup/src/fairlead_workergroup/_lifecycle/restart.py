@@ -282,13 +282,17 @@ class Restarter:
             raise WorkerFailureError(
                 lost, f"Their nodes are lost, and other nodes have no room for them: {error}"
             ) from error
-        # Another group on the same cluster may have replaced them before.
-        slots = cluster.slots()
-        instead = dict(zip(map(_key, self._slots), slots, strict=True))
+        # Another group may have replaced them before, and logical nodes may have been added or released. The slots
+        # of one logical node keep their order.
+        mine = {slot.node_idx for slot in self._slots}
+        now = sorted((slot for slot in cluster.slots() if slot.node_idx in mine), key=lambda slot: slot.node_idx)
+        there = {slot.node_idx for slot in now}
+        before = sorted((slot for slot in self._slots if slot.node_idx in there), key=lambda slot: slot.node_idx)
+        instead = dict(zip(map(_key, before), now, strict=True))
         moved = move_places(places, {place.rank: instead[_key(place.slot)] for place in places})
         self._launcher.prepare(moved)
         # After the plan, so that the next attempt moves the ranks again if the plan fails.
-        self._slots = slots
+        self._slots = now
         self._roster.move(moved)
         self._resources.claim_slots(moved)
 
