@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
+from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, RemoteBatch, SequencePackingArgs
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
@@ -43,6 +43,15 @@ class Scorer:
         answer = BatchedDataDict.from_batches([batch for group in scored for batch in group], {"scores": -1})
         answer["microbatches"] = [tuple(map(len, scored))] * shard.size
         return answer
+
+    def train(self, handle: RemoteBatch) -> RemoteBatch:
+        """Fetch the shard of a handle, and return the scores by reference."""
+        assert isinstance(handle, RemoteBatch)
+        scored = self.score(handle.fetch()).select(["scores", "name", "dp"])
+        return RemoteBatch.put(scored)
+
+    def count(self, handle: RemoteBatch) -> list[str]:
+        return handle.fetch("name")["name"]
 
     def _score(self, batch: BatchedDataDict, group: int) -> dict:
         dp = [current_worker().coords["dp"]] * batch.size
@@ -104,3 +113,26 @@ def test_call_of_one_dp_rank(groups):
     scored = order.restore([call.result()])
     assert (scored["name"], scored["dp"]) == (["a", "b", "c"], [1, 1, 1])
     assert call.statistics().requests == 2
+
+
+def test_a_batch_by_reference(groups):
+    """Workers get handles to their shards, and results are joined and passed on without passing the driver."""
+    policy, generation = groups
+    length = np.random.default_rng(0).integers(1, 17, 32)
+    tokens = np.where(np.arange(5000) < length[:, None], 5, 0)
+    batch = BatchedDataDict(tokens=tokens, length=length, name=[f"prompt {number}" for number in range(32)])
+    remote = RemoteBatch.put(batch, lengths_key="length")
+    shards, order = remote.shard_by_batch_size(2, dynamic_batching_args=DYNAMIC)
+    call = generation.call("train", Shard(shards, "dp"), collect="dp", timeout=60)
+    results = call.result()
+    assert [type(result) for result in results] == [RemoteBatch] * 2
+    moved = call.statistics()
+    assert (moved.puts, moved.fetched) == (2, 2), "a handle for each dp coordinate, there and back"
+    assert max(moved.bytes_put, moved.bytes_fetched) < 20_000 < tokens.nbytes
+    scored = RemoteBatch.concat(results).reorder_data(order)
+    assert policy.call("count", scored, timeout=60).result() == [batch["name"]]
+    back = scored.fetch()
+    assert back["name"] == batch["name"]
+    assert sorted(set(back["dp"])) == [0, 1]
+    plain = generation.call("count", Shard(remote.shard_by_batch_size(2), "dp"), collect="dp", timeout=60).result()
+    assert [name for names in plain for name in names] == batch["name"]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import fairlead_batching
 from fairlead_batching import (
     BatchedDataDict,
+    BatchLostError,
     DynamicBatchingArgs,
     Leaf,
     Order,
@@ -21,6 +22,7 @@ from fairlead_batching import (
     Packer,
     PackingMetrics,
     RaggedLeaf,
+    RemoteBatch,
     SequencePackingArgs,
     ShardPlan,
     SlicedDataDict,
@@ -193,6 +195,36 @@ def packed(part: Part) -> None:
     assert_type(row.to("cpu"), PackedBatch[Part])
     assert_type(row.unpack(), Part)
     assert_type(row.unpack({"log_probs": 1}, {"log_probs": 0.0}), Part)
+
+
+def remote(batch: Batch, dynamic: DynamicBatchingArgs, plan: ShardPlan, error: BatchLostError) -> None:
+    handle = RemoteBatch.put(batch, lengths_key="length", rows_per_object=1024)
+    assert_type(handle, RemoteBatch)
+    assert_type(len(handle), int)
+    assert_type(handle.size, int)
+    assert_type(handle.keys(), list[str])
+    assert_type(handle.pieces, npt.NDArray[np.int64])
+    assert_type(handle.rows, npt.NDArray[np.int64])
+    assert_type(handle.lengths_key, str | None)
+    assert_type(handle.lengths, npt.NDArray[np.int64] | None)
+    assert_type(handle.widths, dict[str, int])
+    assert_type(handle.meta, dict[str, Any])
+    assert_type(handle.padding, npt.NDArray[np.bool_] | None)
+    assert_type(handle.plan, dict[str, Any])
+    assert_type(len(handle.stored), int)
+    assert_type(handle.select("tokens"), RemoteBatch)
+    assert_type(handle.drop(["tokens"]), RemoteBatch)
+    assert_type(handle.slice(0, 2), RemoteBatch)
+    assert_type(handle.select_indices([1, 0]), RemoteBatch)
+    assert_type(handle.shuffle(0), RemoteBatch)
+    assert_type(handle.reorder_data(plan.order.tolist()), RemoteBatch)
+    assert_type(handle.shard(plan), list[RemoteBatch])
+    assert_type(handle.shard_by_batch_size(8), list[RemoteBatch])
+    assert_type(handle.shard_by_batch_size(8, dynamic_batching_args=dynamic), Any)
+    assert_type(RemoteBatch.concat([handle, handle]), RemoteBatch)
+    assert_type(handle.fetch(["tokens"], timeout_s=60.0, pad_value_dict={"tokens": 0}), SlicedDataDict[Any])
+    assert_type(error.keys, tuple[str, ...])
+    assert_type(error.rows, tuple[int, ...])
 
 
 def arguments() -> None:

@@ -27,10 +27,12 @@ from ._plan import ShardPlan
 from ._planner import plan_shards
 from ._ragged import RaggedLeaf
 from ._registry import Leaf, register_leaf
+from ._remote import BatchLostError, RemoteBatch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchLostError",
     "BatchedDataDict",
     "DynamicBatchingArgs",
     "Leaf",
@@ -39,6 +41,7 @@ __all__ = [
     "Packer",
     "PackingMetrics",
     "RaggedLeaf",
+    "RemoteBatch",
     "SequencePackingArgs",
     "ShardPlan",
     "SlicedDataDict",

@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 
-from . import _gathering, _interop, _leaf, _microbatches, _packed, _planner
+from . import _gathering, _indices, _interop, _leaf, _microbatches, _packed, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._packed import PackedBatch
 from ._plan import ShardPlan
@@ -48,9 +48,7 @@ class BatchedDataDict(Samples[Content]):
 
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
         """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
-        size = self.size
-        if not 0 <= start <= end <= size:
-            raise ValueError(f"There is no slice from {start} to {end} of {size} samples.")
+        _indices.check_span(start, end, self.size)
         return self._derive(lambda leaf: _leaf.cut(leaf, start, end), SlicedDataDict)
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
@@ -69,11 +67,7 @@ class BatchedDataDict(Samples[Content]):
 
     def select_indices(self, indices: Iterable[int]) -> SlicedDataDict[Content]:
         """Return copies of the samples at ``indices``, in that order; ValueError if there is no such sample."""
-        where = _leaf.to_integers("indices", indices)
-        size = self.size
-        if where.size and (where.min() < 0 or where.max() >= size):
-            wrong = where[(where < 0) | (where >= size)].tolist()
-            raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
+        where = _indices.check(indices, self.size)
         return self._derive(lambda leaf: _leaf.take(leaf, where), SlicedDataDict)
 
     def minibatches(self, size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[SlicedDataDict[Content]]:

@@ -49,7 +49,7 @@ def plan_shards(
     [[[1], [3]], [[2], [0]]]
     """
     shards = as_int("shards", shards, at_least=1)
-    args = _choose_args(dynamic_batching_args, sequence_packing_args)
+    args = choose_args(dynamic_batching_args, sequence_packing_args)
     if isinstance(lengths, (int, np.integer)):
         numbers, size = None, as_int("lengths", lengths, at_least=0)
     else:
@@ -79,7 +79,7 @@ def plan_leaves(
     """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
     lengths: int | IntArray = _leaf.count_samples(leaves)
     width = None
-    args = _choose_args(dynamic, packing) if lengths else None
+    args = choose_args(dynamic, packing) if lengths else None
     if args is not None:
         for name in ("input_key", "input_lengths_key"):
             if (key := getattr(args, name)) not in leaves:
@@ -95,7 +95,7 @@ def plan_leaves(
     return plan_shards(lengths, shards, batch_size, allow_uneven_shards, dynamic, packing, width=width)
 
 
-def _choose_args(
+def choose_args(
     dynamic: DynamicBatchingArgs | Mapping[str, Any] | None, packing: SequencePackingArgs | Mapping[str, Any] | None
 ) -> DynamicBatchingArgs | SequencePackingArgs | None:
     if dynamic is not None and packing is not None:

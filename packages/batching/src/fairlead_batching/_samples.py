@@ -7,12 +7,12 @@ import copy
 import copyreg
 import html
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import numpy as np
 
-from . import _joining, _leaf, _transport
+from . import _indices, _joining, _leaf, _transport
 from ._args import as_int
 from ._leaf import BoolArray
 from ._plan import Cuts, Lengths
@@ -28,6 +28,27 @@ else:
 
     Content = TypeVar("Content")
 Batch = TypeVar("Batch", bound="Samples[Any]")
+
+# The attributes that a plan sets.
+PLANNED = (
+    "micro_batch_indices",
+    "micro_batch_lengths",
+    "elem_counts_per_gb",
+    "shard_sizes",
+    "input_key",
+    "input_lengths_key",
+)
+
+
+def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
+    """Return the keys of leaves that are named, one by one or by the part before a dot; ValueError if there is none."""
+    found: dict[str, None] = {}
+    for key in [keys] if isinstance(keys, str) else keys:
+        named = [other for other in known if other == key or other.startswith(f"{key}.")]
+        if not named:
+            raise ValueError(f"Unknown key {key!r}; the batch has {sorted(known)}.")
+        found.update(dict.fromkeys(named))
+    return list(found)
 
 
 class Samples(UserDict[str, Any], Generic[Content]):
@@ -152,16 +173,6 @@ class Samples(UserDict[str, Any], Generic[Content]):
         new.__dict__.update(data=leaves, _views=False)
         return new
 
-    def _find_keys(self, keys: str | Iterable[str]) -> list[str]:
-        """Return the leaves that are named, one by one or by the part of their keys before a dot."""
-        found: dict[str, None] = {}
-        for key in [keys] if isinstance(keys, str) else keys:
-            named = [other for other in self.data if other == key or other.startswith(f"{key}.")]
-            if not named:
-                raise ValueError(f"Unknown key {key!r}; the batch has {sorted(self.data)}.")
-            found.update(dict.fromkeys(named))
-        return list(found)
-
     def select(self, keys: str | Iterable[str]) -> Self:
         """Return a batch of the named leaves only, which are not copied. The plan of microbatches is kept.
 
@@ -171,7 +182,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> list(BatchedDataDict(x=[1], y=[2], z=[3]).select(["x", "z"]))
         ['x', 'z']
         """
-        return self._replace({key: self.data[key] for key in self._find_keys(keys)})
+        return self._replace({key: self.data[key] for key in find_keys(list(self.data), keys)})
 
     def drop(self, keys: str | Iterable[str]) -> Self:
         """Return a batch without the named leaves; the others are not copied. The plan of microbatches is kept.
@@ -179,7 +190,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         Raises:
             ValueError: there is no such leaf.
         """
-        dropped = set(self._find_keys(keys))
+        dropped = set(find_keys(list(self.data), keys))
         return self._replace({key: leaf for key, leaf in self.data.items() if key not in dropped})
 
     def rename(self, names: Mapping[str, str]) -> Self:
@@ -262,7 +273,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> BatchedDataDict(x=[1, 2, 3, 4]).shuffle(seed=0)["x"]
         [3, 1, 2, 4]
         """
-        order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
+        order = _indices.shuffle(seed, self.size)
         return self._derive(lambda leaf: _leaf.take(leaf, order), type(self))
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
@@ -278,12 +289,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> batch.select_indices(order).reorder_data(order)["x"].tolist()
         [30, 10, 20]
         """
-        where = _leaf.to_integers("indices", indices)
-        if not np.array_equal(np.sort(where), np.arange(self.size)):
-            raise ValueError(
-                f"indices must hold each of 0 to {self.size - 1} once, found {where.size}: {where[:10].tolist()}."
-            )
-        inverse = where.argsort()
+        inverse = _indices.invert(indices, self.size)
         moved = self._derive(lambda leaf: _leaf.take(leaf, inverse), Samples)
         self.data, self.padding = moved.data, moved.padding
         self._clear_plan()
