@@ -4,9 +4,11 @@
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 
@@ -260,6 +262,28 @@ def test_interrupted_top(driver):
         assert (process.wait(30), errors) == (status, "")
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_top_on_a_terminal(driver, columns):
+    """On a terminal `top` shows a line for each worker, and gives the screen back after Ctrl-C."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, columns))
+    command = [sys.executable, "-m", "fairlead_workergroup", "top", "--interval", "0.1"]
+    env = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = ""
+    while "dp=3 tp=1" not in shown:
+        shown += os.read(ours, 65536).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the terminal has no writer any more
+        while more := os.read(ours, 65536):
+            shown += more.decode(errors="replace")
+    os.close(ours)
+    assert process.wait(30) == 130
+    assert "Traceback" not in shown
+    assert shown.rstrip().endswith("\x1b[?25h") or "\x1b[?1049l" in shown
+
+
 def test_no_cluster(driver):
     """Without a cluster the error says what to do."""
     done = run("groups", "--address", "127.0.0.1:1")
@@ -268,8 +292,14 @@ def test_no_cluster(driver):
 
 
 def test_ended(driver):
-    """A group that was shut down is not listed any more."""
+    """A group that was shut down is not listed any more, and ends a `top` that shows it."""
+    command = [sys.executable, "-m", "fairlead_workergroup", "top", "--interval", "0.1"]
+    top = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "idle" not in top.stdout.readline():
+        assert top.poll() is None, top.stderr.read()
     driver.do("end")
+    _, errors = top.communicate(timeout=30)
+    assert (top.returncode, errors) == (3, "No worker group is registered on this cluster.\n")
     deadline = time.monotonic() + 10
     while read("groups")["groups"] and time.monotonic() < deadline:
         pass
