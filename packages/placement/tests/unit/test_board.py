@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import ray
 
+from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import directory
 from fairlead_placement._nodes.agent_process import AgentProcess
 from fairlead_placement._nodes.board import WITHDRAWN_KEPT, Board
@@ -66,3 +67,32 @@ def test_agents_of_all_jobs(monkeypatch):
     monkeypatch.setattr(ray, "get_actor", get_actor)
     found = [(agent.job_id, agent.node_id) for agent in directory.find_agents()]
     assert found == [("01000000", "aa"), ("02000000", "aa")]
+
+
+def test_head_that_hangs(monkeypatch, caplog):
+    """When Ray's head does not answer, a publication waits for it once, and not for each node."""
+    asked = []
+
+    def notify(node_id, *_):
+        asked.append(node_id)
+        raise HeadTimeoutError("the head did not answer")
+
+    monkeypatch.setattr(directory, "notify_node", notify)
+    directory.withdraw("key", ["a", "b", "c"])
+    assert asked == ["a"]
+    assert "the agents of 3 nodes: the head did not answer" in caplog.text
+
+
+def test_node_that_is_gone(monkeypatch, caplog):
+    """A node whose agent cannot be reached is left out, with a line in the log."""
+    asked = []
+
+    def notify(node_id, *_):
+        asked.append(node_id)
+        if node_id == "a":
+            raise PlacementError("the node is gone")
+
+    monkeypatch.setattr(directory, "notify_node", notify)
+    directory.withdraw("key", ["a", "b"])
+    assert asked == ["a", "b"]
+    assert "the node is gone" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..exceptions import PlacementError
+from ..exceptions import HeadTimeoutError, PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, notify_node, this_process
 from .head import ask_head, head_deadline
 
@@ -58,6 +58,9 @@ def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:
         for node_id, (method, *args) in requests.items():
             try:
                 notify_node(node_id, method, *args)
+            except HeadTimeoutError as error:
+                logger.warning("Cannot %s at the agents of %d nodes: %s", method, len(requests), error)
+                return  # each further node would wait as long
             except (PlacementError, ray.exceptions.RayError) as error:
                 logger.warning("Cannot %s at the agent of node %s: %s", method, node_id[:8], error)
 
