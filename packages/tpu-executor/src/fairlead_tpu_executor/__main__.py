@@ -14,7 +14,7 @@ from rich.text import Text
 from fairlead_placement import Holder, Node, PlacementError, init_ray
 from fairlead_placement.spi import read_holders, read_nodes
 
-from ._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, SliceInfo, SliceLack, find_slices
+from ._accelerators.slices import TOPOLOGY, TYPE, SliceLack, assess_slices
 from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
 
 
@@ -78,10 +78,7 @@ def slice_statuses(nodes: Sequence[Node], holders: Sequence[Holder]) -> tuple[Sl
             name = f"hosts of type {kind}"
             rows[name] = SliceStatus(name, kind, "", len(members), 0, "its type is unknown", _users(members, holders))
             continue
-        found = find_slices(nodes, wanted)
-        every: list[SliceInfo | SliceLack] = [*found.intact, *found.lacking]
-        for one in every:
-            hosts = [node for node in nodes if _belongs(node, one.slice_name)]
+        for one, hosts in sorted(assess_slices(nodes, wanted), key=lambda pair: isinstance(pair[0], SliceLack)):
             topology = ", ".join(sorted({node.labels.get(TOPOLOGY, "") for node in hosts}))
             state = one.what if isinstance(one, SliceLack) else "whole"
             rows[one.slice_name] = SliceStatus(
@@ -95,11 +92,6 @@ def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
         return tpu_type(kind, chips_per_vm=chips_per_vm)
     except ValueError:
         return None
-
-
-def _belongs(node: Node, name: str) -> bool:
-    own = node.labels.get(SLICE_NAME, "")
-    return TYPE in node.labels and name in (own, node.node_id[:8], f"{own}/{node.node_id[:8]}")
 
 
 def _users(hosts: Sequence[Node], holders: Sequence[Holder]) -> tuple[str, ...]:

@@ -53,6 +53,14 @@ def test_statuses():
     assert text.count("nobody") == 2
 
 
+def test_hosts_without_the_name_of_a_slice():
+    """Hosts that no label assigns to a slice are counted, with who uses them."""
+    nodes = [host("", worker, "v4-16", "2x2x2", used=4.0) for worker in (0, 1)]
+    (row,) = slice_statuses(nodes, [])
+    assert (row.present, row.expected, row.state) == (2, 2, "no label tells which of them form a slice")
+    assert row.users == ("tasks: 8 TPU",)
+
+
 def test_no_slices():
     """A cluster without TPUs says so."""
     assert "No host of this cluster" in shown(slice_statuses([Node("n", "i", {}, {}, {})], []))

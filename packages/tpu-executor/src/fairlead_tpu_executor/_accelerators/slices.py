@@ -91,11 +91,16 @@ def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
         nodes: the nodes that are alive and not draining.
         wanted: the type.
     """
-    assessed = [_assess(name, hosts, wanted) for name, hosts in _group_by_slice(nodes, wanted).items()]
+    assessed = [one for one, _ in assess_slices(nodes, wanted)]
     return Survey(
         tuple(one for one in assessed if isinstance(one, SliceInfo)),
         tuple(one for one in assessed if isinstance(one, SliceLack)),
     )
+
+
+def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInfo | SliceLack, list[Node]]]:
+    """Return each slice of a type, or what is wrong with it, with its hosts. The arguments are as for `find_slices`."""
+    return [(_assess(name, hosts, wanted), hosts) for name, hosts in _group_by_slice(nodes, wanted).items()]
 
 
 def _group_by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]]:
