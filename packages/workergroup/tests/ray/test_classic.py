@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the classic calling methods: recipients, arguments, refused calls, and lost workers."""
 
+import collections
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,16 @@ class TestMultipleData:
     def test_arrays_are_lists(self, group):
         """The first dim of an array has a value for each worker."""
         refs = group.run_all_workers_multiple_data("give", np.arange(8))
+        assert group.get_all_worker_results(refs) == list(range(8))
+
+    def test_series_are_lists(self, group):
+        """The values of a pandas Series, which has keys but is not a mapping, are a list too."""
+
+        class Series(collections.UserList):
+            def keys(self):
+                return range(len(self))
+
+        refs = group.run_all_workers_multiple_data("give", Series(range(8)))
         assert group.get_all_worker_results(refs) == list(range(8))
 
     @pytest.mark.parametrize("count", [0, 7, 9])

@@ -3,12 +3,14 @@
 
 import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
 import ray
 
-from fairlead_workergroup import PerWorker, Shard
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import PerWorker, RayWorkerBuilder, RayWorkerGroup, Shard
 
 from ..calling import MB, store_used
 
@@ -94,3 +96,21 @@ class TestCopies:
         """A call whose argument has failed raises that error with its type."""
         with pytest.raises(ValueError, match="would not"):
             group.call("echo", group.call("fail", [5], collect=())).result()
+
+
+class Weighted:
+    """A worker with a large argument."""
+
+    def __init__(self, weights):
+        self.total = float(weights.sum())
+
+
+def test_driver_keeps_no_arguments(local_ray):
+    """Once the arguments of the constructor are stored, the driver does not keep the originals."""
+    weights = np.ones(MB)
+    kept = weakref.ref(weights)
+    builder = RayWorkerBuilder(Weighted, weights)
+    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, builder):
+        del builder, weights
+        gc.collect()
+        assert kept() is None

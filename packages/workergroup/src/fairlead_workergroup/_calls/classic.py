@@ -103,7 +103,9 @@ class ClassicCalls(AddressedWorkers):
         plan = plan_call(self._target.mesh, first_along=run_rank_0_only_axes)
 
         def column(what: str, values: Any) -> Column:
-            return column_per_worker(what, values, len(plan.called))
+            # Unlike `PerWorker`, the original accepts a pandas Series, which has keys.
+            is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
+            return column_per_worker(what, list(values) if is_series else values, len(plan.called))
 
         return self._dispatch(method_name, plan, args, kwargs, column, common_kwargs).futures
 

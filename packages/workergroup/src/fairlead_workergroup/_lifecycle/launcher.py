@@ -111,6 +111,8 @@ class Launcher:
         """
         spec = self.spec
         self._arguments = arguments = _StoredArguments(spec, self.worker_class)
+        # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
+        self.spec = dataclasses.replace(spec, args=(), kwargs={})
         self.resources.registration = Registration(self._roster, spec.token, self.worker_class.name, spec.sharding)
         self._counters.add(puts=arguments.stored.puts, bytes_put=arguments.stored.bytes_put)
 

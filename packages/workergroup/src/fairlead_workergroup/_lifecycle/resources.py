@@ -78,9 +78,9 @@ class Resources:
             workers, self._workers = self._workers, {}
             registration = self.registration
             steps: dict[str, Callable[[], list[str] | None]] = {
-                "withdraw the registration": lambda: None if registration is None else registration.withdraw(),
                 "end the workers": lambda: kill_and_wait(workers) if workers else None,
                 "release the port": self.release_port,
+                "withdraw the registration": lambda: None if registration is None else registration.withdraw(),
             }
             for name, step in steps.items() if self.roster.connected else ():
                 try:

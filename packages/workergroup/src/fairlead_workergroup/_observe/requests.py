@@ -57,13 +57,12 @@ class RequestLog:
 
     def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
-        if not futures:
-            return
-        key = task_of_future(futures[0])[:8]
         with self._lock:
-            number, (began, *values) = self._open.pop(key, (0, (0.0,)))
-            if number > self._written - KEPT and number:
-                self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+            # A repetition, which is an entry of its own, begins with the first worker that was lost.
+            for future in futures if self._open else ():
+                number, (began, *values) = self._open.pop(task_of_future(future)[:8], (0, (0.0,)))
+                if number > self._written - KEPT and number:
+                    self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
 
     def _write(
         self, number: int, version: int, began: float, ended: float, failed: bool, values: Sequence[Any]

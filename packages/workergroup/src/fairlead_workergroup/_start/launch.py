@@ -128,8 +128,10 @@ def wait_started(
     pending = list(started)
     with Bar(f"Starting {name}", len(started)) as bar:
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.2)
-            for ref in done:
+            # The first failure is the cause of others that soon follow.
+            first, pending = ray.wait(pending, num_returns=1, timeout=0.2)
+            others, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
+            for ref in [*first, *others]:
                 try:
                     answers[ref] = ray.get(ref)
                 except Exception as error:
