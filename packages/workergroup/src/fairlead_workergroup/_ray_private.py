@@ -4,12 +4,16 @@
 import io
 import re
 import signal
+import textwrap
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
+
+# Ray's accounts of deaths may have advice of several lines.
+CAUSE_CHARACTERS = 240
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -109,7 +113,7 @@ def _cause_of(cause: Any) -> str:
     for form in ("oom_context", "actor_died_error_context", "actor_unschedulable_context"):
         context = getattr(cause, form, None)
         if text := str(getattr(context, "error_message", "")).strip():
-            return text.splitlines()[0].strip()
+            return textwrap.shorten(text.splitlines()[0], CAUSE_CHARACTERS, placeholder=" ...")
     return "Ray does not say what it died of."
 
 

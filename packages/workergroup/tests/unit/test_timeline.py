@@ -214,15 +214,13 @@ def steady(rng, slow=None, barrier=False, marked=False, factor=1.2):
         work = [0.01 * (factor if rank == slow else 1.0) + abs(rng.gauss(0, 2e-4)) for rank in range(8)]
         ends = [one + took for one, took in zip(began, work, strict=True)]
         if barrier:
-            ends = [max(ends) + rng.uniform(0, 5e-5)] * 8
+            ends = [max(ends) + rng.uniform(0, 3e-4) for _ in range(8)]  # each looks now and then whether all are there
         waited = [end - one - took if marked else 0.0 for end, one, took in zip(ends, began, work, strict=True)]
         calls.append((began, ends, waited))
 
     def spans(rank):
-        # Clocks of nodes are off by a constant.
         return [
-            Span(at, "train", began[rank] + rank, ends[rank] + rank, waited[rank])
-            for at, (began, ends, waited) in enumerate(calls)
+            Span(at, "train", began[rank], ends[rank], waited[rank]) for at, (began, ends, waited) in enumerate(calls)
         ]
 
     return timeline(spans)

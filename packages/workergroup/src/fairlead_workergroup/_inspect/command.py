@@ -195,10 +195,14 @@ def _top(options: argparse.Namespace, output: Output) -> int:
             if count:
                 time.sleep(options.interval)
         return 0
-    with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
+    live = Live(draw(), console=console, screen=True, auto_refresh=False)
+    try:
+        live.start(refresh=True)
         while True:
             time.sleep(options.interval)
             live.update(draw(), refresh=True)
+    finally:
+        live.stop()  # also after Ctrl-C in the middle of the first picture
 
 
 def _stacks(options: argparse.Namespace, output: Output) -> int:
@@ -237,7 +241,7 @@ def _why(options: argparse.Namespace, output: Output) -> int:
         seen = [_look(options, stuck_after_s=options.after, dump=True)]
     found = []
     for one in seen:
-        stragglers = find_stragglers(read_timeline(one.group, compare=False)).stragglers
+        stragglers = find_stragglers(read_timeline(one.group)).stragglers
         found.append((one, diagnose(one, stuck_after_s=options.after, stragglers=stragglers)))
     wrong = any(finding.wrong for _, findings in found for finding in findings)
     if options.json:

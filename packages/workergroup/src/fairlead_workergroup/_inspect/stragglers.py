@@ -2,8 +2,8 @@
 """Workers that are slower than their peers, along each axis. Pure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fairlead_sharding import NamedSharding
 
@@ -15,8 +15,10 @@ LEAST_CALLS = 5
 SLOWER = 1.1
 # By how many standard errors of its own median.
 CERTAIN = 3.0
-# From this correlation on, the end of a call does not depend on when a worker began it.
-SYNCHRONOUS = -0.8
+# How a late begin of a call changes its duration: 0 if workers do not wait for each other, -1 if they end together.
+SYNCHRONOUS = -0.5
+# Deviations that are so many times as large as usual are left out: the machine did something else meanwhile.
+OUTLIER = 4.0
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,14 @@ def find_stragglers(timeline: Timeline, method: str | None = None) -> StragglerR
     undecidable = []
     for name, spans in sorted(by_method.items()):
         known = {rank: there for rank, there in sorted(spans.items()) if len(there) >= LEAST_CALLS}
-        if len(known) > 1 and name != "__init__":
-            if _is_synchronous(known):
+        if len(known) < 2 or name == "__init__":
+            continue
+        found = _time(name, known, sharding)
+        if not any(span.waited_s for there in known.values() for span in there):
+            found = _keep_late(found, known)
+            if not any(one.slow for one in found) and _is_synchronous(known):
                 undecidable.append(name)
-            timings += _time(name, known, sharding, certain=name not in undecidable)
+        timings += found
     return StragglerReport(tuple(timings), tuple(undecidable))
 
 
@@ -95,9 +101,7 @@ def _work(span: Span) -> float:
     return max(0.0, span.end - span.start - span.waited_s)
 
 
-def _time(
-    method: str, spans: Mapping[int, Sequence[Span]], sharding: NamedSharding, *, certain: bool
-) -> list[WorkerTiming]:
+def _time(method: str, spans: Mapping[int, Sequence[Span]], sharding: NamedSharding) -> list[WorkerTiming]:
     work = {rank: [_work(span) for span in there] for rank, there in spans.items()}
     medians = {rank: statistics.median(there) for rank, there in work.items()}
     timings = []
@@ -112,11 +116,23 @@ def _time(
             spread = statistics.median(abs(one - medians[rank]) for one in there)
             # The standard error of a median, from the median deviation of normally distributed values.
             error = 1.25 * 1.48 * spread / len(there) ** 0.5
-            if certain and ratios[axis] >= SLOWER and medians[rank] - usual > CERTAIN * error:
+            if ratios[axis] >= SLOWER and medians[rank] - usual > CERTAIN * error:
                 slow.append(axis)
         coords = sharding.get_worker_coords(rank)
         timings.append(WorkerTiming(rank, coords, method, len(there), medians[rank], ratios, tuple(slow)))
     return timings
+
+
+def _keep_late(timings: Sequence[WorkerTiming], spans: Mapping[int, Sequence[Span]]) -> list[WorkerTiming]:
+    """Leave out the stragglers that only began early, and waited for the others: they do not end later than these."""
+    ends = _align(spans, lambda span: span.end or 0.0)
+    usual = [statistics.median(column) for column in zip(*ends.values(), strict=True)]
+    middle = statistics.median(one.median_s for one in timings)
+    kept = []
+    for one in timings:
+        later = statistics.median(end - at for end, at in zip(ends[one.rank], usual, strict=True))
+        kept.append(one if later > (one.median_s - middle) / 2 else replace(one, slow=()))
+    return kept
 
 
 def _is_synchronous(spans: Mapping[int, Sequence[Span]]) -> bool:
@@ -125,17 +141,22 @@ def _is_synchronous(spans: Mapping[int, Sequence[Span]]) -> bool:
     Then a worker that begins a call late takes as much less time for it. The offsets between the clocks of nodes do not
     matter, as only the changes from call to call are compared.
     """
+    late = _without_medians(_align(spans, lambda span: span.start))
+    took = _without_medians(_align(spans, _work))
+    limits = [OUTLIER * statistics.median(map(abs, values)) for values in (late, took)]
+    pairs = [(x, y) for x, y in zip(late, took, strict=True) if abs(x) <= limits[0] and abs(y) <= limits[1]]
+    variance = sum(x * x for x, _ in pairs)
+    return variance > 0 and sum(x * y for x, y in pairs) / variance < SYNCHRONOUS
+
+
+def _align(spans: Mapping[int, Sequence[Span]], value: Callable[[Span], float]) -> dict[int, list[float]]:
+    """Return a value of the latest calls of each worker, as many of each as all of them have."""
     count = min(map(len, spans.values()))
-    late = [[span.start for span in there[-count:]] for there in spans.values()]
-    took = [[_work(span) for span in there[-count:]] for there in spans.values()]
-    late, took = _without_means(late), _without_means(took)
-    covariance = sum(a * b for left, right in zip(late, took, strict=True) for a, b in zip(left, right, strict=True))
-    variance = sum(a * a for row in late for a in row) * sum(b * b for row in took for b in row)
-    return variance > 0 and covariance / variance**0.5 < SYNCHRONOUS
+    return {rank: [value(span) for span in there[-count:]] for rank, there in spans.items()}
 
 
-def _without_means(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return values less the mean of their row and of their column: what is particular to one call of one worker."""
-    of_call = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    centred = [[value - mean for value, mean in zip(row, of_call, strict=True)] for row in rows]
-    return [[value - statistics.fmean(row) for value in row] for row in centred]
+def _without_medians(rows: Mapping[int, Sequence[float]]) -> list[float]:
+    """Return values less the median of their call and of their worker: what is particular to one call of one worker."""
+    of_call = [statistics.median(column) for column in zip(*rows.values(), strict=True)]
+    centred = [[value - usual for value, usual in zip(row, of_call, strict=True)] for row in rows.values()]
+    return [value - statistics.median(row) for row in centred for value in row]

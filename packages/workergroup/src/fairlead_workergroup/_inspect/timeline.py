@@ -106,20 +106,15 @@ class Timeline:
     error_s: float
 
 
-def read_timeline(group: RegisteredGroup, *, compare: bool = True) -> Timeline:
-    """Read what a group has done lately. Nodes that do not answer are left out.
-
-    Args:
-        group: the group.
-        compare: map all times to the clock of this process; otherwise those of a node are by its own clock.
-    """
+def read_timeline(group: RegisteredGroup) -> Timeline:
+    """Read what a group has done lately. Nodes that do not answer are left out."""
     by_node: dict[str, list[RegisteredWorker]] = {}
     for member in group.members:
         if member.node_id in group.agents and member.pid:
             by_node.setdefault(member.node_id, []).append(member)
     driver = group.driver
     agents = [group.agents[node_id] for node_id in {*by_node, driver["node_id"]} & set(group.agents)]
-    clocks = compare_clocks(agents) if compare else dict.fromkeys(agents, Clock(0.0, 0.0))
+    clocks = compare_clocks(agents)
     asked = {group.agents[node]: ([(one.pid, one.started) for one in there],) for node, there in by_node.items()}
     answers = run_on_agents(read_timelines, asked, timeout_s=ANSWER_S)
     workers = []
