@@ -246,6 +246,19 @@ def test_undecidable(seed):
     assert (report.stragglers, report.undecidable) == ((), ("train",))
 
 
+def test_straggler_that_begins_early():
+    """A slow rank that is called first ends not much later than the others, and is named all the same."""
+    found = steady(random.Random(1), 0)
+
+    def earlier(one):
+        early = 0.0012 if one.worker.rank == 0 else 0.0
+        spans = [replace(span, start=span.start - early, end=span.end - early) for span in one.spans]
+        return replace(one, spans=tuple(spans))
+
+    report = find_stragglers(replace(found, workers=tuple(map(earlier, found.workers))))
+    assert [one.rank for one in report.stragglers] == [0]
+
+
 def test_one_coordinate():
     """When all ranks at one coordinate are slow, they are slow along that axis only."""
     found = steady(random.Random(1))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that are slower than their peers, along each axis. Pure."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,14 +114,18 @@ def _time(method: str, spans: Mapping[int, Sequence[Span]], sharding: NamedShard
                 continue
             usual = statistics.median(peers)
             ratios[axis] = medians[rank] / usual if usual else 1.0
-            spread = statistics.median(abs(one - medians[rank]) for one in there)
-            # The standard error of a median, from the median deviation of normally distributed values.
-            error = 1.25 * 1.48 * spread / len(there) ** 0.5
-            if ratios[axis] >= SLOWER and medians[rank] - usual > CERTAIN * error:
+            if ratios[axis] >= SLOWER and medians[rank] - usual > CERTAIN * _error(there):
                 slow.append(axis)
         coords = sharding.get_worker_coords(rank)
         timings.append(WorkerTiming(rank, coords, method, len(there), medians[rank], ratios, tuple(slow)))
     return timings
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of a median, from the median deviation of normally distributed values."""
+    middle = statistics.median(values)
+    spread = statistics.median([abs(value - middle) for value in values])
+    return 1.25 * 1.48 * spread / math.sqrt(len(values))
 
 
 def _keep_late(timings: Sequence[WorkerTiming], spans: Mapping[int, Sequence[Span]]) -> list[WorkerTiming]:
@@ -130,8 +135,10 @@ def _keep_late(timings: Sequence[WorkerTiming], spans: Mapping[int, Sequence[Spa
     middle = statistics.median(one.median_s for one in timings)
     kept = []
     for one in timings:
-        later = statistics.median(end - at for end, at in zip(ends[one.rank], usual, strict=True))
-        kept.append(one if later > (one.median_s - middle) / 2 else replace(one, slow=()))
+        later = [end - at for end, at in zip(ends[one.rank], usual, strict=True)]
+        # A slow worker that began early ends a little later than the others; one that waited ends with them.
+        least = max((one.median_s - middle) / 4, CERTAIN * _error(later))
+        kept.append(one if statistics.median(later) > least else replace(one, slow=()))
     return kept
 
 
