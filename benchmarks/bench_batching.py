@@ -14,7 +14,14 @@ import ray
 import torch
 from _measure import Row, interleaved, table
 
-from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, get_packer
+from fairlead_batching import (
+    BatchedDataDict,
+    DynamicBatchingArgs,
+    RemoteBatch,
+    SequencePackingArgs,
+    get_packer,
+    plan_shards,
+)
 
 SEQUENCES, SHARDS, CAPACITY = 65_536, 64, 4096
 GIB = 1 << 30
@@ -24,14 +31,15 @@ def rows() -> list[Row]:
     """Return every row of the table. The run takes up to two minutes and 6 GiB."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning", object_store_memory=4 * GIB)
     try:
-        return [*_transport_rows(), *_planning_rows(), *_packing_rows(), *_gather_rows()]
+        timed = _transport_rows(), _planning_rows(), _cost_rows(), _packing_rows(), _gather_rows(), _remote_rows()
+        return [row for rows in timed for row in rows]
     finally:
         ray.shutdown()
 
 
-def _lengths(count: int, median: int = 512, sigma: float = 1.0) -> np.ndarray:
+def _lengths(count: int, median: int = 512, sigma: float = 1.0, most: int = CAPACITY) -> np.ndarray:
     drawn = np.random.default_rng(0).lognormal(math.log(median), sigma, count)
-    return np.clip(drawn.astype(np.int64), 1, CAPACITY)
+    return np.clip(drawn.astype(np.int64), 1, most)
 
 
 def _transport_rows() -> Iterator[Row]:
@@ -86,6 +94,32 @@ def _planning_rows() -> Iterator[Row]:
         yield Row(what, f"{timing}: {ratio:.1f}x", ">= 8x faster", ratio >= 8)
 
 
+def _cost_rows() -> Iterator[Row]:
+    """Measure plans that balance a quadratic cost. The bounds are of a plan, of its ranks, and of its fullest bin."""
+    lengths, cap = _lengths(SEQUENCES, most=8192), 16_384
+    common: dict[str, Any] = {"max_tokens_per_microbatch": cap, "input_key": "tokens", "input_lengths_key": "length"}
+    packing = SequencePackingArgs(algorithm="balanced", sequence_length_pad_multiple=1, cost=(0, 1), **common)
+    dynamic = DynamicBatchingArgs(sequence_length_round=64, cost=(0, 1), **common)
+    packed, batched = interleaved(
+        lambda: plan_shards(lengths, SHARDS, sequence_packing_args=packing),
+        lambda: plan_shards(lengths, SHARDS, dynamic_batching_args=dynamic),
+        repeats=9,
+    )
+    plans = (
+        plan_shards(lengths, SHARDS, sequence_packing_args=packing),
+        plan_shards(lengths, SHARDS, dynamic_batching_args=dynamic),
+    )
+    for name, timing, plan in zip(("packing", "dynamic batching"), (packed, batched), plans, strict=True):
+        squares = [float((lengths[part] ** 2).sum()) for part in plan.samples]
+        imbalance = max(squares) * SHARDS / sum(squares)
+        what = f"plan {SEQUENCES:,} lengths over {SHARDS} by cost, {name}"
+        yield Row(what, str(timing), "< 0.5 s", timing.median < 0.5)
+        yield Row("  the most expensive rank against the mean", f"{imbalance:.4f}x", "<= 1.02x", imbalance <= 1.02)
+        of_parts = [lengths[part] for parts in plan.microbatches for part in parts]
+        fullest = max(int(part.sum() if plan is plans[0] else part.max() * len(part)) for part in of_parts)
+        yield Row("  the fullest microbatch", f"{fullest:,} tokens", f"<= {cap:,}", fullest <= cap)
+
+
 def _packing_rows() -> Iterator[Row]:
     for median, sigma, most in ((512, 1.0, 1.01), (3000, 0.5, 1.08)):
         lengths = {count: _lengths(count, median, sigma) for count in (SEQUENCES, 2 * SEQUENCES)}
@@ -125,6 +159,20 @@ def _gather_rows() -> Iterator[Row]:
     ratio = ours.median / hand.median
     yield Row("gather three tensors of 128 MiB by hand", str(hand), "", True)
     yield Row(f"  shard them over {SHARDS}, in 64 groups", f"{ours}: {ratio:.2f}x", "<= 1.2x", ratio <= 1.2)
+
+
+def _remote_rows() -> Iterator[Row]:
+    """Measure shuffling and sharding 256 MiB by handle, which moves no leaf, against doing so in memory."""
+    batch = BatchedDataDict(x=torch.rand(SEQUENCES, 1024))
+    handle = RemoteBatch.put(batch)
+
+    def shard(given: BatchedDataDict[Any] | RemoteBatch) -> None:
+        given.shuffle(0).shard_by_batch_size(SHARDS)
+
+    here, remote = interleaved(lambda: shard(batch), lambda: shard(handle), repeats=9)
+    ratio = here.median / remote.median
+    yield Row(f"shuffle 256 MiB and shard them over {SHARDS}", str(here), "", True)
+    yield Row("  by a handle to the object store", f"{remote}: {ratio:.1f}x", ">= 5x faster", ratio >= 5)
 
 
 if __name__ == "__main__":
