@@ -221,6 +221,11 @@ class Roster:
         return self._now
 
     @property
+    def world_size(self) -> int:
+        """The number of members, for the picture of the cluster."""
+        return len(self._now.members)
+
+    @property
     def connected(self) -> bool:
         """Whether the Ray that the group was made on is still the one of this process."""
         return self._made_on == connection()
