@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from fairlead_batching import BatchedDataDict, DynamicBatchingArgs
+from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, RemoteBatch
 from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
@@ -48,8 +48,13 @@ PROBLEMS, ANSWERS = 32, 16  # problems per step, answers per problem
 MINIBATCH = 256  # sequences per optimizer step, over all ranks
 IMITATION_LOSS = 0.75  # nats per token at which imitation ends
 CLIP = 0.2
+# The cost of a transformer of width 96: 24 * 96**2 operations per token, and 4 * 96 per pair of tokens.
 BATCHING = DynamicBatchingArgs(
-    max_tokens_per_microbatch=512, sequence_length_round=2, input_key="tokens", input_lengths_key="length"
+    max_tokens_per_microbatch=512,
+    sequence_length_round=2,
+    input_key="tokens",
+    input_lengths_key="length",
+    cost=(6 * 96, 1),
 )
 # A batch of n sequences, padded on the right to one width, has these leaves. Column t refers to token t.
 #   tokens (n, width)
@@ -119,13 +124,14 @@ class Policy(Worker):
         self.optimizer = torch.optim.Adam(self.model.parameters())
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def train(self, shard: BatchedDataDict, objective: str, lr: float) -> float:
-        """Take an optimizer step for each group of the shard.
+    def train(self, handle: RemoteBatch, lr: float) -> float:
+        """Fetch a shard, and take an optimizer step for each group of it.
 
         Returns:
             This rank's share of the mean loss per token in the last step.
         """
-        loss_of, self.optimizer.param_groups[0]["lr"] = LOSSES[objective], lr
+        shard = handle.fetch()
+        loss_of, self.optimizer.param_groups[0]["lr"] = LOSSES[shard.meta["objective"]], lr
         for number in range(len(shard.micro_batch_indices)):
             group, share = shard.get_batch(number), 0.0
             tokens = group["mask"].sum()
@@ -198,13 +204,15 @@ def problems(rng: random.Random, count: int) -> list[str]:
 
 
 def train(policy: RayWorkerGroup, batch: BatchedDataDict, objective: str, *, lr: float, dp: int) -> list[float]:
-    """Take an optimizer step for each minibatch.
+    """Store the batch, and take an optimizer step for each minibatch. Each worker fetches its own shard.
 
     Returns:
         Each rank's share of the mean loss per token in the last step.
     """
-    shards, _ = batch.shard_by_batch_size(dp, MINIBATCH, dynamic_batching_args=BATCHING)
-    return policy.call("train", Shard(shards, "dp"), objective, lr).result()
+    batch.meta["objective"] = objective
+    handle = RemoteBatch.put(batch, lengths_key="length")
+    shards, _ = handle.shard_by_batch_size(dp, MINIBATCH, dynamic_batching_args=BATCHING)
+    return policy.call("train", Shard(shards, "dp"), lr).result()
 
 
 def imitate(policy: RayWorkerGroup, rng: random.Random, *, dp: int, at_most: int = 400) -> int:
@@ -265,7 +273,8 @@ def grpo_step(policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Ra
     answers = generate(generation, prompts, dp=dp)
     rewards = rewards_of(prompts, answers).view(PROBLEMS, ANSWERS)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    answers.update(advantages=advantages.flatten(), log_probs=log_probs_before(policy, answers, dp=dp))
+    log_probs = log_probs_before(policy, answers, dp=dp)
+    answers = answers.drop("log_probs").union({"advantages": advantages.flatten(), "log_probs": log_probs})
     train(policy, answers, "grpo", lr=5e-4, dp=dp)
     return rewards.mean().item()
 
