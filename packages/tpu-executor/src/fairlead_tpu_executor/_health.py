@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -25,68 +25,6 @@ _PROBE_S = 1.0
 # Probes that are further apart than this belong to different outages.
 _GAP_S = 10.0
 _CONNECT_S = 1.0
-
-
-class HeadRequest(Generic[_T]):
-    """A function that makes a request to the head, on its own thread: nothing interrupts it while the head is silent.
-
-    Args:
-        head: the head.
-        function: the function.
-        args: its arguments.
-        undo: reverses what the function did if it returns after the deadline.
-    """
-
-    def __init__(
-        self, head: "Head", function: Callable[..., _T], args: tuple[Any, ...], undo: Callable[[_T], object] | None
-    ) -> None:
-        self._head, self._function, self._args, self._undo = head, function, args, undo
-        self._future: Future[_T] = Future()
-        threading.Thread(target=self._run, name="fairlead-head", daemon=True).start()
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._future.done()
-
-    def result(self) -> _T:
-        """Wait for the function, and return its result.
-
-        Raises:
-            HeadUnreachableError: the head did not answer in time.
-            Exception: any exception of the function.
-        """
-        try:
-            while not self._wait():
-                self._head.check()
-        except BaseException as error:
-            # After an interrupt the request still finishes, so that it can be reversed here.
-            if self._undo is not None and not isinstance(error, HeadUnreachableError):
-                while not self._wait() and not self._head.is_silent():
-                    pass
-            self._future.add_done_callback(self._reverse)
-            raise
-        failure = self._future.exception()
-        if failure is not None:
-            if _is_timeout(failure) and self._head.is_silent():
-                raise HeadUnreachableError(self._head.silent_s) from failure
-            raise failure
-        self._head.note_answer()
-        return self._future.result()
-
-    def _wait(self) -> bool:
-        return bool(wait((self._future,), _PROBE_S).done)
-
-    def _run(self) -> None:
-        never_connect()
-        try:
-            self._future.set_result(self._function(*self._args))
-        except BaseException as error:  # noqa: BLE001 - `result` raises it
-            self._future.set_exception(error)
-
-    def _reverse(self, future: "Future[_T]") -> None:
-        if self._undo is not None and future.exception() is None and ray.is_initialized():
-            self._undo(future.result())
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -143,13 +81,58 @@ class Head:
         while self._clock() - self._answered_at >= _PROBE_S and self.is_silent():
             self._raise_if_late()
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
-        return self.start(function, *args, undo=undo).result()
+        return self.result(self.start(function, *args), undo=undo)
 
-    def start(
-        self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None
-    ) -> HeadRequest[_T]:
-        """Start a request like `call`, without a probe before it, and return it without waiting for its result."""
-        return HeadRequest(self, function, args, undo)
+    def start(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Start a request like `call`, without a probe before it, and return it without waiting for its result.
+
+        It has its own thread: nothing interrupts it while the head is silent.
+        """
+        request: Future[_T] = Future()
+
+        def run() -> None:
+            never_connect()
+            try:
+                request.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 - `result` raises it
+                request.set_exception(error)
+
+        threading.Thread(target=run, name="fairlead-head", daemon=True).start()
+        return request
+
+    def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
+        """Wait for a request that `start` returned, and return its result.
+
+        Args:
+            request: the request.
+            undo: reverses what the function did if it returns after the deadline.
+
+        Raises:
+            HeadUnreachableError: the head did not answer in time.
+            Exception: any exception of the function.
+        """
+
+        def reverse(request: Future[_T]) -> None:
+            if undo is not None and request.exception() is None and ray.is_initialized():
+                undo(request.result())
+
+        try:
+            while not wait((request,), _PROBE_S).done:
+                self.check()
+        except BaseException as error:
+            # After an interrupt the request still finishes, so that it can be reversed here.
+            if undo is not None and not isinstance(error, HeadUnreachableError):
+                while not wait((request,), _PROBE_S).done and not self.is_silent():
+                    pass
+            request.add_done_callback(reverse)
+            raise
+        failure = request.exception()
+        if failure is not None:
+            if _is_timeout(failure) and self.is_silent():
+                raise HeadUnreachableError(self.silent_s) from failure
+            raise failure
+        self.note_answer()
+        return request.result()
 
     def is_silent(self) -> bool:
         """Probe the head once, which takes at most about a second, and return whether it did not answer."""

@@ -153,16 +153,17 @@ def test_late_results_are_reversed(stopped, monkeypatch, eventually):
 
 def test_errors_of_the_function_during_an_outage(stopped):
     """The function's own exception is raised as it is, even if the head is silent at that time."""
+    head = Head(0.1, probe=lambda _: False)
 
     def fails():
         raise ray.exceptions.RayTaskError("f", "", ray.exceptions.GetTimeoutError("mine"))
 
     with pytest.raises(ray.exceptions.RayTaskError):
-        Head(0.1, probe=lambda _: False).start(fails).result()
+        head.result(head.start(fails))
 
     def times_out():
         raise ray.exceptions.GetTimeoutError("Ray's own deadline for the removal of a placement group")
 
     with pytest.raises(HeadUnreachableError) as caught:
-        Head(0.1, probe=lambda _: False).start(times_out).result()
+        head.result(head.start(times_out))
     assert isinstance(caught.value.__cause__, ray.exceptions.GetTimeoutError)

@@ -4,6 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import ray
 from fairlead_placement.spi import run_on_nodes
 
 from .. import _host
-from .._health import Head, HeadRequest, dead_nodes, gone_nodes, silent_nodes
+from .._health import Head, dead_nodes, gone_nodes, silent_nodes
 from ..exceptions import HeadUnreachableError
 from .targets import Target
 from .verdicts import HostError, NodeSilentError, judge_one
@@ -35,11 +36,9 @@ class HostCall:
     error: BaseException | None = None
     done: bool = False
 
-    @property
-    def host_error(self) -> HostError:
-        """The error, with its host."""
-        assert self.error is not None
-        return HostError(self.target.slice, self.target.worker, self.error)
+    def blame(self, error: BaseException) -> HostError:
+        """Return an error with its host."""
+        return HostError(self.target.slice, self.target.worker, error)
 
 
 def watch(
@@ -60,7 +59,7 @@ def watch(
         HeadUnreachableError: the head did not answer in time.
     """
     nodes = frozenset(call.target.node_id for call in calls)
-    request: HeadRequest[frozenset[str]] | None = None
+    request: Future[Collection[str]] | None = None
     pending = {call.ref: call for call in calls}
     errors: list[HostError] = []
     first_at = checked_at = time.monotonic()
@@ -72,11 +71,11 @@ def watch(
                 pending[call.ref] = call
             elif call.error is not None:
                 first_at = first_at if errors else time.monotonic()
-                errors.append(call.host_error)
+                errors.append(call.blame(call.error))
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
-        if not errors and request is not None and request.done:
-            errors += _blame_nodes(request.result(), calls, "its node is dead")
+        if not errors and request is not None and request.done():
+            errors += _blame_nodes(head.result(request), calls, "its node is dead")
             request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
@@ -112,7 +111,7 @@ def _settle(call: HostCall) -> bool:
 def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
     """Return an error for each call on these nodes that has not succeeded."""
     return [
-        HostError(call.target.slice, call.target.worker, NodeSilentError(why))
+        call.blame(NodeSilentError(why))
         for call in calls
         if call.target.node_id in nodes and not (call.done and call.error is None)
     ]
