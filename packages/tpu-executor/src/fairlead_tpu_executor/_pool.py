@@ -18,7 +18,6 @@ from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
 from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
 from ._health import gone_nodes, silent_nodes
-from ._ray_private import unwrap_remote
 from ._reserve.reservation import Reservation, Snapshot
 from ._run.attempt import HostCall, cancel, watch
 from ._run.retry import Backoff, CrashPolicy, RetryBudget, retry
@@ -190,8 +189,8 @@ class SlicePool(ClosesOnExit):
         Raises:
             Exception: the errors of `run`, except those of the function and of lost slices.
         """
-        with self._take_turn(_name(function)):
-            return self._make_attempts(function, args, kwargs, first_hosts=False)(1)
+        with self._begin_run(function, args, kwargs) as attempt:
+            return attempt(1)
 
     def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
@@ -279,12 +278,10 @@ class SlicePool(ClosesOnExit):
         config = self.config
         healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
         budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
-        with self._take_turn(_name(function)):
-            crashes = CrashPolicy(
-                config.crash_grace_s, functools.partial(self._find_lost_slices, self._reservation.epoch)
-            )
-            attempts = self._make_attempts(function, args, kwargs, first_hosts=first_hosts)
-            return list(retry(attempts, budget, Backoff(), crashes=crashes).result)
+        with self._begin_run(function, args, kwargs, first_hosts=first_hosts) as attempt:
+            find_lost = functools.partial(self._find_lost_slices, self._reservation.epoch)
+            crashes = CrashPolicy(config.crash_grace_s, find_lost)
+            return list(retry(attempt, budget, Backoff(), crashes=crashes).result)
 
     @contextlib.contextmanager
     def _take_turn(self, name: str) -> Iterator[None]:
@@ -310,13 +307,14 @@ class SlicePool(ClosesOnExit):
         self._reservation.quarantine(silent - gone)
         return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
 
-    def _make_attempts(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool
-    ) -> Callable[[int], JobStatus]:
-        """Return a function that runs one attempt, given its number."""
+    @contextlib.contextmanager
+    def _begin_run(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
+    ) -> Iterator[Callable[[int], JobStatus]]:
+        """Check a function, wait for its turn, and give a function that runs one attempt by its number."""
         work = self.checked(function)
-        payload = work.put(args, kwargs)
-        return functools.partial(self._attempt, work, payload, self._reservation.epoch, first_hosts)
+        with self._take_turn(work.name):
+            yield functools.partial(self._attempt, work, work.put(args, kwargs), self._reservation.epoch, first_hosts)
 
     def _attempt(self, work: Work, payload: Any, epoch: int, first_hosts: bool, number: int) -> JobStatus:
         reservation, head = self._reservation, self._reservation.head
@@ -384,7 +382,3 @@ def _cancel(ref: Any) -> None:
 def arrange(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:
     """Return the values of all hosts in one list, or in one list per slice."""
     return [value for of_slice in nested for value in of_slice] if flatten else [list(one) for one in nested]
-
-
-def _name(function: Any) -> str:
-    return str(getattr(unwrap_remote(function)[0], "__name__", "a function"))
