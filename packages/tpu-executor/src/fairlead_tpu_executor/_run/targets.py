@@ -41,7 +41,6 @@ class Target:
         slice: the slice of the host.
         at: the number of the slice.
         worker: the TPU worker id of the host.
-        group: the placement group of the slice, in which the host is bundle `worker`.
         facts: what the process needs to know about the host, as plain data.
         options: the Ray options of a task there.
     """
@@ -49,7 +48,6 @@ class Target:
     slice: SliceInfo
     at: int
     worker: int
-    group: Any
     facts: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -57,11 +55,6 @@ class Target:
     def node_id(self) -> str:
         """Ray's id of the host."""
         return self.slice.node_ids[self.worker]
-
-    @property
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """The scheduling strategy that places a task on the host."""
-        return PlacementGroupSchedulingStrategy(self.group, self.worker)
 
 
 def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> list[list[Target]]:
@@ -80,7 +73,8 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> l
                 "zone": lease.slice.zone if tpu else "",
                 "lock_files": tpu.lock_files if tpu else (),
             }
-            targets[-1].append(Target(lease.slice, at, worker, lease.group, facts, options))
+            place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(lease.group, worker)}
+            targets[-1].append(Target(lease.slice, at, worker, facts, options | place))
     return targets
 
 
@@ -157,24 +151,22 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
         raw: the reference is for the user. It resolves to the function's own result, and the task gets a new process.
         dedicated: give the task a new process.
     """
-    options = dict(target.options)
-    if raw or dedicated:
-        # Only tasks with this very environment share processes, and each of them ends its process.
-        options["runtime_env"] = _require_new_process(options.get("runtime_env"))
+    # Only tasks with this very environment share processes, and each of them ends its process.
+    options = _require_new_process(target.options) if raw or dedicated else target.options
     facts = {**target.facts, "dedicated": raw or dedicated}
     task = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
     # The list delays the unpickling until the environment on the host is set.
-    return task.options(**options, scheduling_strategy=target.strategy).remote(facts, [payload])
+    return task.options(**options).remote(facts, [payload])
 
 
 def start_actor(target: Target, payload: Any) -> Any:
     """Start an actor on a host, and return its handle. Its first call makes the instance of the user's class."""
-    options = {**target.options, "runtime_env": _require_new_process(target.options.get("runtime_env"))}
-    actor = ray.remote(_host.HostActor).options(**options, scheduling_strategy=target.strategy, max_restarts=0)
+    actor = ray.remote(_host.HostActor).options(**_require_new_process(target.options), max_restarts=0)
     return actor.remote(dict(target.facts), [payload])
 
 
-def _require_new_process(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an environment that no other task of the job has, so that no used process has it either."""
-    own = dict(runtime_env or {})
-    return {**own, "env_vars": {**(own.get("env_vars") or {}), "FAIRLEAD_OWN_PROCESS": "1"}}
+def _require_new_process(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with an environment that no other task of the job has, so that no used process has it either."""
+    own = options.get("runtime_env") or {}
+    variables = {**(own.get("env_vars") or {}), "FAIRLEAD_OWN_PROCESS": "1"}
+    return {**options, "runtime_env": {**own, "env_vars": variables}}
