@@ -235,11 +235,12 @@ class _WorkersConfig(_RunOptions):
 
     worker_count: int
     kind: ClassVar[str]
-    _counts: ClassVar[tuple[str, ...]]
+    # The field that has the amount of each requested resource.
+    _requested: ClassVar[Mapping[str, str]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self._counts:
+        for name in (*self._requested.values(), "worker_count"):
             _check_int(name, getattr(self, name), 1)
 
     @property
@@ -267,7 +268,7 @@ class _WorkersConfig(_RunOptions):
 
     def request(self, one: SliceInfo) -> dict[str, float]:
         """Return what a process requests of its bundle."""
-        raise NotImplementedError
+        return {name: float(getattr(self, amount)) for name, amount in self._requested.items()}
 
 
 @_suggest_options
@@ -292,17 +293,13 @@ class GpuAcceleratorConfig(_WorkersConfig):
     cpu_count: int = 1
     worker_count: int = 1
     kind: ClassVar[str] = "gpu"
-    _counts: ClassVar[tuple[str, ...]] = ("device_count", "cpu_count", "worker_count")
+    _requested: ClassVar[Mapping[str, str]] = {"CPU": "cpu_count", "GPU": "device_count"}
 
     def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""
         # A node has 1 of its model. The small amount only restricts the worker to nodes of that model.
         model = {f"accelerator_type:{self.gpu_model}": 0.001} if self.gpu_model else {}
         return {**self.request(one), **model}
-
-    def request(self, one: SliceInfo) -> dict[str, float]:
-        """Return what a process requests of its bundle."""
-        return {"CPU": float(self.cpu_count), "GPU": float(self.device_count)}
 
 
 @_suggest_options
@@ -323,11 +320,7 @@ class CpuAcceleratorConfig(_WorkersConfig):
     core_count: int = 1
     worker_count: int = 1
     kind: ClassVar[str] = "cpu"
-    _counts: ClassVar[tuple[str, ...]] = ("core_count", "worker_count")
-
-    def request(self, one: SliceInfo) -> dict[str, float]:
-        """Return what a process requests of its bundle."""
-        return {"CPU": float(self.core_count)}
+    _requested: ClassVar[Mapping[str, str]] = {"CPU": "core_count"}
 
 
 AcceleratorConfigType = TpuAcceleratorConfig | GpuAcceleratorConfig | CpuAcceleratorConfig
