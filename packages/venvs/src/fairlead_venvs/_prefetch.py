@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ._build.recipe import Outcome
 from ._build.uv import Deadline, Session
-from ._cluster.ensure import Provision, provision
+from ._cluster.ensure import Answers, provision
 from ._cluster.renewal import HERE
 from ._cluster.rpc import alive_nodes
 from ._local import ensure_here
@@ -64,10 +64,10 @@ def prefetch(
             except (ValueError, TypeError, VenvError) as error:
                 done[fqn] = Fetched(fqn, "failed", str(error))
         distinct = {plan.recipe.folder: plan for plan in plans.values()}
-        provided = provision(distinct, nodes, deadline, bars) if nodes else _provision_here(distinct, deadline, bars)
+        answers = provision(distinct, nodes, deadline, bars) if nodes else _provision_here(distinct, deadline, bars)
     reported: set[str] = set()
     for fqn, plan in plans.items():
-        status, detail = _summarise(plan.recipe.folder, provided)
+        status, detail = _summarise(plan.recipe.folder, answers)
         # Of several classes with equal content, the first one is reported as built.
         repeated = status == "built" and plan.recipe.folder in reported
         done[fqn] = Fetched(fqn, "reused" if repeated else status, detail)
@@ -75,24 +75,22 @@ def prefetch(
     return [done[fqn] for fqn in wanted]
 
 
-def _summarise(folder: str, provided: Provision) -> tuple[str, str]:
-    if failed := [str(error) for (where, _), error in provided.errors.items() if where == folder]:
+def _summarise(folder: str, answers: Answers) -> tuple[str, str]:
+    own = [answer for (where, _), answer in answers.items() if where == folder]
+    if failed := [str(answer) for answer in own if isinstance(answer, VenvError)]:
         return "failed", "\n".join(failed)
-    ready = [outcome for (where, _), outcome in provided.ready.items() if where == folder]
+    ready = [answer for answer in own if isinstance(answer, Outcome)]
     return "built" if any(one.built for one in ready) else "reused", ready[0].python
 
 
-def _provision_here(plans: Mapping[str, Plan], deadline: Deadline, bars: Bars) -> Provision:
-    ready: dict[tuple[str, str], Outcome] = {}
-    errors: dict[tuple[str, str], VenvError] = {}
-
-    def build(plan: Plan) -> None:
+def _provision_here(plans: Mapping[str, Plan], deadline: Deadline, bars: Bars) -> Answers:
+    def build(folder: str) -> Outcome | VenvError:
         try:
-            ready[plan.recipe.folder, HERE] = ensure_here(plan, deadline, bars)
-            bars.update(os.path.basename(plan.recipe.folder), 1, 1)
+            outcome = ensure_here(plans[folder], deadline, bars)
         except VenvError as error:
-            errors[plan.recipe.folder, HERE] = error
+            return error
+        bars.update(os.path.basename(folder), 1, 1)
+        return outcome
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(build, plans.values()))
-    return Provision(ready, errors)
+        return {(folder, HERE): answer for folder, answer in zip(plans, pool.map(build, plans), strict=True)}

@@ -19,6 +19,8 @@ from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 LIMIT_BYTES = 2 * 2**30
 # In the place of a node, for an error of the driver.
 DRIVER = ""
+# The environment, or why it is not ready, by folder and node.
+Answers = dict[tuple[str, str], Outcome | VenvError]
 
 
 def create_local_venv_on_each_node(
@@ -85,36 +87,23 @@ def ensure_on_nodes(
         session = Session(deadline, bars.line("preparing"))
         plans = [plan_venv(spec, name, session) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
-        provided = provision(distinct, nodes, deadline, bars)
-    for (_, node), error in provided.errors.items():
+        answers = provision(distinct, nodes, deadline, bars)
+    errors = {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
+    for (_, node), error in errors.items():
         if node == DRIVER:
             raise error
-    if errors := provided.errors:
+    if errors:
         raise VenvNodesError(
-            f"{len(errors)} of {len(errors) + len(provided.ready)} environments are not ready, on "
+            f"{len(errors)} of {len(answers)} environments are not ready, on "
             f"{abbreviate(dict.fromkeys(nodes.labels[node] for _, node in errors))}",
             list(errors.values()),
         )
-    keep_marked(key for key, one in provided.ready.items() if one.shared)
-    return [
-        {node: one for (folder, node), one in provided.ready.items() if folder == plan.recipe.folder} for plan in plans
-    ]
+    ready = {key: answer for key, answer in answers.items() if isinstance(answer, Outcome)}
+    keep_marked(key for key, one in ready.items() if one.shared)
+    return [{node: one for (folder, node), one in ready.items() if folder == plan.recipe.folder} for plan in plans]
 
 
-@dataclasses.dataclass(frozen=True)
-class Provision:
-    """The answers of the nodes, by folder and node.
-
-    Attributes:
-        ready: the environments that are ready.
-        errors: the errors where one is not ready. The node is DRIVER if it failed before any node was called.
-    """
-
-    ready: Mapping[tuple[str, str], Outcome]
-    errors: Mapping[tuple[str, str], VenvError]
-
-
-def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars: Bars) -> Provision:
+def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars: Bars) -> Answers:
     """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
 
     Args:
@@ -122,6 +111,9 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
         nodes: the nodes. The result leaves out those that are draining.
         deadline: for everything together.
         bars: show the progress.
+
+    Returns:
+        The environment or the error of each node. The node is DRIVER for an error before any node was called.
 
     Raises:
         ValueError: a node that the caller has named is draining, or all nodes are.
@@ -132,7 +124,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
         for node in nodes.labels
     }
     answers = run_on_nodes(looks, nodes, doing="looking for the environment", deadline=deadline)
-    errors: dict[tuple[str, str], VenvError] = {}
+    failed: dict[tuple[str, str], VenvError] = {}
     missing: dict[str, list[str]] = {}
     for folder, plan in plans.items():
         if lacking := [node for (one, node), answer in answers.items() if one == folder and answer is None]:
@@ -141,7 +133,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
                 plan.check_lock(Session(deadline, bars.line(os.path.basename(folder))))
                 missing[folder] = lacking
             except VenvError as error:
-                errors[folder, DRIVER] = error
+                failed[folder, DRIVER] = error
     builds: dict[tuple[str, str], Call] = {}
     for folder, lacking in missing.items():
         builds |= _make_builds(plans[folder], lacking, deadline)
@@ -153,8 +145,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
             bars.update(os.path.basename(folder), len(nodes.labels) - len(waiting), len(nodes.labels), doing)
 
     answers |= run_on_nodes(builds, nodes, doing="building the environment", deadline=deadline, report=report)
-    errors |= {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
-    return Provision({key: answer for key, answer in answers.items() if isinstance(answer, Outcome)}, errors)
+    return {key: answer for key, answer in (failed | answers).items() if answer is not None}
 
 
 def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[tuple[str, str], Call]:
