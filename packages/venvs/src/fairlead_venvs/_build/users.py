@@ -47,9 +47,13 @@ def _tag(*known: str) -> str:
 
 
 def _read_system(path: str) -> str:
-    """Return the content of a system file or link; empty if there is none, as outside Linux."""
+    """Return the content of a system file or link.
+
+    Returns:
+        Empty if there is none, as outside Linux, or if it is about a process that has ended or is another user's.
+    """
     try:
-        return os.readlink(path) if path == PID_NAMESPACE else Path(path).read_text()
+        return os.readlink(path) if path == PID_NAMESPACE else Path(path).read_bytes().decode(errors="replace")
     except OSError:
         return ""
 
@@ -125,10 +129,7 @@ def is_shared(folder: str | Path) -> bool:
 
 def on_shared_file_system(path: str | Path) -> bool:
     """Return whether a path is on a network file system, by the table of mounts; False where there is no such table."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return False
+    mounts = [line.split() for line in _read_system("/proc/self/mounts").splitlines()]
     real = os.path.realpath(path)
     under = [(point, kind) for _, point, kind, *_ in mounts if os.path.commonpath([real, point]) == point]
     _, kind = max(under, key=lambda one: len(one[0]), default=("", ""))
@@ -158,18 +159,11 @@ def find_users(folders: Iterable[str | Path]) -> Mapping[str, tuple[int, ...]]:
     names = {os.path.realpath(folder): {os.path.realpath(folder), str(folder)} for folder in folders}
     users: dict[str, list[int]] = {real: [] for real in names}
     for pid in sorted(int(name) for name in os.listdir(PROC) if name.isdigit()) if can_see_processes() else ():
-        texts = [_read(pid, file) for file in ("maps", "cmdline", "environ")]
+        texts = [_read_system(f"{PROC}/{pid}/{file}") for file in ("maps", "cmdline", "environ")]
         for real, spelled in names.items():
             if any(name in text for text in texts for name in spelled) and _uses(spelled, texts):
                 users[real].append(pid)
     return {real: tuple(pids) for real, pids in users.items()}
-
-
-def _read(pid: int, file: str) -> str:
-    try:
-        return Path(PROC, str(pid), file).read_bytes().decode(errors="replace")
-    except OSError:  # it has ended, or belongs to another user
-        return ""
 
 
 def _uses(spelled: Iterable[str], texts: Iterable[str]) -> bool:
