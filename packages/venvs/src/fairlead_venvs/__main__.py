@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -97,11 +96,8 @@ def _attach(address: str) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    fields: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("command", "requirements", "project", "extras", "groups", "python", "find_links", "no_index")
-    }
-    spec = VenvSpec(**fields)
+    given = ("command", "requirements", "project", "extras", "groups", "python", "find_links", "no_index")
+    spec = VenvSpec(**{name: getattr(options, name) for name in given})
     if options.address:
         _attach(options.address)
         python = create_local_venv_on_each_node(spec, options.name, timeout_s=options.timeout)

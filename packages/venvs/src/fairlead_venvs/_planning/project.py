@@ -48,10 +48,9 @@ def find_local_parts(
     if set(re.findall(LOCAL, lock, flags=re.MULTILINE)) <= {b"."}:
         own = re.search(rb'^source = \{ (editable|virtual|directory) = "\." \}', lock, flags=re.MULTILINE)
         return ((LocalFolder(name, ".", own[1] != b"virtual"),) if own else ()), ()
-    packages = tomllib.loads(lock.decode()).get("package", [])
     folders: list[LocalFolder] = []
     files: list[str] = []
-    for package in _list_reached(packages, name, extras, groups, python):
+    for package in _list_reached(lock, name, extras, groups, python):
         source = package.get("source", {})
         kind = next(iter(source), "")
         if kind in FOLDERS:
@@ -74,16 +73,16 @@ def find_locked_versions(
     # A cheap search first, as most locks are large.
     if not re.search(rb'^name = "' + re.escape(distribution.encode()) + rb'"$', lock, flags=re.MULTILINE):
         return frozenset()
-    packages = tomllib.loads(lock.decode()).get("package", [])
-    reached = _list_reached(packages, name, extras, groups, python)
+    reached = _list_reached(lock, name, extras, groups, python)
     return frozenset(one["version"] for one in reached if one["name"] == distribution and "version" in one)
 
 
 def _list_reached(
-    packages: Iterable[Mapping[str, Any]], name: str, extras: Iterable[str], groups: Iterable[str], python: str
+    lock: bytes, name: str, extras: Iterable[str], groups: Iterable[str], python: str
 ) -> list[Mapping[str, Any]]:
+    """Return the packages of a lock that an installation of the project `name` may need."""
     by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for package in packages:
+    for package in tomllib.loads(lock.decode()).get("package", []):
         by_name.setdefault(package["name"], []).append(package)
     seen: dict[tuple[str, str], None] = {}
     own = by_name.get(canonicalize_name(name), [])
