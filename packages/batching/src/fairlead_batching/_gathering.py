@@ -50,7 +50,9 @@ def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
                 shapes = [other[key][-1] for other in signatures]
                 sizes = [math.prod(shape) * leaf.element_size() for shape in shapes]
                 # Some backends require tensors of one size.
-                sent = torch.nn.functional.pad(flat[key], (0, max(sizes) - flat[key].numel()))
+                missing = max(sizes) - flat[key].numel()
+                # `pad` copies, also if nothing is missing.
+                sent = torch.nn.functional.pad(flat[key], (0, missing)) if missing else flat[key]
                 memory[key] = sent, [flat[key].new_empty(max(sizes)) for _ in shapes]
                 for rank, data, size, shape in zip(ranks, memory[key][1], sizes, shapes, strict=True):
                     rank[key] = data[:size].view(leaf.dtype).reshape(shape)

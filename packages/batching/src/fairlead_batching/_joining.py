@@ -180,10 +180,12 @@ def _is_held(value: Any, dtype: Any) -> bool:
     """Return whether an array or tensor of the dtype holds the value unchanged."""
     of_numpy = isinstance(dtype, np.dtype)
     kind = _kind_of(dtype)
+    if kind == "O":
+        return True
     if kind not in _NUMBERS:
         given = np.asarray(value).dtype
         alike = given.kind == kind or given.kind + kind == "UT"
-        return kind == "O" or dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
+        return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
     library: Any = np if of_numpy else _interop.require_torch()
     try:
         if kind == "b":

@@ -221,7 +221,7 @@ def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dic
 
 def as_text(renderable: RenderableType, *, width: int = 110) -> str:
     """Render without colours and control codes, for messages and logs."""
-    text = _record(renderable, width).export_text()
+    text = _record(renderable, width, force_terminal=False, color_system=None).export_text()
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
@@ -231,8 +231,8 @@ def as_html(renderable: RenderableType, *, width: int = 110) -> str:
     return _record(renderable, width).export_html(inline_styles=True, code_format=code_format)
 
 
-def _record(renderable: RenderableType, width: int) -> Console:
-    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
+def _record(renderable: RenderableType, width: int, **options: Any) -> Console:
+    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False, **options)
     console.print(renderable)
     return console
 

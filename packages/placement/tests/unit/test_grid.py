@@ -5,6 +5,7 @@ import pytest
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console
+from rich.table import Table
 
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement._show import as_text, draw
@@ -148,3 +149,13 @@ def test_notebook(monkeypatch):
     assert "W 0" in html
     claim.release()
     assert "W 0" not in cluster._repr_html_()
+
+
+@pytest.mark.parametrize("width", [60, 110])
+def test_text_has_the_requested_width(monkeypatch, width):
+    """Text for messages has the requested width and no colours, whatever the terminal's variables are."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    text = as_text(Table("held by", expand=True), width=width)
+    assert "\x1b" not in text
+    assert len(text.splitlines()[0]) == width

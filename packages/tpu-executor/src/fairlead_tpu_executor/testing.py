@@ -4,9 +4,8 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster
@@ -93,7 +92,7 @@ class PretendSlices(ClosesOnExit):
             **(env or {}),
         }
         # `Cluster.add_node(env_vars=)` does not reach Ray's detection.
-        with patch.dict(os.environ, detected):
+        with _environment(detected):
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
         self._hosts[name, worker] = node
         node_id: str = node.node_id
@@ -163,3 +162,16 @@ def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, and no others: `mock.patch.dict` would clear the environment of other threads for a moment."""
+    before = {name: os.environ[name] for name in env if name in os.environ}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name in env.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variables of each host, layer by layer."""
 
+import os
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from fairlead_tpu_executor import (
     SliceInfo,
     TpuAcceleratorConfig,
     initialize_jax,
+    testing,
 )
 from fairlead_tpu_executor._reserve.leases import Lease, Ports, megascale_port
 from fairlead_tpu_executor._reserve.reservation import Snapshot
@@ -131,3 +133,16 @@ def test_jax_outside_of_a_run(monkeypatch):
         initialize_jax()
     with pytest.raises(ValueError, match="above 0"):
         initialize_jax(timeout_s=0)
+
+
+def test_variables_of_a_pretend_host(monkeypatch):
+    """The variables of a host are set for its start only; those that others set meanwhile stay."""
+    monkeypatch.setenv("TPU_NAME", "before")
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    monkeypatch.delenv("SET_MEANWHILE", raising=False)
+    with testing._environment({"TPU_NAME": "slice", "TPU_WORKER_ID": "1"}):
+        assert (os.environ["TPU_NAME"], os.environ["TPU_WORKER_ID"]) == ("slice", "1")
+        os.environ["SET_MEANWHILE"] = "kept"
+    assert os.environ["TPU_NAME"] == "before"
+    assert "TPU_WORKER_ID" not in os.environ
+    assert os.environ.pop("SET_MEANWHILE") == "kept"

@@ -311,7 +311,9 @@ def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: fl
             except Exception as error:  # noqa: BLE001  whatever the function raises
                 answers[node_id] = error
         except ray.exceptions.RayError as error:
-            answers[node_id] = _explain(node_id, method, timeout_s, error)
+            explained = _explain(node_id, method, timeout_s, error)
+            explained.__cause__ = error
+            answers[node_id] = explained
     return answers
 
 

@@ -38,26 +38,33 @@ class Nodes:
 
     Attributes:
         labels: their names for errors, by Ray's id.
-        given: whether the caller has named them. A node that was not named is left out when it is draining.
+        given: whether the caller has named them. A node that was not named is left out when it is draining or lost.
     """
 
     labels: Mapping[str, str]
     given: bool
 
     def without_draining(self) -> "Nodes":
-        """Return the nodes that can start a task. A warning names the draining ones, which start no more tasks.
+        """Return the nodes that can start a task. A warning names the others, draining or lost.
 
         Raises:
             ValueError: a node that the caller has named is draining, or all nodes are.
         """
+        import ray
+
         leaving = draining_nodes() & self.labels.keys()
+        if not self.given:
+            # A draining node may be gone by the time at which its refusal is read.
+            leaving |= self.labels.keys() - {row["NodeID"] for row in ray.nodes() if row["Alive"]}
         named = abbreviate(self.labels[node] for node in sorted(leaving))
         if leaving and self.given:
             raise ValueError(f"{named}: a draining node starts no tasks. Leave it out of `nodes`.")
         if leaving == self.labels.keys():
-            raise ValueError("All nodes of the cluster are draining. Wait for a node that stays, and try again.")
+            raise ValueError(
+                "All nodes of the cluster are draining or lost. Wait for a node that stays, and try again."
+            )
         if leaving:
-            logger.warning("Skipped %s: draining nodes start no tasks.", named)
+            logger.warning("Skipped %s: draining and lost nodes start no tasks.", named)
         return Nodes({node: name for node, name in self.labels.items() if node not in leaving}, self.given)
 
 
