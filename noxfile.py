@@ -162,13 +162,14 @@ def soak(session: nox.Session) -> None:
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
-    install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "psutil", "hypothesis", "pytest", "pytest-timeout")
     seconds = session.posargs[0] if session.posargs else "300"
     limit = f"--timeout={int(seconds) + 300}"
     session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
     if int(seconds) >= 300:
         inspected = [f"{package('workergroup')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
+    session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
 
 
 @nox.session
@@ -348,7 +349,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
-    siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor"]
+    siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor", "transfer"]
     install(session, *map(package, siblings), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
@@ -381,6 +382,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "vendor": [],
         "build": [],
         "wheels(tpu-executor)": [],
+        "wheels(transfer)": [],
         "integration": [],
         "multihost": [],
         "demo": ["--address", "local"],

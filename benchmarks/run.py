@@ -12,6 +12,7 @@ import bench_batching
 import bench_placement
 import bench_sharding
 import bench_tpu_executor
+import bench_transfer
 import bench_venvs
 import bench_workergroup
 import ray
@@ -24,6 +25,7 @@ MODULES = {
     "venvs": bench_venvs,
     "workergroup": bench_workergroup,
     "tpu-executor": bench_tpu_executor,
+    "transfer": bench_transfer,
 }
 
 

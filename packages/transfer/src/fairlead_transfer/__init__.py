@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named tensors from one group of workers to another with a different layout.
+
+>>> from fairlead_sharding import NamedSharding
+>>> from fairlead_transfer import Layout, reshard
+>>> trained = Layout.from_sharding((1024, 512), NamedSharding.from_shape(dp=4), {0: "dp"}, itemsize=2)
+>>> served = Layout.from_sharding((1024, 512), NamedSharding.from_shape(replica=2, tp=2), {1: "tp"}, itemsize=2)
+>>> plan = reshard(trained, served, source_nodes=["a", "a", "b", "b"], target_nodes=["a", "a", "b", "b"])
+>>> plan.bytes_moved == plan.lower_bound, plan.bytes_between_nodes
+(True, 1048576)
+"""
+
+from ._layout import Layout
+from ._pieces import Pieces
+from ._plan import Family, TransferPlan, reshard
+from .exceptions import LayoutMismatchError, Mismatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Family",
+    "Layout",
+    "LayoutMismatchError",
+    "Mismatch",
+    "Pieces",
+    "TransferPlan",
+    "reshard",
+]

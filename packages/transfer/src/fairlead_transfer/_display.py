@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables for people, as text and in a notebook."""
+
+import html
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+# A message or a page about thousands of tensors has to stay readable.
+MOST_ROWS = 40
+
+
+def as_bytes(count: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> as_bytes(999), as_bytes(1536 * 1024)
+    ('999 B', '1.5 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"
+
+
+def table_text(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 160) -> str:
+    """Return a caption and a table as text; of many rows, the first ones."""
+    table = Table(*header, box=box.SIMPLE, pad_edge=False)
+    for row in rows[:MOST_ROWS]:
+        table.add_row(*row)
+    with io.StringIO() as file:
+        Console(file=file, width=width, highlight=False, markup=False).print(table)
+        lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    more = [f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else []
+    return "\n".join([caption, *(line for line in lines if line), *more])
+
+
+def table_html(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the same in HTML."""
+
+    def line(tag: str, values: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
+
+    body = "".join(line("td", row) for row in rows[:MOST_ROWS])
+    more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
+    return f"<p>{html.escape(caption)}</p><table>{line('th', header)}{body}</table>{more}"

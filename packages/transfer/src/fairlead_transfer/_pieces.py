@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From two layouts of a tensor to the pieces that travel: which box, from which rank, to which rank.
+
+The edges of all boxes cut the tensor into cells. Each rank holds a cell as a whole or not at all, so that the rest is a
+question of sets: who holds a cell, who wants it, and on which nodes. Everything is done on arrays.
+"""
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ._layout import Layout
+
+Ints = npt.NDArray[np.int64]
+
+# The exact spread takes about a microsecond for each piece; of more pieces, the senders take turns.
+MOST_EXACT = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of tensors that have the same layouts.
+
+    Attributes:
+        receivers: the target rank that each piece goes to.
+        starts: the first index of each piece in each dim of the tensor.
+        sizes: the lengths of the pieces.
+        senders: for each tensor and piece, the source rank that sends it.
+        local: whether the receiver's own process holds the piece, so that nothing travels.
+        via: the target rank on the receiver's node that relays the piece; -1 if the sender sends it.
+        missing: the number of elements of target boxes that no source rank holds.
+    """
+
+    receivers: Ints
+    starts: Ints
+    sizes: Ints
+    senders: Ints
+    local: npt.NDArray[np.bool_]
+    via: Ints
+    missing: int = 0
+
+    @property
+    def volumes(self) -> Ints:
+        """The number of elements of each piece."""
+        volumes: Ints = self.sizes.prod(axis=1, dtype=np.int64)
+        return volumes
+
+
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """Numbered sets of ranks, one after the other in one array.
+
+    Attributes:
+        begins: where each set begins in `ranks`, and the end of the last one.
+        ranks: the ranks of all sets.
+    """
+
+    begins: Ints
+    ranks: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """The number of ranks in each set."""
+        return np.diff(self.begins)
+
+    def sorted_by(self, load: npt.NDArray[np.float64]) -> "Sets":
+        """Return the same sets with the ranks of least load first."""
+        owner = np.repeat(np.arange(len(self.begins) - 1), self.lengths)
+        return replace(self, ranks=self.ranks[np.lexsort((self.ranks, load[self.ranks], owner))])
+
+
+def make_pieces(
+    source: Layout,
+    target: Layout,
+    *,
+    source_nodes: Ints,
+    target_nodes: Ints,
+    same_processes: bool,
+    load: npt.NDArray[np.float64],
+    tensors: int = 1,
+) -> Pieces:
+    """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`.
+
+    Args:
+        source: the boxes that the source ranks hold.
+        target: the boxes that the target ranks want.
+        source_nodes: the node of each source rank, as a number.
+        target_nodes: the node of each target rank, as a number.
+        same_processes: whether source rank i and target rank i are one process.
+        load: bytes that each source rank sends already; changed in place.
+        tensors: the number of tensors.
+    """
+    grid = _Grid(source, target)
+    box, cell = grid.cells_of_sources()
+    wanted_box, wanted_cell = grid.cells_of_targets()
+    held = np.unique(cell)
+    found = np.isin(wanted_cell, held)
+    missing = int(grid.volumes(wanted_cell[~found]).sum())
+    wanted_box, wanted_cell = wanted_box[found], wanted_cell[found]
+
+    cells, at = np.unique(wanted_cell, return_inverse=True)
+    holders, set_of_cell = _holder_sets(box, cell, cells, grid.sources)
+    # A row for each target rank and each cell that it wants.
+    rows = np.repeat(np.arange(len(wanted_box)), grid.targets.lengths[wanted_box])
+    first = np.repeat(np.cumsum(grid.targets.lengths[wanted_box]) - grid.targets.lengths[wanted_box], _counts(rows))
+    receivers = grid.targets.ranks[grid.targets.begins[wanted_box[rows]] + np.arange(len(rows)) - first]
+    at = at[rows]
+    sets, nodes = set_of_cell[at], target_nodes[receivers]
+    starts, sizes = grid.boxes(cells[at])
+    weights = sizes.prod(axis=1, dtype=np.int64) * source.itemsize
+
+    local = np.zeros(len(at), bool)
+    if same_processes:
+        local = _contains(holders, sets, receivers, source.ranks)
+    near, near_of_row = _sets_on_nodes(holders, sets, nodes, source_nodes)
+    is_near = ~local & (near_of_row >= 0)
+    is_far = ~local & (near_of_row < 0)
+
+    senders = np.tile(receivers, (tensors, 1))
+    via = np.full(len(at), -1, np.int64)
+    direct = np.flatnonzero(is_near)
+    senders[:, direct] = _spread(near.sorted_by(load), near_of_row[direct], weights[direct], load, tensors)
+    far = np.flatnonzero(is_far)
+    if far.size:
+        # One rank of a node fetches a cell from another node, a different one for each cell, and relays it to the rest.
+        keys, of_row = np.unique(at[far] * (nodes.max() + 1) + nodes[far], return_inverse=True)
+        order = np.argsort(of_row, kind="stable")
+        counts = np.bincount(of_row, minlength=len(keys))
+        primary = far[order[np.cumsum(counts) - counts + np.arange(len(keys)) % counts]]
+        chosen = _spread(holders.sorted_by(load), sets[primary], weights[primary], load, tensors)
+        senders[:, far] = chosen[:, of_row]
+        via[far] = receivers[primary][of_row]
+        via[primary] = -1
+    return Pieces(receivers, starts, sizes, senders, local, via, missing)
+
+
+class _Grid:
+    """The cells into which the edges of all boxes of two layouts cut a tensor.
+
+    Args:
+        source, target: the layouts.
+
+    Attributes:
+        sources, targets: the ranks of each distinct box of the source and of the target.
+    """
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        dims = source.offsets.shape[1]
+        kept = [np.flatnonzero(layout.volumes) for layout in (source, target)]
+        split = len(kept[0])
+        starts = np.concatenate([source.offsets[kept[0]], target.offsets[kept[1]]])
+        ends = starts + np.concatenate([source.sizes[kept[0]], target.sizes[kept[1]]])
+        self._edges: list[Ints] = []
+        corners = np.empty((2, len(starts), dims), np.int64)
+        for dim in range(dims):
+            edges, index = np.unique(np.stack([starts[:, dim], ends[:, dim]]), return_inverse=True)
+            self._edges.append(edges)
+            corners[:, :, dim] = index.reshape(2, -1)
+        lengths = [max(1, len(edges) - 1) for edges in self._edges]
+        self._strides = np.array([int(np.prod(lengths[dim + 1 :], dtype=np.int64)) for dim in range(dims)], np.int64)
+        self._corners: list[Ints] = []
+        found = []
+        for ranks, part in ((kept[0], slice(0, split)), (kept[1], slice(split, None))):
+            corner = corners[:, part]
+            key = np.zeros(len(ranks), np.int64)
+            for column in (*corner[0].T, *corner[1].T):
+                key = np.unique(key * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
+            _, first, counts = np.unique(key, return_index=True, return_counts=True)
+            self._corners.append(corner[:, first])
+            found.append(Sets(np.concatenate([[0], np.cumsum(counts)]), ranks[np.argsort(key, kind="stable")]))
+        self.sources, self.targets = found
+
+    def cells_of_sources(self) -> tuple[Ints, Ints]:
+        """Return a pair (number of the distinct box, cell) for each cell of each distinct source box."""
+        return self._cells(self._corners[0])
+
+    def cells_of_targets(self) -> tuple[Ints, Ints]:
+        """Return the same for the target."""
+        return self._cells(self._corners[1])
+
+    def _cells(self, corners: Ints) -> tuple[Ints, Ints]:
+        low, lengths = corners[0], corners[1] - corners[0]
+        counts = lengths.prod(axis=1, dtype=np.int64)
+        box = np.repeat(np.arange(len(counts)), counts)
+        rest = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)
+        cell = np.zeros(len(box), np.int64)
+        for dim in reversed(range(low.shape[1])):
+            rest, index = np.divmod(rest, lengths[box, dim])
+            cell += (low[box, dim] + index) * self._strides[dim]
+        return box, cell
+
+    def boxes(self, cells: Ints) -> tuple[Ints, Ints]:
+        """Return the offsets and the sizes of cells."""
+        starts = np.empty((len(cells), len(self._edges)), np.int64)
+        sizes = np.empty_like(starts)
+        for dim, edges in enumerate(self._edges):
+            index, cells = np.divmod(cells, self._strides[dim])
+            starts[:, dim] = edges[index] if len(edges) else 0
+            sizes[:, dim] = edges[index + 1] - edges[index] if len(edges) else 0
+        return starts, sizes
+
+    def volumes(self, cells: Ints) -> Ints:
+        """Return the number of elements of cells."""
+        volumes: Ints = self.boxes(cells)[1].prod(axis=1, dtype=np.int64)
+        return volumes
+
+
+def _counts(rows: Ints) -> Ints:
+    """Return how often each number occurs in sorted numbers 0 to n, without those that do not occur."""
+    counts = np.bincount(rows)
+    return counts[counts > 0]
+
+
+def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Sets, Ints]:
+    """Return sets of source ranks, and the number of the set that holds each of `cells`.
+
+    Args:
+        box, cell: the cells of each distinct source box.
+        cells: the cells in question, ascending.
+        sources: the ranks of each distinct source box.
+    """
+    kept = np.isin(cell, cells)
+    box, cell = box[kept], cell[kept]
+    order = np.lexsort((box, cell))
+    box, cell = box[order], cell[order]
+    counts = np.bincount(np.searchsorted(cells, cell), minlength=len(cells))
+    first = np.cumsum(counts) - counts
+    set_of_cell = box[first] if len(cells) else np.empty(0, np.int64)
+    if not (counts > 1).any():
+        return sources, set_of_cell
+    # Boxes that overlap without being equal: each combination of boxes is a set of its own.
+    numbers: dict[tuple[int, ...], int] = {}
+    begins, ranks = list(sources.begins), [sources.ranks]
+    for at in np.flatnonzero(counts > 1):
+        boxes = tuple(box[first[at] : first[at] + counts[at]].tolist())
+        if boxes not in numbers:
+            together = np.concatenate([sources.ranks[sources.begins[one] : sources.begins[one + 1]] for one in boxes])
+            numbers[boxes] = len(begins) - 1
+            ranks.append(np.sort(together))
+            begins.append(begins[-1] + len(together))
+        set_of_cell[at] = numbers[boxes]
+    return Sets(np.array(begins, np.int64), np.concatenate(ranks)), set_of_cell
+
+
+def _contains(holders: Sets, sets: Ints, ranks: Ints, count: int) -> npt.NDArray[np.bool_]:
+    """Return whether each set contains a rank."""
+    owner = np.repeat(np.arange(len(holders.lengths)), holders.lengths)
+    return np.isin(sets * count + ranks, owner * count + holders.ranks)
+
+
+def _sets_on_nodes(holders: Sets, sets: Ints, nodes: Ints, source_nodes: Ints) -> tuple[Sets, Ints]:
+    """Return the part of each set on each node, and for each pair of set and node the number of its part or -1."""
+    count = int(max(nodes.max(initial=0), source_nodes.max(initial=0))) + 1
+    owner = np.repeat(np.arange(len(holders.lengths)), holders.lengths)
+    code = owner * count + source_nodes[holders.ranks]
+    order = np.argsort(code, kind="stable")
+    codes, begins = np.unique(code[order], return_index=True)
+    parts = Sets(np.append(begins, len(order)), holders.ranks[order])
+    asked = sets * count + nodes
+    at = np.minimum(np.searchsorted(codes, asked), max(0, len(codes) - 1))
+    return parts, np.where(codes[at] == asked, at, -1) if len(codes) else np.full(len(asked), -1)
+
+
+def _spread(sets: Sets, of_row: Ints, weights: Ints, load: npt.NDArray[np.float64], tensors: int) -> Ints:
+    """Choose a rank of its set for each row, so that all ranks get about the same bytes; add the bytes to `load`.
+
+    Returns:
+        The chosen ranks, of shape (tensors, rows): each further tensor takes the next rank of the set.
+    """
+    lengths = sets.lengths[of_row]
+    role = np.zeros(len(of_row), np.int64)
+    open_rows = np.flatnonzero(lengths > 1)
+    order = open_rows[np.lexsort((-weights[open_rows], of_row[open_rows]))]
+    if len(order) > MOST_EXACT:
+        counts = _counts(of_row[order])
+        position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        role[order] = position % lengths[order]
+    else:
+        heaps: dict[int, list[tuple[float, int]]] = {}
+        for row, number, weight in zip(order.tolist(), of_row[order].tolist(), weights[order].tolist(), strict=True):
+            heap = heaps.get(number)
+            if heap is None:
+                ranks = sets.ranks[sets.begins[number] : sets.begins[number + 1]]
+                heap = heaps[number] = [(one, at) for at, one in enumerate(load[ranks].tolist())]
+            sent, role[row] = heap[0]
+            heapq.heapreplace(heap, (sent + weight, int(role[row])))
+    turns = (role + np.arange(tensors)[:, None]) % lengths
+    chosen = sets.ranks[sets.begins[of_row] + turns]
+    load += np.bincount(chosen.ravel(), np.tile(weights, tensors), minlength=len(load))
+    return chosen

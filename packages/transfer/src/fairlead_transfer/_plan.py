@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reshard`: the plan that moves tensors from one layout to another, and its description for people."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ._display import as_bytes, table_html, table_text
+from ._layout import Layout
+from ._pieces import Ints, Pieces, make_pieces
+from .exceptions import LayoutMismatchError, Mismatch
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Tensors with the same layouts, which are planned once.
+
+    Attributes:
+        names: the tensors.
+        source: their layout in the source.
+        target: their layout in the target.
+        pieces: the pieces of each of them.
+    """
+
+    names: tuple[str, ...]
+    source: Layout
+    target: Layout
+    pieces: Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """Who sends which piece of which tensor to whom.
+
+    Attributes:
+        families: the tensors, in groups with the same layouts.
+        source_nodes: the node of each source rank, as a number.
+        target_nodes: the node of each target rank, as a number.
+    """
+
+    families: tuple[Family, ...]
+    source_nodes: Ints
+    target_nodes: Ints
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, family by family."""
+        return tuple(name for family in self.families for name in family.names)
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """The bytes that travel from one process to another."""
+        return sum(
+            int((family.pieces.volumes * ~family.pieces.local).sum()) * family.source.itemsize * len(family.names)
+            for family in self.families
+        )
+
+    @cached_property
+    def bytes_between_nodes(self) -> int:
+        """The bytes that travel from one node to another."""
+        total = 0
+        for family in self.families:
+            pieces = family.pieces
+            crosses = self.source_nodes[pieces.senders] != self.target_nodes[pieces.receivers]
+            volumes = pieces.volumes * (~pieces.local & (pieces.via < 0))
+            total += int((crosses * volumes).sum()) * family.source.itemsize
+        return total
+
+    @cached_property
+    def bytes_by_sender(self) -> npt.NDArray[np.int64]:
+        """The bytes that each source rank sends to other processes; relayed pieces count once."""
+        sent = np.zeros(len(self.source_nodes))
+        for family in self.families:
+            pieces = family.pieces
+            weights = pieces.volumes * (~pieces.local & (pieces.via < 0)) * family.source.itemsize
+            sent += np.bincount(pieces.senders.ravel(), np.tile(weights, len(family.names)), minlength=len(sent))
+        return sent.astype(np.int64)
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """The bytes that have to travel between processes at least: what the targets want and do not hold already."""
+        total = 0
+        for family in self.families:
+            wanted = int(family.target.volumes.sum())
+            own = int((family.pieces.volumes * family.pieces.local).sum())
+            total += (wanted - own) * family.source.itemsize * len(family.names)
+        return total
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferPlan({len(self.names)} tensors in {len(self.families)} families, {len(self.source_nodes)} -> "
+            f"{len(self.target_nodes)} ranks, {as_bytes(self.bytes_moved)} moved, "
+            f"{as_bytes(self.bytes_between_nodes)} between nodes)"
+        )
+
+    def __str__(self) -> str:
+        return table_text(repr(self), HEADER, list(self._rows()))
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), HEADER, list(self._rows()))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for family in self.families:
+            pieces, first = family.pieces, family.names[0]
+            names = first if len(family.names) == 1 else f"{first} and {len(family.names) - 1} more"
+            moved = int((pieces.volumes * ~pieces.local).sum()) * family.source.itemsize * len(family.names)
+            senders = np.unique(pieces.senders[:, ~pieces.local])
+            receivers = np.unique(pieces.receivers[~pieces.local])
+            yield (
+                names,
+                str(family.source.shape),
+                _describe_boxes(family.source),
+                _describe_boxes(family.target),
+                _shorten(senders),
+                _shorten(receivers),
+                str(len(pieces.receivers)),
+                as_bytes(moved),
+            )
+
+
+HEADER = ("tensors", "shape", "source boxes", "target boxes", "senders", "receivers", "pieces each", "moved")
+
+
+def reshard(
+    source: Layout | Mapping[str, Layout],
+    target: Layout | Mapping[str, Layout],
+    *,
+    source_nodes: Sequence[Hashable],
+    target_nodes: Sequence[Hashable],
+    same_processes: bool = False,
+) -> TransferPlan:
+    """Plan how tensors get from one layout to another.
+
+    Every element of every target box is fetched exactly once. Nothing travels that the same process already holds. A
+    piece that several ranks of one node want crosses to that node once. Among the ranks that hold a piece, one on the
+    same node is preferred, then the one that sends fewest bytes so far.
+
+    Args:
+        source: the layout of each tensor in the source, by name; or one layout, of a tensor without a name.
+        target: the same for the target.
+        source_nodes: the node of each source rank, such as its id.
+        target_nodes: the node of each target rank.
+        same_processes: whether source rank i and target rank i are one process.
+
+    Returns:
+        The plan.
+
+    Raises:
+        LayoutMismatchError: a name that only one side has, another global shape or item size, or elements that nobody
+            holds; lists all of them.
+        ValueError: a layout for another number of ranks than there are nodes.
+
+    >>> from fairlead_sharding import NamedSharding
+    >>> fsdp = Layout.from_sharding((8, 4), NamedSharding.from_shape(dp=4), {0: "dp"})
+    >>> tp = Layout.from_sharding((8, 4), NamedSharding.from_shape(tp=2), {1: "tp"})
+    >>> reshard(fsdp, tp, source_nodes="aabb", target_nodes="ab")
+    TransferPlan(1 tensors in 1 families, 4 -> 2 ranks, 32 B moved, 16 B between nodes)
+    """
+    sources = {"": source} if isinstance(source, Layout) else dict(source)
+    targets = {"": target} if isinstance(target, Layout) else dict(target)
+    numbers = {node: number for number, node in enumerate(dict.fromkeys([*source_nodes, *target_nodes]))}
+    nodes = [np.array([numbers[node] for node in side], np.int64) for side in (source_nodes, target_nodes)]
+    if same_processes and nodes[0].tolist() != nodes[1].tolist():
+        raise ValueError("same_processes needs the same nodes for the source and the target, rank by rank")
+    for side, layouts, count in (("source", sources, len(nodes[0])), ("target", targets, len(nodes[1]))):
+        if wrong := [name for name, layout in layouts.items() if layout.ranks != count]:
+            ranks = layouts[wrong[0]].ranks
+            raise ValueError(f"the {side} layout of {wrong[0]!r} is for {ranks} ranks, but {side}_nodes has {count}")
+    mismatches = find_mismatches(sources, targets)
+    load = np.zeros(len(nodes[0]))
+    grouped: dict[tuple[Layout, Layout], list[str]] = {}
+    for name in sources if not mismatches else ():
+        grouped.setdefault((sources[name], targets[name]), []).append(name)
+    families = []
+    # The largest tensors first, so that the small ones even out what the large ones leave uneven.
+    for (held, wanted), names in sorted(grouped.items(), key=lambda item: -item[0][1].volumes.sum()):
+        pieces = make_pieces(
+            held,
+            wanted,
+            source_nodes=nodes[0],
+            target_nodes=nodes[1],
+            same_processes=same_processes,
+            load=load,
+            tensors=len(names),
+        )
+        if pieces.missing:
+            text = f"no source rank holds {pieces.missing:,} of the elements that target ranks want"
+            mismatches += [Mismatch(name, f"{held}", f"{wanted}", text) for name in names]
+        families.append(Family(tuple(names), held, wanted, pieces))
+    if mismatches:
+        raise LayoutMismatchError(tuple(mismatches))
+    return TransferPlan(tuple(families), *nodes)
+
+
+def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]) -> list[Mismatch]:
+    """Return the tensors that only one side has, or whose global shapes or item sizes differ."""
+    found = []
+    for name in dict.fromkeys([*sources, *targets]):
+        held, wanted = sources.get(name), targets.get(name)
+        if held is None or wanted is None:
+            side, other = ("target", "source") if held is None else ("source", "target")
+            text = f"only the {side} has it: rename it with rename=, or leave it out with exclude="
+            found.append(
+                Mismatch(name, _shape(held), _shape(wanted), text.replace("has it", f"has it, not the {other}"))
+            )
+        elif held.shape != wanted.shape:
+            found.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
+        elif held.itemsize != wanted.itemsize:
+            text = "the item sizes differ: give the dtype that travels with dtype="
+            found.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
+    return found
+
+
+def _shape(layout: Layout | None) -> str:
+    return "" if layout is None else str(layout.shape)
+
+
+def _describe_boxes(layout: Layout) -> str:
+    sizes = layout.sizes[layout.volumes > 0]
+    distinct = len(np.unique(np.hstack([layout.offsets, layout.sizes])[layout.volumes > 0], axis=0))
+    largest = "x".join(map(str, sizes.max(axis=0))) if len(sizes) else "empty"
+    return f"{distinct} of up to {largest}" + (f", {len(sizes) / distinct:g} replicas" if distinct < len(sizes) else "")
+
+
+def _shorten(ranks: npt.NDArray[np.int64], most: int = 6) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown}, ... ({len(ranks)})"
