@@ -170,6 +170,8 @@ def soak(session: nox.Session) -> None:
         inspected = [f"{package('workergroup')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
     session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
+    faults = {**RAY_ENV, "FAIRLEAD_FAULTS": "20" if int(seconds) >= 300 else "2"}
+    session.run("pytest", "packages/transfer/tests/ray/test_faults.py", "--timeout=1200", env=faults)
 
 
 @nox.session
@@ -177,13 +179,15 @@ def interop(session: nox.Session) -> None:
     """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
     extras = package("placement", "[metrics]"), package("workergroup", "[torch]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
-    install(session, *map(package, ["sharding", "batching", "venvs"]), *extras, *requirements)
+    install(session, *map(package, ["sharding", "batching", "venvs", "transfer"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
     session.run("pytest", "packages/workergroup/tests/ray/test_torch.py", *session.posargs, env=RAY_ENV)
     tests = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
     tests += [f"workergroup/tests/{name}.py" for name in ("unit/test_describe", "ray/test_watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
+    transfer = [f"packages/transfer/tests/{name}.py" for name in ("unit/test_torch", "ray/test_torch_groups")]
+    session.run("pytest", *transfer, *session.posargs, env=RAY_ENV)
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
 
 

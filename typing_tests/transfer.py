@@ -5,13 +5,30 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from typing import assert_type
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, assert_type
 
 import numpy as np
 import numpy.typing as npt
 
 from fairlead_sharding import NamedSharding
-from fairlead_transfer import Family, Layout, LayoutMismatchError, Mismatch, Pieces, TransferPlan, reshard
+from fairlead_transfer import (
+    Family,
+    Layout,
+    LayoutMismatchError,
+    Link,
+    LocalTensor,
+    Mismatch,
+    Pieces,
+    RankProblem,
+    TransferError,
+    TransferExplanation,
+    TransferPlan,
+    TransferReport,
+    reshard,
+)
+from fairlead_transfer.testing import fail_at
+from fairlead_workergroup import RayWorkerGroup
 
 
 def plan_by_hand(mesh: NamedSharding) -> None:
@@ -61,3 +78,64 @@ def read_mismatches(error: LayoutMismatchError) -> None:
     assert_type(error.mismatches, tuple[Mismatch, ...])
     for one in error.mismatches:
         assert_type((one.name, one.source, one.target, one.reason), tuple[str, str, str, str])
+
+
+def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
+    """Use a link."""
+    link = Link(
+        policy,
+        generation,
+        source="weights",
+        target="weights",
+        rename={"a": "b"},
+        dtype="bfloat16",
+        exclude=["c"],
+        transport="auto",
+        verify="always",
+        before_commit="sleep",
+        after_commit="wake",
+    )
+    assert_type(link.version, int | None)
+    report = link.send(1, timeout=60, again=True)
+    assert_type(report, TransferReport)
+    assert_type((report.version, report.rounds), tuple[int, int])
+    assert_type((report.bytes_moved, report.bytes_between_nodes), tuple[int, int])
+    assert_type(report.seconds, Mapping[str, float])
+    assert_type(report.slowest, Mapping[str, int])
+    assert_type(report.total_s, float)
+    assert_type(report.transports, Mapping[str, int])
+    assert_type(report.verified, bool)
+    assert_type(link.sync([0, 1], timeout=60), TransferReport | None)
+    assert_type(link.versions(), dict[int, int | Literal["torn", "committing"] | None])
+    explanation = link.explain(timeout=60)
+    assert_type(explanation, TransferExplanation)
+    assert_type(explanation.plan, TransferPlan)
+    assert_type(explanation.transports, Mapping[tuple[int, int], str])
+    assert_type(explanation.reasons, Mapping[str, str])
+    link.close()
+    with Link(policy, generation, source="weights", apply="load", chunk_bytes=1, rename=str.lower) as other:
+        assert_type(other, Link)
+    fail_at(policy, 0, "source", "stage", "stop", timeout_s=3.0)
+    Link(policy, generation, source="weights", target="weights", transport="pigeon")  # type: ignore
+    link.send("1")  # type: ignore
+
+
+def describe(tensor: object) -> LocalTensor:
+    """Return the box of a tensor."""
+    local = LocalTensor(tensor, (4, 4), [0, 2])
+    assert_type(local.tensor, Any)
+    assert_type(local.global_shape, Sequence[int])
+    assert_type(local.offsets, Sequence[int])
+    return local
+
+
+def read_error(error: TransferError) -> None:
+    """Read why a transfer failed."""
+    assert_type(error.phase, Literal["collect", "stage", "move", "verify", "commit"])
+    assert_type(error.version, int)
+    assert_type(error.remedy, str)
+    assert_type(error.versions, dict[int, int | Literal["torn", "committing"] | None])
+    assert_type(error.problems, tuple[RankProblem, ...])
+    for one in error.problems:
+        assert_type(one.side, Literal["source", "target"])
+        assert_type((one.rank, one.node_id, one.reason), tuple[int, str, str])

@@ -45,6 +45,7 @@ from fairlead_workergroup import (
     current_worker,
     recursive_merge_options,
     report_progress,
+    spi,
     testing,
 )
 from fairlead_workergroup.torch import (
@@ -379,6 +380,43 @@ def errors(group: RayWorkerGroup) -> None:
         assert_type(error.rank, int)
         base: WorkerGroupError = error
         raise base from None
+
+
+def build_on_groups(group: RayWorkerGroup) -> None:
+    snapshot = spi.read_members(group)
+    assert_type(snapshot, spi.Snapshot)
+    assert_type(snapshot.epoch, int)
+    assert_type(snapshot.ended, bool)
+    assert_type(snapshot.lost, Mapping[int, WorkerFailure])
+    assert_type(snapshot.restarting, tuple[int, ...])
+    assert_type([place.rank for place in snapshot.places], list[int])
+    assert_type(snapshot.facts, tuple[spi.WorkerFacts, ...])
+    member = snapshot.members[0]
+    assert_type(member, spi.Member)
+    assert_type(member.rank, int)
+    assert_type(member.coords, Mapping[str, int])
+    assert_type(member.slot, Slot)
+    assert_type(member.place.slot, Slot)
+    assert_type(member.state, str)
+    assert_type((member.incarnation, member.restarts), tuple[int, int])
+    assert_type(member.restarting, bool)
+    assert_type(member.failure, WorkerFailure | None)
+    assert_type(member.handle, Any)
+    facts = member.facts
+    assert_type(facts.process, tuple[int, int])
+    assert_type((facts.rank, facts.pid, facts.started), tuple[int, int, int])
+    assert_type((facts.node_id, facts.node_ip), tuple[str, str])
+    assert_type(facts.failure("killed", "why"), WorkerFailure)
+    requests = {0: (facts, spi.send_function(member, "name", b"", 1, alone_within_s=2.0))}
+    for reply in spi.collect(group, requests, 3.0, all_of_them=True).values():
+        assert_type(reply, spi.Reply)
+        assert_type(reply.is_good, bool)
+        assert_type(reply.worker, spi.WorkerFacts)
+        assert_type(reply.value, Any)
+        assert_type(reply.error, BaseException | None)
+        assert_type(reply.failure, WorkerFailure | None)
+        assert_type(reply.late, LateWorker | None)
+    spi.cancel(requests)
 
 
 def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: WorkerStatus) -> None:

@@ -11,9 +11,12 @@
 """
 
 from ._layout import Layout
+from ._link import Link
+from ._local import LocalTensor
 from ._pieces import Pieces
 from ._plan import Family, TransferPlan, reshard
-from .exceptions import LayoutMismatchError, Mismatch
+from ._report import TransferExplanation, TransferReport
+from .exceptions import LayoutMismatchError, Mismatch, RankProblem, TransferError
 
 __version__ = "0.1.0"
 
@@ -21,8 +24,14 @@ __all__ = [
     "Family",
     "Layout",
     "LayoutMismatchError",
+    "Link",
+    "LocalTensor",
     "Mismatch",
     "Pieces",
+    "RankProblem",
+    "TransferError",
+    "TransferExplanation",
     "TransferPlan",
+    "TransferReport",
     "reshard",
 ]

@@ -29,7 +29,10 @@ class Layout:
     A scalar has the shape `()` and boxes of one dim, with offset 0 and length 1 or 0.
 
     Attributes:
-        shape, offsets, sizes, itemsize: as given; the arrays are read-only.
+        shape: as given.
+        offsets: as given, read-only.
+        sizes: as given, read-only.
+        itemsize: as given.
 
     Raises:
         TypeError, ValueError: a box that is outside the tensor, or arrays of another shape.

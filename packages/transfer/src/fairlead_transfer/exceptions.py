@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong with a transfer, one class per situation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ._display import table_text
 
-__all__ = ["LayoutMismatchError", "Mismatch"]
+__all__ = ["LayoutMismatchError", "Mismatch", "RankProblem", "TransferError"]
+
+Phase = Literal["collect", "stage", "move", "verify", "commit"]
+# What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
+State = int | Literal["torn", "committing"] | None
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Mismatch:
 
 
 class LayoutMismatchError(ValueError):
-    """The source and the target do not hold the same tensors. Nothing has moved.
+    """The source and the target do not hold the same tensors. Nothing has been applied.
 
     Attributes:
         mismatches: one entry for each tensor that does not fit.
@@ -38,5 +44,75 @@ class LayoutMismatchError(ValueError):
 
     def __str__(self) -> str:
         rows = [(one.name, one.source, one.target, one.reason) for one in self.mismatches]
-        caption = f"{len(rows)} tensors do not fit between the source and the target; nothing has moved:"
+        caption = f"{len(rows)} tensors do not fit between the source and the target; nothing has been applied:"
         return table_text(caption, ("tensor", "source", "target", "reason"), rows)
+
+
+@dataclass(frozen=True)
+class RankProblem:
+    """Why one rank kept a transfer from ending.
+
+    Attributes:
+        side: "source" or "target".
+        rank: its number in its group.
+        node_id: Ray's id of its node.
+        reason: what happened.
+
+    >>> print(RankProblem("target", 3, "abcdef0123", "it was killed"))
+    target rank 3 on node abcdef01: it was killed
+    """
+
+    side: Literal["source", "target"]
+    rank: int
+    node_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.side} rank {self.rank} on node {self.node_id[:8]}: {self.reason}"
+
+
+class TransferError(Exception):
+    """A transfer has failed, or did not end by its deadline.
+
+    In every phase but "commit", all target ranks hold what they held before. In "commit" the decision has been taken:
+    the next `send`, or `sync`, brings the ranks forward that have not confirmed it.
+
+    You do not get this for tensors that do not fit, which is a `LayoutMismatchError`, or for a group that has been shut
+    down.
+
+    Attributes:
+        phase: "collect", "stage", "move", "verify" or "commit".
+        version: the version that was sent.
+        problems: one entry for each rank that failed.
+        versions: what each target rank holds, as of `Link.versions`.
+        remedy: what to do.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        version: int,
+        problems: tuple[RankProblem, ...],
+        versions: Mapping[int, State],
+        remedy: str,
+    ) -> None:
+        super().__init__(phase, version, problems, versions, remedy)
+        self.phase: Phase = phase
+        self.version = version
+        self.problems = problems
+        self.versions: dict[int, State] = dict(versions)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        lines = [f"version {self.version} was not transferred, in phase {self.phase!r}:"]
+        lines += [f"  {problem}" for problem in self.problems[:16]]
+        lines += [f"  and {len(self.problems) - 16} others"] if len(self.problems) > 16 else []
+        if self.phase == "commit":
+            counts: dict[str, list[int]] = {}
+            for rank, state in self.versions.items():
+                counts.setdefault("nothing" if state is None else str(state), []).append(rank)
+            held = "; ".join(f"{state}: ranks {', '.join(map(str, ranks[:16]))}" for state, ranks in counts.items())
+            lines.append(f"The target ranks hold {held}.")
+        else:
+            lines.append("All target ranks hold what they held before.")
+        return "\n".join([*lines, self.remedy])

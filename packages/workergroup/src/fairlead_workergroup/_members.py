@@ -71,7 +71,16 @@ class Place:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """The identity of one incarnation of a worker, for messages about it and for requests to its node."""
+    """The identity of one incarnation of a worker, for messages about it and for requests to its node.
+
+    Attributes:
+        rank: its number in the group.
+        coords: its coordinates, by axis.
+        node_id: Ray's id of its node.
+        node_ip: the address of its node.
+        pid: its process; 0 before it has started.
+        started: the tick that the process started at; -1 before it has started.
+    """
 
     rank: int
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)

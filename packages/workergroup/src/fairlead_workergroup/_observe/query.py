@@ -80,9 +80,9 @@ def ask_nodes(
     return results
 
 
-def late_workers(workers: Sequence[WorkerFacts]) -> tuple[LateWorker, ...]:
-    """Return what each of these workers is doing now."""
-    records: list[Mapping[str, Any]] = [record or {} for record in ask_nodes(workers, read_records)]
+def late_workers(workers: Sequence[WorkerFacts], *, within_s: float | None = None) -> tuple[LateWorker, ...]:
+    """Return what each of these workers is doing now; `within_s` as of `ask_nodes`."""
+    records: list[Mapping[str, Any]] = [record or {} for record in ask_nodes(workers, read_records, within_s=within_s)]
     return tuple(
         LateWorker(
             worker.rank,
@@ -107,7 +107,7 @@ def find_ended(workers: Sequence[WorkerFacts]) -> list[bool]:
     return [bool(answer) for answer in ask_nodes(workers, find_ended_processes, within_s=1.0)]
 
 
-def cancel_calls(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
+def cancel_calls(calls: Sequence[tuple[WorkerFacts, Any]], *, within_s: float | None = None) -> list[int]:
     """Cancel each worker's part of a call, given by its future.
 
     Ray drops the value of a cancelled task, and cancels coroutines. It would still run a method that is queued behind
@@ -121,5 +121,5 @@ def cancel_calls(calls: Sequence[tuple[WorkerFacts, Any]]) -> list[int]:
         ray.cancel(future)
         tasks[worker.rank] = (worker.process, task_of_future(future))
     workers = [worker for worker, _ in calls]
-    running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank])
+    running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

@@ -11,6 +11,7 @@ import inspect
 import operator
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -54,6 +55,7 @@ class WorkerHost:
     _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
     _fairlead_record: Record
+    _fairlead_function_plain: Callable[..., Any]
     _fairlead_record_class: type[Record] = Record
     _fairlead_own_loop: asyncio.AbstractEventLoop | None = None
 
@@ -148,6 +150,10 @@ class WorkerHost:
         with _MethodRun(self._fairlead_record, self._fairlead_methods.index(name), name):
             return function(self, *args)
 
+    def _fairlead_function_alone(self, within_s: float, name: str, pickled: bytes, /, *args: Any) -> Any:
+        """Call a function while no method of the worker runs, which is so whenever it gets its turn."""
+        return self._fairlead_function_plain(name, pickled, *args)
+
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
         if not _drain(result):
@@ -211,7 +217,39 @@ def _prepare_error(method: str, error: BaseException) -> None:
 class ConcurrentHost(WorkerHost):
     """A host whose async methods overlap: Ray runs all methods of a class that has an `async def` on one event loop."""
 
+    _fairlead_record: OverlappingRecord
     _fairlead_record_class = OverlappingRecord
+    # Set when the function that has the worker for itself has ended; None if there is none.
+    _fairlead_gate: asyncio.Event | None = None
+
+    async def _fairlead_pass(self) -> None:
+        """Wait until no function has the worker for itself."""
+        while (gate := self._fairlead_gate) is not None:
+            await gate.wait()
+
+    async def _fairlead_function_alone(self, within_s: float, name: str, pickled: bytes, /, *args: Any) -> Any:
+        """Call a function when the methods that run have ended; later ones wait until it has.
+
+        Raises:
+            TimeoutError: the methods that run did not end in time. Nothing has been called.
+        """
+        deadline = time.monotonic() + within_s
+        await self._fairlead_pass()
+        gate = self._fairlead_gate = asyncio.Event()
+        try:
+            while self._fairlead_record.running:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{self._fairlead_record.running} methods were still running after {within_s:.1f} s, so "
+                        f"{name!r} was not called"
+                    )
+                await asyncio.sleep(0.001)
+            with _MethodRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
+                result = self._fairlead_apply(name, pickled, *args)
+                return await result if inspect.isawaitable(result) else result
+        finally:
+            self._fairlead_gate = None
+            gate.set()
 
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
@@ -406,6 +444,7 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     if kind == "async_generator":
 
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
+            await self._fairlead_pass()
             with _MethodRun(self._fairlead_record, number, method):
                 async for item in _items(method, find(self)(*args, **kwargs)):
                     yield item
@@ -415,6 +454,7 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
 
     # Ray runs plain methods of an asyncio actor on its event loop too.
     async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        await self._fairlead_pass()
         with _MethodRun(self._fairlead_record, number, method):
             result = find(self)(*args, **kwargs)
             return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result

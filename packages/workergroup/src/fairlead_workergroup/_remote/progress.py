@@ -198,6 +198,11 @@ class OverlappingRecord(Record):
         super().end(key, failed)
         self._show_longest()
 
+    @property
+    def running(self) -> int:
+        """The number of methods that run."""
+        return len(self._running)
+
     def _show_longest(self) -> None:
         # Dicts keep the order of insertion, so the first method has run longest.
         self._now = next(iter(self._running.values()), NOTHING)

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt to bring a version to the target ranks: three rounds of requests, and what may go wrong in each."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from fairlead_workergroup.spi import Reply
+
+from ._report import TransferReport
+from ._routes import Route, Router
+from ._side import Requests, Side
+from ._states import States
+from .exceptions import LayoutMismatchError, Mismatch, Phase, RankProblem, TransferError
+
+RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
+MORE_TIME = (
+    "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
+)
+FIX = "Fix the method that failed, then send again."
+SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
+
+# Before the commit, and the options of it.
+CommitOptions = tuple[str | None, str | None, str | None, int]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What the source ranks keep of a version until the next one.
+
+    Attributes:
+        version: which one.
+        route: by which it was staged.
+        replies: of the source ranks, which say where it is.
+        processes: of the source ranks.
+        described: what the target ranks had described.
+    """
+
+    version: int
+    route: Route
+    replies: Mapping[int, Any]
+    processes: Mapping[int, tuple[int, int]]
+    described: Mapping[int, Any]
+
+
+class _Repeat(Exception):
+    """The route has to be made again: source ranks are lost, or pairs of ranks cannot share memory."""
+
+    def __init__(self, lost: frozenset[int]) -> None:
+        super().__init__(lost)
+        self.lost = lost
+
+
+class Attempt:
+    """One attempt to bring a version to target ranks.
+
+    Args:
+        source: the side that sends.
+        target: the side that receives.
+        router: of the link.
+        states: of the target ranks.
+        next_epoch: returns a larger number each time; requests of earlier epochs are refused.
+        version: the version.
+        deadline: when to give up.
+        verify: "first", "always" or "never".
+    """
+
+    def __init__(
+        self,
+        source: Side,
+        target: Side,
+        router: Router,
+        states: States,
+        *,
+        next_epoch: Callable[[], int],
+        version: int,
+        deadline: float,
+        verify: str,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._router = router
+        self._states = states
+        self._next_epoch = next_epoch
+        self._epoch = next_epoch()
+        self._version = version
+        self._deadline = deadline
+        self._verify = verify
+        self._verified = False
+        self._rounds = 0
+        self._route: Route | None = None
+        self._replies: dict[int, Any] = {}
+        self._measured: list[tuple[str, float, int]] = []
+        self._bytes = 0
+
+    # -- what a link does ----------------------------------------------------------------------------------------------
+
+    def move_all(self) -> frozenset[int]:
+        """Describe, stage, move and verify, so that all target ranks have the version staged; return the ranks."""
+        self._look()
+        lost = frozenset(self._source.lost)
+        for repeated in (False, True):
+            try:
+                return self._move(lost).targets
+            except _Repeat as repeat:
+                if repeated:
+                    text = f"Source ranks were lost, or could not share memory, in two attempts in a row. {RESTART}"
+                    reasons = dict.fromkeys(repeat.lost, "it was lost")
+                    raise self._error("stage", self._problems("source", reasons), text) from None
+                lost |= repeat.lost
+                self._epoch = self._next_epoch()
+                self._look()
+            except BaseException:
+                self.release()
+                raise
+        raise AssertionError("the loop returns or raises")
+
+    def describe(self) -> Route:
+        """Have all ranks describe their tensors; return the route, for people."""
+        self._look()
+        try:
+            self._describe(frozenset(self._source.lost), stage=False)
+            return self._router.kept or self._router.make(self._source.lost)
+        finally:
+            self.release()
+
+    def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
+        """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
+        self._look(ranks)
+        if staged is None or staged.version != self._version or not self._is_kept(staged, ranks):
+            return False
+        self._collect_targets(ranks)
+        if any(self._target.ends[rank].described != staged.described.get(rank) for rank in ranks):
+            return False
+        self._route, self._replies = staged.route, dict(staged.replies)
+        self._verified = all(
+            "digests" in one for reply in self._replies.values() for one in reply["staged"]["channels"]
+        )
+        try:
+            replies = self._fetch(staged.route, ranks, self._replies)
+        except _Repeat:
+            return False
+        return all("bytes" in reply for reply in replies.values())
+
+    def move_from_replicas(self, ranks: Collection[int], good: Collection[int]) -> None:
+        """Have some target ranks stage what other target ranks hold."""
+        self._look(ranks)
+        if self._source.method is None or not good:
+            text = f"No rank holds version {self._version} any more. {SEND}"
+            raise self._error("collect", self._problems("target", dict.fromkeys(ranks, "it needs the version")), text)
+        self._source.look()
+        requests = self._source.ask(good, "source", lambda rank: (self._epoch, self._source.method, 0, None, 0, False))
+        self._rounds += 1
+        for rank, value in self._values("collect", self._source, requests).items():
+            self._source.note_description(rank, value)
+        self._collect_targets(ranks, counts=False)
+        try:
+            self._route = self._router.make_from_replicas(self._source, good, ranks)
+        except LayoutMismatchError as error:
+            text = f"Nobody holds this version of some tensors any more:\n{error}\n{SEND}"
+            raise self._error(
+                "collect", self._problems("target", dict.fromkeys(ranks, "it needs them")), text
+            ) from None
+        self._verified = True
+        try:
+            self._stage_and_fetch(self._route)
+        except _Repeat as repeat:
+            text = f"Ranks {sorted(repeat.lost)} were lost meanwhile. {RESTART}"
+            raise self._error(
+                "move", self._problems("target", dict.fromkeys(repeat.lost, "it was lost")), text
+            ) from None
+
+    def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
+        """Have target ranks put the staged version into place: this is after the decision."""
+        self._states.decide(ranks)
+        left = self._left()
+        arguments = (self._epoch, self._version, *options)
+        requests = self._target.ask(ranks, "commit", lambda rank: arguments, alone_within_s=max(0.05, 0.95 * left))
+        self._rounds += 1
+        if self._source.name == "source":
+            self._source.release(self._live_sources(), self._epoch)
+        replies = self._target.wait(requests, left, all_of_them=True)
+        self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late is not None})
+        problems: dict[int, str] = {}
+        for rank, reply in replies.items():
+            if reply.is_good:
+                if (reason := self._states.note(rank, reply.value)) is not None:
+                    problems[rank] = reason
+                self._measure(rank, reply.value, "commit")
+            else:
+                problems[rank] = _describe_reply(reply)
+        if problems:
+            text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
+            raise self._error("commit", self._problems("target", problems), text) from _first_error(replies)
+        if self._verified and self._route is self._router.kept:
+            self._router.verified = self._route
+
+    def staged(self) -> Staged | None:
+        """Return what the source ranks keep."""
+        route = self._route
+        if route is None:
+            return None
+        processes = {rank: self._source.ends[rank].process for rank in self._replies}
+        described = {rank: self._target.ends[rank].described for rank in route.targets}
+        return Staged(self._version, route, dict(self._replies), processes, described)
+
+    def release(self) -> None:
+        """Have the ends drop the tensors of this attempt."""
+        self._source.release(self._live_sources(), self._epoch)
+        self._target.release([one.rank for one in self._target.members if one.failure is None], self._epoch)
+
+    def report(self, total_s: float) -> TransferReport:
+        """Return what the attempt has done."""
+        assert self._route is not None
+        seconds: dict[str, float] = {}
+        slowest: dict[str, int] = {}
+        for phase, took, rank in self._measured:
+            if took >= seconds.get(phase, 0.0):
+                seconds[phase], slowest[phase] = took, rank
+        transports: dict[str, int] = {}
+        for name in self._route.orders.transports.values():
+            transports[name] = transports.get(name, 0) + 1
+        return TransferReport(
+            self._version,
+            self._bytes,
+            self._route.plan.bytes_between_nodes,
+            seconds,
+            slowest,
+            total_s,
+            transports,
+            self._rounds,
+            self._verified,
+        )
+
+    # -- the rounds ----------------------------------------------------------------------------------------------------
+
+    def _look(self, ranks: Collection[int] | None = None) -> None:
+        """Look at both groups; refuse lost target ranks."""
+        if [*self._source.look(), *self._target.look()]:
+            self._router.kept = None
+        lost = {rank: why for rank, why in self._target.lost.items() if ranks is None or rank in ranks}
+        if lost:
+            raise self._error("collect", self._problems("target", lost), RESTART)
+
+    def _move(self, lost: frozenset[int]) -> Route:
+        self._replies = {}
+        self._describe(lost, stage=True)
+        route = self._router.kept
+        if route is None or lost:
+            try:
+                route = self._router.make(lost)
+            except LayoutMismatchError as error:
+                if not lost:
+                    raise
+                reasons = {rank: self._source.lost.get(rank, "it was lost") for rank in lost}
+                text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
+                raise self._error("collect", self._problems("source", reasons), text) from None
+            self._replies = {}
+        self._route = route
+        if self._replies:
+            self._check_replicas()
+            self._fetch(route, route.targets, self._replies)
+        else:
+            self._verified = self._verify != "never"
+            self._stage_and_fetch(route)
+        return route
+
+    def _describe(self, lost: frozenset[int], *, stage: bool) -> None:
+        """Have all ranks describe their tensors; stage them at once where the last route still holds."""
+        kept = self._router.kept if not lost else None
+        if kept is not None and any(self._source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
+            kept = None
+        number = kept.orders.number if kept is not None and stage else 0
+        self._verified = self._verify == "always" or (self._verify == "first" and self._router.verified is not kept)
+        sources = [one.rank for one in self._source.members if one.rank not in lost]
+        arguments = self._source.method, number, self._verified
+        requests = self._source.ask(
+            sources,
+            "source",
+            lambda rank: (self._epoch, arguments[0], self._source.ends[rank].number, None, *arguments[1:]),
+        )
+        targets = self._ask_targets(range(len(self._target.members)))
+        self._rounds += 1
+        values = self._values("collect", self._source, requests, targets)
+        changed = self._note(self._source, values)
+        changed |= self._note(self._target, self._values("collect", self._target, targets))
+        if changed:
+            self._router.kept = None
+        elif number and all("staged" in value for value in values.values()):
+            self._replies = values
+            for rank, value in values.items():
+                self._measure(rank, value, "stage")
+
+    def _ask_targets(self, ranks: Iterable[int]) -> Requests:
+        method, ends = self._target.method, self._target.ends
+        if method is None:
+            return {}
+        return self._target.ask(ranks, "target", lambda rank: (self._epoch, method, ends[rank].number))
+
+    def _collect_targets(self, ranks: Iterable[int], *, counts: bool = True) -> None:
+        self._rounds += counts
+        if self._note(self._target, self._values("collect", self._target, self._ask_targets(ranks))):
+            self._router.kept = None
+
+    def _note(self, side: Side, values: Mapping[int, Any]) -> bool:
+        """Note descriptions; return whether one has changed."""
+        refused = [
+            Mismatch(
+                name,
+                f"rank {rank}" if side is self._source else "",
+                f"rank {rank}" if side is self._target else "",
+                why,
+            )
+            for rank, value in values.items()
+            for name, why in value.get("refused", ())
+        ]
+        if refused:
+            raise LayoutMismatchError(tuple(refused))
+        for rank, value in values.items():
+            self._measure(rank, value, "collect")
+        changed = [side.note_description(rank, value) for rank, value in values.items()]
+        return True in changed
+
+    def _stage_and_fetch(self, route: Route) -> None:
+        """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
+        orders, ends = route.orders, self._source.ends
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            known = ends[rank].order_id == orders.number
+            mine = None if known else orders.source[rank]
+            return self._epoch, None, ends[rank].number, mine, orders.number, self._verified
+
+        requests = self._source.ask(sorted(route.sources), "source", arguments)
+        fetches = self._ask_to_fetch(route, route.targets, {rank: ref for rank, (_, ref) in requests.items()})
+        self._rounds += 1
+        self._replies = self._values("stage", self._source, requests, fetches)
+        for rank, value in self._replies.items():
+            ends[rank].order_id = orders.number
+            self._measure(rank, value, "stage")
+        self._check_replicas()
+        self._wait_for_fetches(route, fetches)
+
+    def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
+        self._rounds += 1
+        return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
+
+    def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
+        orders, ends = route.orders, self._target.ends
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            mine = orders.target[rank]
+            replies = {source: staged[source] for source in mine["sources"]}
+            sent = None if ends[rank].order_id == orders.number else mine
+            return self._epoch, self._version, sent, orders.number, replies, self._verified, self._left()
+
+        return self._target.ask(sorted(ranks), "fetch", arguments)
+
+    def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
+        values = self._values("move", self._target, fetches)
+        blocked = [
+            (source, rank, why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
+        ]
+        if blocked:
+            allowed = [self._router.block(*one) for one in blocked]
+            if False in allowed:
+                reasons = {
+                    rank: f"it cannot open the memory of source rank {source}: {why}" for source, rank, why in blocked
+                }
+                raise self._error("move", self._problems("target", reasons), "Use transport='auto' or 'object_store'.")
+            raise _Repeat(frozenset())
+        for rank, value in values.items():
+            if "differing" in value:
+                name, source = value["differing"][0]
+                count = len(value["differing"])
+                text = f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
+                raise self._error(
+                    "verify", self._problems("target", {rank: text}), "Send again; look at the memory of both nodes."
+                )
+            if "bytes" not in value:
+                self._fail_for_source(rank, value)
+            self._target.ends[rank].order_id = route.orders.number
+            self._bytes += value["bytes"]
+            self._measure(rank, value, "move", "verify")
+        return values
+
+    def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
+        """Raise the error of a target rank that did not get what a source rank has staged."""
+        self._source.look()
+        source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
+        if source is not None and (source in self._source.lost or "lost" in value):
+            raise _Repeat(frozenset([source]))
+        if "waiting" in value:
+            reasons = dict.fromkeys(value["waiting"], f"what it staged did not reach target rank {rank} in time")
+            raise self._error("move", self._problems("source", reasons), MORE_TIME)
+        text = "its staged memory was written meanwhile" if "overwritten" in value else f"it could not be used: {value}"
+        raise self._error("move", self._problems("source", {source or 0: text}), "Send again.")
+
+    def _check_replicas(self) -> None:
+        """Refuse source ranks that hold the same box with other bytes."""
+        seen: dict[Any, tuple[int, int]] = {}
+        wrong: dict[str, Mismatch] = {}
+        for rank, value in self._replies.items():
+            for key, digest in value["staged"].get("held", {}).items():
+                other, expected = seen.setdefault(key, (rank, digest))
+                if digest != expected:
+                    text = f"they hold the same box with different bytes, at {key[1]}: synchronise the replicas"
+                    wrong.setdefault(key[0], Mismatch(key[0], f"ranks {other} and {rank}", "", text))
+        if wrong:
+            raise LayoutMismatchError(tuple(wrong.values()))
+
+    # -- replies and failures ------------------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _live_sources(self) -> list[int]:
+        return [one.rank for one in self._source.members if one.failure is None]
+
+    def _is_kept(self, staged: Staged, ranks: Collection[int]) -> bool:
+        """Return whether the source ranks still have what some target ranks need."""
+        orders = staged.route.orders.target
+        needed = {source for rank in ranks for source in orders[rank]["sources"]}
+        same = all(
+            self._source.ends[rank].process == staged.processes.get(rank) and rank not in self._source.lost
+            for rank in needed
+        )
+        return same and not any(orders[rank]["local"] for rank in ranks)
+
+    def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
+        """Wait for the replies of a round; return their values.
+
+        Args:
+            phase: for errors.
+            side: who was asked.
+            requests: what was asked.
+            others: requests to the target of the same round, which are cancelled if one of these fails.
+        """
+        replies = side.wait(requests, self._left())
+        bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
+        superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]
+        if not bad and not superseded:
+            return {rank: reply.value for rank, reply in replies.items()}
+        side.cancel(requests, replies)
+        self._target.cancel(others or {}, {})
+        name: Literal["source", "target"] = "target" if side is self._target else "source"
+        lost = frozenset(rank for rank, reply in bad.items() if reply.failure is not None)
+        if lost and side.name == "source":
+            raise _Repeat(lost)
+        reasons = {rank: _describe_reply(reply) for rank, reply in bad.items()}
+        reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
+        late = any(reply.late is not None for reply in bad.values())
+        remedy = RESTART if lost else MORE_TIME if late else FIX
+        raise self._error(phase, self._problems(name, reasons), remedy) from _first_error(bad)
+
+    def _problems(self, side: Literal["source", "target"], reasons: Mapping[int, str]) -> list[RankProblem]:
+        nodes = (self._source if side == "source" else self._target).nodes
+        return [RankProblem(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items())]
+
+    def _error(self, phase: Phase, problems: list[RankProblem], remedy: str) -> TransferError:
+        return TransferError(phase, self._version, tuple(problems), self._states.read(), remedy)
+
+    def _measure(self, rank: int, value: Mapping[str, Any], *phases: str) -> None:
+        self._measured += [(phase, value[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in value]
+
+
+def _describe_reply(reply: Reply) -> str:
+    if reply.failure is not None:
+        return f"{reply.failure.kind}: {reply.failure.cause}"
+    if reply.late is not None:
+        doing = f" It is in {reply.late.method!r} for {reply.late.running_s:.1f} s." if reply.late.method else ""
+        return f"it did not reply by the deadline.{doing}"
+    return f"{type(reply.error).__name__}: {reply.error}"
+
+
+def _first_error(replies: Mapping[int, Reply]) -> BaseException | None:
+    return next((reply.error for reply in replies.values() if reply.error is not None), None)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the workers say about their tensors to layouts: names, dtypes, boxes, and what does not fit."""
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._layout import Layout
+from .exceptions import LayoutMismatchError, Mismatch
+
+
+class Described(NamedTuple):
+    """What one rank says of one tensor; the order is that of `describe` in the workers.
+
+    Attributes:
+        name: the tensor.
+        library: "numpy" or "torch".
+        dtype: the name of its dtype.
+        itemsize: bytes of one element.
+        shape: the global shape.
+        offsets: where the rank's box begins.
+        sizes: of the box.
+        device: where it lies.
+    """
+
+    name: str
+    library: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors travel, under which names, and in which dtype.
+
+    Attributes:
+        rename: from a name in the source to the name in the target.
+        dtype: the dtype in which floating-point tensors travel; None for that of the source.
+        exclude: patterns of names that are left out on both sides.
+    """
+
+    rename: Callable[[str], str]
+    dtype: str | None
+    exclude: tuple[str, ...]
+
+    def excludes(self, name: str) -> bool:
+        """Return whether a name is left out."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def travelling(self, dtype: str) -> str:
+        """Return the dtype in which a tensor travels."""
+        return self.dtype if self.dtype is not None and is_floating(dtype) else dtype
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one side, by the name in the target.
+
+    Attributes:
+        layouts: the boxes of all ranks.
+        dtypes: their dtypes.
+        own_names: their names on this side.
+        library: what they are tensors of: "numpy" or "torch".
+    """
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    own_names: dict[str, str] = field(default_factory=dict)
+    library: str = "numpy"
+
+
+ITEMSIZES = {"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "complex64": 8}
+ITEMSIZES |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint", "float") for bits in (32, 64)}
+ITEMSIZES |= {"complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether a dtype, given by name, is a floating-point one."""
+    return dtype.startswith(("float", "bfloat"))
+
+
+def read_side(
+    side: str, described: Sequence[Sequence[Sequence[Any]] | None], selection: Selection, *, renamed: bool
+) -> Tensors:
+    """Return the tensors of one side.
+
+    Args:
+        side: "source" or "target", for errors.
+        described: what each rank says; None for one that takes no part.
+        selection: what is left out, the names in the target, and the dtype that travels.
+        renamed: whether the names of this side are to be renamed.
+
+    Raises:
+        LayoutMismatchError: ranks disagree about a tensor, or two names become one.
+    """
+    found: dict[str, dict[int, Described]] = {}
+    own_names: dict[str, str] = {}
+    wrong: list[Mismatch] = []
+    libraries: set[str] = set()
+    for rank, tensors in enumerate(described):
+        for one in tensors or ():
+            tensor = Described(*one)
+            name = selection.rename(tensor.name) if renamed else tensor.name
+            if selection.excludes(tensor.name) or selection.excludes(name):
+                continue
+            if own_names.setdefault(name, tensor.name) != tensor.name:
+                text = f"two tensors of the {side} have this name: {own_names[name]!r} and {tensor.name!r}"
+                wrong.append(_mismatch(side, name, tensor.name, text))
+                continue
+            libraries.add(tensor.library)
+            found.setdefault(name, {})[rank] = tensor
+    if len(libraries) > 1:
+        wrong.append(_mismatch(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
+    layouts: dict[str, Layout] = {}
+    known: dict[tuple[Any, ...], Layout] = {}
+    for name, by_rank in found.items():
+        kinds = {(one.dtype, one.shape) for one in by_rank.values()}
+        if len(kinds) > 1:
+            held = "; ".join(sorted(f"{dtype} {shape}" for dtype, shape in kinds))
+            wrong.append(_mismatch(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
+            continue
+        (dtype, shape) = next(iter(kinds))
+        itemsize = ITEMSIZES.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)
+        key = (shape, itemsize, *((rank, one.offsets, one.sizes) for rank, one in by_rank.items()))
+        if key not in known:
+            known[key] = _make_layout(shape, by_rank, len(described), itemsize)
+        layouts[name] = known[key]
+    if wrong:
+        raise LayoutMismatchError(tuple(wrong))
+    dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in found.items()}
+    return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
+
+
+def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:
+    offsets = np.zeros((ranks, len(shape) or 1), np.int64)
+    sizes = np.zeros_like(offsets)
+    for rank, one in by_rank.items():
+        offsets[rank] = one.offsets or (0,)
+        sizes[rank] = one.sizes or (1,)
+    return Layout(shape, offsets, sizes, itemsize)
+
+
+def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict[str, Mismatch]:
+    """Return the tensors whose dtypes differ without a reason."""
+    wrong: dict[str, Mismatch] = {}
+    for name, held in source.dtypes.items():
+        wanted = target.dtypes.get(name)
+        if wanted is None or held == wanted:
+            continue
+        if selection.dtype is None:
+            wrong[name] = Mismatch(name, held, wanted, "the dtypes differ: give the dtype that travels with dtype=")
+        elif not (is_floating(held) and is_floating(wanted)):
+            wrong[name] = Mismatch(name, held, wanted, "the dtypes differ; dtype= is for floating-point tensors only")
+    return wrong
+
+
+def with_ranks(tensors: Tensors, ranks: Collection[int]) -> Tensors:
+    """Return the same tensors with boxes on some ranks only."""
+    made: dict[Layout, Layout] = {}
+    for layout in set(tensors.layouts.values()):
+        others = [rank for rank in range(layout.ranks) if rank not in ranks]
+        sizes = layout.sizes.copy()
+        sizes[others] = 0
+        made[layout] = Layout(layout.shape, layout.offsets, sizes, layout.itemsize)
+    return replace(tensors, layouts={name: made[layout] for name, layout in tensors.layouts.items()})
+
+
+def _mismatch(side: str, name: str, held: str, reason: str) -> Mismatch:
+    return Mismatch(name, held if side == "source" else "", held if side == "target" else "", reason)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Link`: tensors of one group of workers go to another one, version by version."""
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Literal, get_args
+
+from fairlead_workergroup import RayWorkerGroup
+
+from ._attempt import Attempt, Staged
+from ._descriptions import Selection
+from ._report import TransferExplanation, TransferReport
+from ._routes import Router, Transport
+from ._side import Side
+from ._states import States
+from .exceptions import State, TransferError
+
+Verify = Literal["first", "always", "never"]
+
+
+class Link:
+    """Sends the tensors of one group of workers to another group, which may shard them differently.
+
+    After a `send`, all target ranks hold the new version. If it fails before its decision, all of them still hold the
+    previous one. A link holds one copy of the sent pieces in each source process, and one staged copy of its tensors in
+    each target process.
+
+    Args:
+        source_group: the group that has the tensors.
+        target_group: the group that gets them; may be the same group.
+        source: the name of a method of the source workers that returns a dict from name to local tensor: numpy arrays
+            and torch tensors, which each rank holds as a whole, DTensors, or `LocalTensor` objects.
+        target: the same for the target workers. The tensors are overwritten in place.
+        apply: instead of `target`, a method of the target workers that takes whole tensors, `{name: tensor}`,
+            in several calls.
+        chunk_bytes: the most bytes of tensors in one call of `apply`; a larger tensor is a call by itself.
+        rename: the names in the target by the names in the source, or a function; other names stay.
+        dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
+        exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
+        transport: "shared_memory" or "object_store"; "auto" takes shared memory for each pair of ranks that can.
+        verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
+            "never".
+        before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
+        after_commit: the same, afterwards.
+
+    Raises:
+        TypeError, ValueError, AttributeError: a bad argument, or a method that does not exist; nothing has been sent.
+    """
+
+    def __init__(
+        self,
+        source_group: RayWorkerGroup,
+        target_group: RayWorkerGroup,
+        /,
+        *,
+        source: str,
+        target: str | None = None,
+        apply: str | None = None,
+        chunk_bytes: int = 1 << 30,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        dtype: str | None = None,
+        exclude: Iterable[str] = (),
+        transport: Transport = "auto",
+        verify: Verify = "first",
+        before_commit: str | None = None,
+        after_commit: str | None = None,
+    ) -> None:
+        if (target is None) == (apply is None):
+            raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
+        if verify not in get_args(Verify):
+            raise ValueError(f"verify must be one of {', '.join(get_args(Verify))}, got {verify!r}")
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be a whole number of at least 1, got {chunk_bytes!r}")
+        if dtype is not None and not isinstance(dtype, str):
+            raise TypeError(f"dtype must be the name of a dtype, such as 'bfloat16', got {dtype!r}")
+        if isinstance(exclude, str):
+            raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
+        # Each raises AttributeError if there is no such method.
+        source_group.explain(source)
+        for method, args in ((target, ()), (apply, ({},)), (before_commit, ()), (after_commit, ())):
+            if method is not None:
+                target_group.explain(method, *args)
+        self._id = uuid.uuid4().hex
+        self._source = Side("source", source_group, self._id, source)
+        self._target = Side("target", target_group, self._id, target)
+        selection = Selection(rename if callable(rename) else _Names(rename or {}), dtype, tuple(exclude))
+        self._router = Router(self._source, self._target, selection, transport)
+        self._states = States(self._target)
+        self._commit = before_commit, after_commit, apply, chunk_bytes
+        self._verify: Verify = verify
+        self._epochs = itertools.count(1)
+        self._version: int | None = None
+        self._staged: Staged | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self._version}"
+        return f"Link({self._source.group.name_prefix!r} -> {self._target.group.name_prefix!r}, {state})"
+
+    @property
+    def version(self) -> int | None:
+        """The last version that was decided; None if there is none yet."""
+        return self._version
+
+    def send(self, version: int, timeout: float = 600.0, *, again: bool = False) -> TransferReport:
+        """Bring the tensors that the source workers hold now to all target workers.
+
+        All targets stage and verify the tensors first. Then this process decides. A failure before the decision leaves
+        all targets as they were. After it the direction is forward only: a rank that did not confirm is brought forward
+        by the next `send`, or by `sync`. If a source rank is dead whose tensors other source ranks hold, these send
+        them; the plan is changed for that once.
+
+        Args:
+            version: a number that is larger than the last one.
+            timeout: seconds for all of it.
+            again: allow a version that is not larger.
+
+        Returns:
+            What it has done.
+
+        Raises:
+            TypeError, ValueError: a bad argument, a version that is not larger, or a link that has been closed.
+            LayoutMismatchError: the tensors do not fit, or replicas of the source differ; nothing has been applied.
+            TransferError: a rank is dead or late, or a method of a worker has failed; says which rank, in which phase.
+            WorkerGroupError: a group has been shut down.
+        """
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version must be a whole number of at least 0, got {version!r}")
+        with self._turn(timeout, version) as deadline:
+            if not again and self._version is not None and version <= self._version:
+                raise ValueError(
+                    f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
+                )
+            began = time.monotonic()
+            attempt = self._attempt(self._source, version, deadline)
+            ranks = attempt.move_all()
+            # The decision: from here on there is no way back.
+            self._version, self._staged = version, attempt.staged()
+            attempt.commit(ranks, self._commit)
+            return attempt.report(time.monotonic() - began)
+
+    def sync(self, ranks: Iterable[int] | None = None, timeout: float = 600.0) -> TransferReport | None:
+        """Bring target ranks to the last version: those that were late or torn, or have been restarted.
+
+        The tensors come from what the source workers have kept of this version, or from target ranks that hold it. The
+        other ranks are not disturbed.
+
+        Args:
+            ranks: which ranks; None for those that do not hold the last version.
+            timeout: seconds for all of it.
+
+        Returns:
+            What it has done; None if there was nothing to do.
+
+        Raises:
+            TypeError, ValueError: a rank that does not exist, nothing was sent yet, or a link that has been closed.
+            TransferError: a rank is dead or late, or nobody holds this version of some tensors any more.
+            WorkerGroupError: a group has been shut down.
+        """
+        version = self._version
+        if version is None:
+            raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
+        with self._turn(timeout, version) as deadline:
+            began = time.monotonic()
+            states = self._states.read()
+            chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)
+            if wrong := sorted(chosen - set(states)):
+                raise ValueError(f"ranks {wrong} do not exist: the target group has ranks 0 to {len(states) - 1}")
+            if not chosen:
+                return None
+            attempt = self._attempt(self._source, version, deadline)
+            if not attempt.fetch_again(self._staged, chosen):
+                good = {rank for rank, state in self._states.read().items() if state == version} - chosen
+                replicas = Side("replica", self._target.group, self._id, self._target.method)
+                attempt = self._attempt(replicas, version, deadline)
+                try:
+                    attempt.move_from_replicas(chosen, good)
+                finally:
+                    replicas.close()
+            attempt.commit(chosen, self._commit)
+            return attempt.report(time.monotonic() - began)
+
+    def versions(self) -> dict[int, State]:
+        """Return what each target rank holds, without a request to it.
+
+        Returns:
+            By rank: the version; None for nothing that this link has sent, as after a restart; "torn" if some tensors
+            are of another version than others; "committing" for a rank that has not confirmed a decided version.
+
+        Raises:
+            WorkerGroupError: the target group has been shut down.
+        """
+        return self._states.read()
+
+    def explain(self, timeout: float = 600.0) -> TransferExplanation:
+        """Return how the tensors travel: who sends what to whom, by which transport, and the bytes.
+
+        The workers describe their tensors; nothing is staged or moved.
+
+        Raises:
+            LayoutMismatchError, TransferError, WorkerGroupError: as of `send`.
+        """
+        with self._turn(timeout, self._version or 0) as deadline:
+            attempt = self._attempt(self._source, self._version or 0, deadline)
+            return self._router.explain(attempt.describe())
+
+    def close(self) -> None:
+        """Drop everything that the link holds in the workers. Can be repeated; workers that are gone do not matter."""
+        if self._closed:
+            return
+        self._closed = True
+        self._staged = None
+        for side in (self._source, self._target, Side("replica", self._target.group, self._id, None)):
+            side.close()
+
+    def __enter__(self) -> "Link":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attempt(self, source: Side, version: int, deadline: float) -> Attempt:
+        return Attempt(
+            source,
+            self._target,
+            self._router,
+            self._states,
+            next_epoch=self._epochs.__next__,
+            version=version,
+            deadline=deadline,
+            verify=self._verify,
+        )
+
+    @contextlib.contextmanager
+    def _turn(self, timeout: float, version: int) -> Iterator[float]:
+        """Keep other threads from using the link; the value is the deadline."""
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        if self._closed:
+            raise ValueError(f"{self!r} has been closed; make a new link")
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=timeout):
+            text = f"Another thread uses the link, for all of the {timeout:g} s; wait for it, or give more time."
+            raise TransferError("collect", version, (), self._states.read(), text)
+        try:
+            yield deadline
+        finally:
+            self._lock.release()
+
+
+class _Names(dict[str, str]):
+    """Other names for some names."""
+
+    def __call__(self, name: str) -> str:
+        return self.get(name, name)

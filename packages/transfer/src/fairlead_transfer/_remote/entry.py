@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function that every request calls: small, because it travels with each of them."""
+
+import sys
+import types
+from typing import Any
+
+import ray
+
+SHARED = "_fairlead_transfer"
+
+
+def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str, *args: Any) -> Any:
+    """Run an operation of the worker's end of a link; make the end first if this process has none.
+
+    Args:
+        worker: the user's instance.
+        key: the link's id, and "source" or "target".
+        code: the pickled class of the end; None if the process has been given it before.
+        operation: the name of the operation.
+        args: its arguments.
+    """
+    shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
+    ends = shared.__dict__.setdefault("ends", {})
+    if key not in ends:
+        if operation == "close":
+            return None
+        ends[key] = ray.cloudpickle.loads(code)(key)
+    return ends[key].serve(worker, operation, args)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of the libraries that a worker uses: what they are, and copies of their parts.
+
+numpy and torch have the same few operations under other names; a worker may lack either.
+"""
+
+import ctypes
+import importlib
+import sys
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class NumpyLibrary:
+    """Operations on numpy arrays."""
+
+    name = "numpy"
+
+    def __init__(self) -> None:
+        self._numpy = importlib.import_module("numpy")
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of this name; TypeError if there is none."""
+        return self._numpy.dtype(name)
+
+    def empty(self, sizes: Sequence[int], dtype: str) -> Any:
+        """Return a new tensor, whose memory is mapped page by page when it is written."""
+        return self._numpy.empty(tuple(sizes), self.dtype(dtype))
+
+    def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
+        """Return a tensor that shares the memory of a buffer."""
+        count = 1
+        for size in sizes:
+            count *= size
+        return self._numpy.frombuffer(buffer, self.dtype(dtype), count, offset).reshape(tuple(sizes))
+
+    def copy(self, to: Any, value: Any) -> None:
+        """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
+        to[...] = value
+
+    def as_buffer(self, value: Any) -> Any:
+        """Return the memory of a tensor; None if it is not in one piece."""
+        return memoryview(value.reshape(-1).view(self._numpy.uint8)) if value.flags.c_contiguous else None
+
+    def dtype_name(self, value: Any) -> str:
+        """Return the name of a tensor's dtype, which is the same in all libraries."""
+        return str(value.dtype)
+
+
+class TorchLibrary:
+    """Operations on torch tensors. Nothing here needs numpy."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._torch = importlib.import_module("torch")
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of this name; TypeError if there is none."""
+        dtype = getattr(self._torch, name, None)
+        if not isinstance(dtype, self._torch.dtype):
+            raise TypeError(f"torch has no dtype {name!r}")
+        return dtype
+
+    def empty(self, sizes: Sequence[int], dtype: str) -> Any:
+        """Return a new tensor in host memory."""
+        return self._torch.empty(tuple(sizes), dtype=self.dtype(dtype))
+
+    def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
+        """Return a tensor that shares the memory of a buffer."""
+        count = 1
+        for size in sizes:
+            count *= size
+        with warnings.catch_warnings():
+            # It warns that the buffer cannot be written; nobody writes it.
+            warnings.simplefilter("ignore")
+            flat = self._torch.frombuffer(buffer, dtype=self.dtype(dtype), count=count, offset=offset)
+        return flat.view(tuple(sizes))
+
+    def copy(self, to: Any, value: Any) -> None:
+        """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
+        with self._torch.no_grad():
+            to.copy_(value)
+
+    def as_buffer(self, value: Any) -> Any:
+        """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
+        length = value.numel() * value.element_size()
+        if not value.is_contiguous() or value.device.type != "cpu" or not length:
+            return None
+        # Not through numpy(): a storage that has been shared with numpy cannot be resized, which FSDP2 does.
+        return memoryview((ctypes.c_ubyte * length).from_address(value.data_ptr())).cast("B")
+
+    def dtype_name(self, value: Any) -> str:
+        """Return the name of a tensor's dtype, which is the same in all libraries."""
+        return str(value.dtype).removeprefix("torch.")
+
+
+def library(name: str) -> Any:
+    """Return the operations of a library by its name."""
+    return TorchLibrary() if name == "torch" else NumpyLibrary()
+
+
+def look(value: Any) -> tuple[tuple[Any, ...], Any]:
+    """Return what identifies a tensor and its memory, and the tensor that this process holds of it.
+
+    The first part is cheap, and changes whenever `describe` may return something else.
+
+    Raises:
+        TypeError, ValueError: it is nothing that can travel; says why.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        if value.dtype.kind not in "biufcV" or value.dtype.fields:
+            raise TypeError(f"arrays of dtype {value.dtype} cannot be transferred; numbers and bool can")
+        return ("numpy", str(value.dtype), value.shape, value.strides, value.__array_interface__["data"][0]), value
+    if torch is not None and isinstance(value, torch.Tensor):
+        placements = getattr(value, "placements", None)
+        with torch.no_grad():
+            local = value.detach() if placements is None else value.to_local().detach()
+        if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+            raise TypeError("only dense tensors can be transferred, not sparse, quantized or meta ones")
+        mark = "torch", str(local.dtype), tuple(local.shape), local.stride(), local.data_ptr(), str(local.device)
+        if placements is None:
+            return mark, local
+        return (*mark, tuple(value.shape), tuple(map(repr, placements)), id(value.device_mesh)), local
+    if hasattr(value, "tensor") and hasattr(value, "global_shape") and hasattr(value, "offsets"):
+        mark, local = look(value.tensor)
+        return (*mark, tuple(value.global_shape), tuple(value.offsets)), local
+    raise TypeError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be transferred: return numpy arrays, torch "
+        "tensors, DTensors or LocalTensors"
+    )
+
+
+def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]:
+    """Return library, dtype, item size, global shape, offsets, sizes and device of a tensor.
+
+    Raises:
+        TypeError, ValueError: its box cannot be told; says why.
+    """
+    _, local = look(value)
+    name = "numpy" if type(local).__module__.partition(".")[0] == "numpy" else "torch"
+    device = "cpu" if name == "numpy" else str(local.device)
+    itemsize = local.itemsize if name == "numpy" else local.element_size()
+    sizes = tuple(local.shape)
+    if hasattr(value, "placements"):
+        shape, offsets = tuple(value.shape), _offsets(value, sizes)
+    elif hasattr(value, "global_shape"):
+        shape, offsets = tuple(map(int, value.global_shape)), tuple(map(int, value.offsets))
+        if not len(shape) == len(offsets) == len(sizes):
+            raise ValueError(f"a LocalTensor of shape {sizes} has global_shape {shape} and offsets {offsets}")
+        if any(at < 0 or at + size > length for at, size, length in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"the box at {offsets} of sizes {sizes} is outside of the global shape {shape}")
+    else:
+        shape, offsets = sizes, (0,) * len(sizes)
+    return name, library(name).dtype_name(local), itemsize, shape, offsets, sizes, device
+
+
+def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the local part of a DTensor begins.
+
+    Raises:
+        ValueError: the local part is no box of the global tensor.
+    """
+    _check_strided(value)
+    chunks = value.__create_chunk_list__()  # refuses partial placements
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != sizes:
+        raise ValueError(
+            f"the local part of a DTensor with placements {value.placements} is not one box; transfer its boxes as "
+            "LocalTensors"
+        )
+    # Empty parts may begin at the end.
+    return tuple(int(at) for at in chunks[0].offsets) if 0 not in sizes else (0,) * len(sizes)
+
+
+def _check_strided(value: Any) -> None:
+    """Refuse strided shards whose parts are not adjacent: the chunk list names the first part only."""
+    for at, placement in enumerate(value.placements):
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            continue
+        inner = outer = 1
+        for number, other in enumerate(value.placements):
+            if getattr(other, "dim", None) == placement.dim:
+                outer *= value.device_mesh.size(number)
+                inner *= value.device_mesh.size(number) if number > at else 1
+        if inner != factor or value.shape[placement.dim] % outer:
+            raise ValueError(
+                f"the local part of a DTensor of shape {tuple(value.shape)} with placements {value.placements} may "
+                "consist of several boxes; shard evenly, or transfer its boxes as LocalTensors"
+            )
+
+
+def part(tensor: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
+    """Return a box of a tensor, which shares its memory; a scalar has one part."""
+    if len(tensor.shape) == 0:
+        return tensor.reshape(1)
+    return tensor[tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))]
+
+
+def digest(tools: Any, tensor: Any, dtype: str) -> int:
+    """Return the crc32 of a tensor's bytes, in order, as they travel."""
+    buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
+    if buffer is None:
+        packed, sizes = bytearray(nbytes(tools, tensor.shape, dtype)), tuple(tensor.shape)
+        if packed:
+            tools.copy(tools.view(packed, dtype, 0, sizes), tensor)
+        buffer = packed
+    return zlib.crc32(buffer)
+
+
+def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
+    """Return how many bytes a dense tensor has."""
+    count = int(tools.dtype(dtype).itemsize)
+    for size in sizes:
+        count *= size
+    return count
+
+
+def check_tensors(values: Any, method: str) -> list[tuple[str, str]]:
+    """Return what is wrong with what a method has returned: pairs of a name and a reason."""
+    if not isinstance(values, Mapping):
+        return [("", f"{method!r} must return a dict from name to tensor, got {type(values).__qualname__}")]
+    wrong = []
+    for name, value in values.items():
+        if not isinstance(name, str):
+            wrong.append((repr(name), f"a name must be a str, got {type(name).__qualname__}"))
+            continue
+        try:
+            describe(value)
+        except (TypeError, ValueError) as error:
+            wrong.append((name, str(error)))
+    return wrong

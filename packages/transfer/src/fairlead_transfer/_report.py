@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transfer has cost, and how the next one will travel, for people and programs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ._display import as_bytes, table_html, table_text
+from ._plan import TransferPlan
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What one transfer has done.
+
+    Attributes:
+        version: the version that the target ranks hold now.
+        bytes_moved: bytes that went from one process to another.
+        bytes_between_nodes: bytes that went from one node to another.
+        seconds: of the slowest rank in each phase: collect, stage, move, verify, commit.
+        slowest: that rank, by phase; of the source in collect and stage, otherwise of the target.
+        total_s: seconds for all of it, as the driver saw it.
+        transports: the transports in use, with the number of pairs of ranks.
+        rounds: how many rounds of requests there were.
+        verified: whether digests were compared.
+    """
+
+    version: int
+    bytes_moved: int
+    bytes_between_nodes: int
+    seconds: Mapping[str, float]
+    slowest: Mapping[str, int]
+    total_s: float
+    transports: Mapping[str, int]
+    rounds: int
+    verified: bool
+
+    def _caption(self) -> str:
+        transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
+        return (
+            f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
+            f"nodes, in {self.total_s:.3f} s and {self.rounds} rounds, by {transports or 'no transport'}"
+            f"{', digests compared' if self.verified else ''}"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for phase, seconds in self.seconds.items():
+            yield phase, f"{seconds:.3f}", str(self.slowest.get(phase, ""))
+
+    def __str__(self) -> str:
+        return table_text(self._caption(), ("phase", "seconds", "slowest rank"), list(self._rows()))
+
+    def _repr_html_(self) -> str:
+        return table_html(self._caption(), ("phase", "seconds", "slowest rank"), list(self._rows()))
+
+
+@dataclass(frozen=True, eq=False)
+class TransferExplanation:
+    """How the tensors of a link travel. Print it, or look at it in a notebook.
+
+    Attributes:
+        plan: who sends which piece to whom.
+        transports: for each pair of a source rank and a target rank that exchange pieces, the transport.
+        reasons: for each transport in use, why it was chosen.
+    """
+
+    plan: TransferPlan
+    transports: Mapping[tuple[int, int], str]
+    reasons: Mapping[str, str]
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        counts: dict[str, int] = {}
+        for name in self.transports.values():
+            counts[name] = counts.get(name, 0) + 1
+        return [(name, str(pairs), self.reasons.get(name, "")) for name, pairs in counts.items()]
+
+    def _bound(self) -> str:
+        plan = self.plan
+        return f"{as_bytes(plan.bytes_moved)} move between processes; the lower bound is {as_bytes(plan.lower_bound)}"
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n" + table_text(self._bound(), ("transport", "pairs of ranks", "why"), self._rows())
+
+    def _repr_html_(self) -> str:
+        header = "transport", "pairs of ranks", "why"
+        return self.plan._repr_html_() + table_html(self._bound(), header, self._rows())

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side of a link: the ends in the workers of a group, what they have described, and requests to them."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+
+from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+from fairlead_workergroup.spi import Member, Reply, WorkerFacts, cancel, collect, read_members, send_function
+
+from ._remote.end import End
+from ._remote.entry import serve
+
+SideName = Literal["source", "target", "replica"]
+Requests = dict[int, tuple[WorkerFacts, Any]]
+
+
+@functools.cache
+def _pickled_serve() -> bytes:
+    pickled: bytes = ray.cloudpickle.dumps(serve)
+    return pickled
+
+
+@dataclass
+class EndState:
+    """What the driver knows of the end in one worker.
+
+    Attributes:
+        process: the worker's process; a restarted rank has another one.
+        number: of the last description; 0 if there is none.
+        described: the tensors.
+        order_id: of the orders that the end has.
+        installed: whether the worker has the code.
+    """
+
+    process: tuple[int, int]
+    number: int = 0
+    described: list[Any] | None = None
+    order_id: int = 0
+    installed: bool = False
+
+
+@dataclass
+class Side:
+    """The ends of a link in the workers of one group.
+
+    Attributes:
+        name: "source" or "target"; "replica" for target ranks that send.
+        group: the workers.
+        link: the id of the link.
+        method: the method that returns the tensors; None if tensors are applied by a method.
+        ends: what is known of the ends, by rank.
+        members: the group's members at the last look.
+        epoch: the roster's epoch at the last look.
+    """
+
+    name: SideName
+    group: RayWorkerGroup
+    link: str
+    method: str | None
+    ends: dict[int, EndState] = field(default_factory=dict)
+    members: tuple[Member, ...] = ()
+    epoch: int = -1
+    _code: Any = None
+
+    def look(self) -> list[int]:
+        """Look at the members of the group; return the ranks whose process is another one than before.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        now = read_members(self.group)
+        if now.epoch == self.epoch:
+            return []
+        self.epoch, self.members = now.epoch, now.members
+        changed = []
+        for member in now.members:
+            known = self.ends.get(member.rank)
+            if known is None or known.process != member.facts.process:
+                self.ends[member.rank] = EndState(member.facts.process)
+                changed.append(member.rank)
+        return changed
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Why the lost members were lost."""
+        return {one.rank: f"{one.failure.kind}: {one.failure.cause}" for one in self.members if one.failure is not None}
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [member.facts.node_id for member in self.members]
+
+    def ask(
+        self,
+        ranks: Iterable[int],
+        operation: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        *,
+        alone_within_s: float | None = None,
+    ) -> Requests:
+        """Send an operation to the ends of some ranks; make the ends that are missing."""
+        requests: Requests = {}
+        for rank in ranks:
+            member = self.members[rank]
+            args = ((self.link, self.name), self._code_for(rank), operation, *arguments(rank))
+            ref = send_function(
+                member, f"fairlead_transfer {operation}", _pickled_serve(), *args, alone_within_s=alone_within_s
+            )
+            requests[rank] = member.facts, ref
+        return requests
+
+    def _code_for(self, rank: int) -> Any:
+        """Return a reference to the code of an end; None if the worker has it."""
+        if self.ends[rank].installed:
+            return None
+        if self._code is None:
+            self._code = ray.put(ray.cloudpickle.dumps(End))
+        return self._code
+
+    def wait(self, requests: Requests, timeout_s: float, *, all_of_them: bool = False) -> dict[int, Reply]:
+        """Wait for replies; see `collect`."""
+        replies = collect(self.group, requests, timeout_s, all_of_them=all_of_them)
+        for rank, reply in replies.items():
+            if reply.is_good and self.ends[rank].process == reply.worker.process:
+                self.ends[rank].installed = True
+        return replies
+
+    def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
+        """Keep the requests without a reply from starting."""
+        cancel({rank: one for rank, one in requests.items() if rank not in replies or replies[rank].late is not None})
+
+    def note_description(self, rank: int, value: Mapping[str, Any]) -> bool:
+        """Note what an end has said of its tensors; return whether they have changed."""
+        state = self.ends[rank]
+        state.number = value["number"]
+        if value.get("tensors") is None:
+            return False
+        changed = bool(state.described != value["tensors"])
+        state.described = value["tensors"]
+        return changed
+
+    def release(self, ranks: Iterable[int], epoch: int) -> None:
+        """Have ends drop the tensors of an attempt; nobody waits for it."""
+        self.ask(ranks, "release", lambda rank: (epoch,))
+
+    def close(self) -> None:
+        """Have the ends drop everything; nobody waits for it. Nothing if the group has been shut down."""
+        try:
+            self.look()
+        except WorkerGroupError:
+            return
+        self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
+        self.ends.clear()
+        self.epoch = -1

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each target rank holds, as far as the driver knows."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+
+from ._side import Requests, Side
+from .exceptions import State
+
+
+class States:
+    """The versions of the target ranks.
+
+    Args:
+        target: the side.
+    """
+
+    def __init__(self, target: Side) -> None:
+        self._target = target
+        self._states: dict[int, State] = {}
+        # The process that the state is about, and the commit that has not been confirmed.
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._unconfirmed: Requests = {}
+
+    def read(self) -> dict[int, State]:
+        """Return what each rank holds; a restarted one holds nothing."""
+        self._target.look()
+        for rank, (_, ref) in list(self._unconfirmed.items()):
+            if ray.wait([ref], timeout=0)[0]:
+                del self._unconfirmed[rank]
+                try:
+                    self.note(rank, ray.get(ref))
+                except ray.exceptions.RayError:
+                    continue  # the roster knows, or will know, that the worker is lost
+        for member in self._target.members:
+            if member.failure is not None or self._processes.get(member.rank) != member.facts.process:
+                self._states[member.rank] = None
+        return {member.rank: self._states.get(member.rank) for member in self._target.members}
+
+    def decide(self, ranks: Iterable[int]) -> None:
+        """Note that ranks are to commit: from now on they hold the old version, or the new one."""
+        for rank in ranks:
+            self._processes[rank] = self._target.members[rank].facts.process
+            self._states[rank] = "committing"
+
+    def note(self, rank: int, reply: Any) -> str | None:
+        """Note the reply to a commit; return why the rank has not committed, None if it has."""
+        if "committed" in reply:
+            self._states[rank] = reply["committed"]
+            return None
+        if reply.get("torn"):
+            self._states[rank] = "torn"
+        if "error" in reply:
+            return f"{reply['error']}\n{reply['traceback']}".rstrip()
+        return "another attempt has superseded this one" if "superseded" in reply else "it has lost what it had staged"
+
+    def note_done(self, rank: int, version: int) -> None:
+        """Note that a rank holds a version."""
+        self._states[rank] = version
+
+    def note_unconfirmed(self, requests: Requests) -> None:
+        """Note commits that have not ended."""
+        self._unconfirmed.update(requests)

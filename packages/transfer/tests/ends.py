@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of a link in this process, without Ray: what a driver and its workers do, step by step."""
+
+import asyncio
+import sys
+import types
+
+from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
+from fairlead_transfer._orders import make_orders
+from fairlead_transfer._plan import reshard
+from fairlead_transfer._remote.end import End
+from fairlead_transfer._remote.entry import SHARED
+from fairlead_transfer._routes import whole_tensors
+
+
+class Ends:
+    """A source and a target of several ranks each.
+
+    Args:
+        sources: a user's object for each source rank, with a method `weights`.
+        targets: the same for the target; with `apply`, objects with a method of that name.
+        apply: the method that takes tensors.
+        same: whether source rank i and target rank i are one process.
+        selection: keywords of `Selection`.
+    """
+
+    def __init__(self, sources, targets, *, apply=None, same=False, **selection):
+        self.shared = types.ModuleType(SHARED)
+        self.shared.ends = {}
+        sys.modules[SHARED] = self.shared
+        self.workers = {"source": sources, "target": targets}
+        # Every end has a link of its own, as every worker has a process of its own.
+        self.ends = {
+            (side, rank): End((f"link{rank}", side)) for side, all in self.workers.items() for rank in range(len(all))
+        }
+        self.shared.ends = {(f"link{rank}", side): end for (side, rank), end in self.ends.items()}
+        self.apply = apply
+        self.same = same
+        given = {"rename": lambda name: name, "dtype": None, "exclude": (), **selection}
+        self.selection = Selection(**given)
+        self.epoch = 0
+
+    def ask(self, side, rank, operation, *args):
+        return asyncio.run(self.ends[side, rank].serve(self.workers[side][rank], operation, args))
+
+    def describe(self):
+        """Return the replies of all ranks of both sides."""
+        self.epoch += 1
+        sources = [
+            self.ask("source", rank, "source", self.epoch, "weights", 0, None, 0, False)
+            for rank in range(len(self.workers["source"]))
+        ]
+        targets = [
+            self.ask("target", rank, "target", self.epoch, "weights", 0)
+            for rank in range(0 if self.apply else len(self.workers["target"]))
+        ]
+        return sources, targets
+
+    def plan(self):
+        """Describe, and make the orders."""
+        self.numbers, targets = self.describe()
+        refused = [reply["refused"] for reply in [*self.numbers, *targets] if "refused" in reply]
+        assert not refused, refused
+        held = read_side("source", [one["tensors"] for one in self.numbers], self.selection, renamed=True)
+        if self.apply:
+            wanted = whole_tensors(held, len(self.workers["target"]))
+        else:
+            wanted = read_side("target", [one["tensors"] for one in targets], self.selection, renamed=False)
+        assert not check_dtypes(held, wanted, self.selection)
+        plan = reshard(
+            held.layouts,
+            wanted.layouts,
+            source_nodes=["node"] * len(self.workers["source"]),
+            target_nodes=["node"] * len(self.workers["target"]),
+            same_processes=self.same,
+        )
+        dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
+        self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda sender, receiver: "shared_memory")
+        return plan
+
+    def stage(self, verify=True):
+        """Return the replies of the source ranks."""
+        return {
+            rank: self.ask(
+                "source",
+                rank,
+                "source",
+                self.epoch,
+                None,
+                self.numbers[rank]["number"],
+                orders,
+                self.orders.number,
+                verify,
+            )
+            for rank, orders in self.orders.source.items()
+        }
+
+    def fetch(self, staged, version, verify=True):
+        """Return the replies of the target ranks."""
+        return [
+            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, verify, 10.0)
+            for rank, orders in self.orders.target.items()
+        ]
+
+    def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
+        """Return the replies of the target ranks."""
+        return [
+            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes)
+            for rank in range(len(self.workers["target"]))
+        ]
+
+    def send(self, version, verify=True, **options):
+        """Do all of it; return the bytes that were fetched."""
+        self.plan()
+        fetched = self.fetch(self.stage(verify), version, verify)
+        assert all("bytes" in reply for reply in fetched), fetched
+        committed = self.commit(version, **options)
+        assert [reply["committed"] for reply in committed] == [version] * len(committed)
+        return sum(reply["bytes"] for reply in fetched)

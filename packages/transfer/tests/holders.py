@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers whose tensors are transferred."""
+
+import asyncio
+
+import numpy as np
+
+from fairlead_transfer import Layout, LocalTensor
+from fairlead_workergroup import current_worker
+
+SHAPE = 12, 8
+
+
+class Holder:
+    """A worker that holds its box of "w", and the whole of "norm" and of a scalar."""
+
+    def __init__(self, dims, scale=0.0, dtype="float32"):
+        me = current_worker()
+        layout = Layout.from_sharding(SHAPE, me.sharding, dims)
+        self.box = tuple(
+            slice(at, at + size) for at, size in zip(layout.offsets[me.rank], layout.sizes[me.rank], strict=True)
+        )
+        self.offsets = layout.offsets[me.rank].tolist()
+        self.calls = []
+        self.w = np.zeros([0 if part.stop is None else part.stop - part.start for part in self.box], dtype)
+        self.norm, self.step = np.zeros(5, dtype), np.zeros((), dtype)
+        self.fill(scale)
+
+    def fill(self, scale):
+        self.w[...] = scale * full()[self.box]
+        self.norm[...] = scale * np.arange(5)
+        self.step[...] = scale
+
+    def weights(self):
+        self.calls.append("weights")
+        return {"w": LocalTensor(self.w, SHAPE, self.offsets), "norm": self.norm, "step": self.step}
+
+    def fail(self):
+        raise ArithmeticError("broken")
+
+    def wrong(self):
+        return [1, 2]
+
+    def odd(self):
+        """Return tensors that fit those of `weights` in no way."""
+        return {"w": np.zeros((3, 3)), "norm": self.norm.astype("int64"), "more": self.norm}
+
+    def note(self):
+        self.calls.append("note")
+
+    def events(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+    def load(self, tensors):
+        """Take whole tensors, as an inference engine does."""
+        self.calls.append(sorted(tensors))
+        for name, value in tensors.items():
+            if name == "w":
+                self.w[...] = value[self.box]
+            else:
+                getattr(self, name)[...] = value
+
+    def load_one(self, tensors):
+        self.load(tensors)
+        if len(self.calls) == 2:
+            raise ArithmeticError("broken")
+
+    def holds(self):
+        """Return the scale that all tensors have; None for a mixture."""
+        scale = float(self.step)
+        right = np.array_equal(self.w, (scale * full()[self.box]).astype(self.w.dtype))
+        return scale if right and np.array_equal(self.norm, scale * np.arange(5)) else None
+
+
+def full():
+    return np.arange(np.prod(SHAPE), dtype="float32").reshape(SHAPE) + 1
+
+
+class AsyncHolder(Holder):
+    """The same, with methods that overlap."""
+
+    async def generate(self, seconds):
+        """Return what it holds before and after a wait."""
+        before = self.holds()
+        await asyncio.sleep(seconds)
+        return before, self.holds()
+
+    async def weights(self):
+        await asyncio.sleep(0)
+        return super().weights()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker is killed or stopped in each phase of a transfer."""
+
+import itertools
+import os
+import time
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import Link, TransferError
+from fairlead_transfer.testing import fail_at
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup.testing import hang, kill
+
+from ..holders import Holder
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+# `nox -s soak` repeats each case 20 times.
+REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def slots(local_ray):
+    with RayVirtualCluster([6], use_gpus=False) as cluster:
+        yield cluster.slots()
+
+
+@pytest.fixture
+def groups(slots):
+    """Return a source of two ranks without replicas of "w", and a target of two replicas."""
+    with (
+        RayWorkerGroup(
+            slots[:2],
+            RayWorkerBuilder(Holder, {0: "tp"}, 1.0),
+            sharding_annotations=NamedSharding.from_shape(tp=2),
+            max_restarts=1000,
+        ) as source,
+        RayWorkerGroup(
+            slots[2:4],
+            RayWorkerBuilder(Holder, {}),
+            sharding_annotations=NamedSharding.from_shape(replica=2),
+            max_restarts=1000,
+        ) as target,
+    ):
+        yield source, target
+
+
+CASES = [("source", "collect"), ("source", "stage")]
+CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_faults(groups, how):
+    """The error names rank, phase and version in time; before the decision all targets stay as they were."""
+    version = itertools.count(1)
+    with Link(*groups, source="weights", target="weights", verify="always") as link:
+        for side, phase in CASES * REPEATS:
+            check_fault(*groups, link, side, phase, how, version)
+
+
+def check_fault(source, target, link, side, phase, how, version):
+    group = source if side == "source" else target
+    source.call("fill", 1.0).result()
+    old = next(version)
+    link.send(old, timeout=60)
+    new = next(version)
+    source.call("fill", 2.0).result()
+    fail_at(group, 1, side, phase, how)
+    began = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        link.send(new, timeout=TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S + 1
+    error = caught.value
+    assert [(problem.side, problem.rank) for problem in error.problems] == [(side, 1)]
+    assert error.version == new
+    assert all(problem.node_id for problem in error.problems)
+    decided = phase in ("commit", "committing")
+    assert (error.phase == "commit") == decided
+    if how == "stop":
+        hang(group, 1, "stop").close()
+    else:
+        assert group.restart_failed_workers() == [1]
+    if decided:
+        assert target.call("holds", collect=()).result() == 2.0  # rank 0 has committed
+        assert link.versions()[0] == new
+        source.call("fill", 3.0).result()  # what `sync` brings is what was sent
+        link.sync(timeout=60)
+        assert target.call("holds").result() == [2.0, 2.0]
+        assert link.versions() == {0: new, 1: new}
+    else:
+        assert target.call("holds").result() == [1.0, 1.0 if side == "source" or how == "stop" else 0.0]
+        assert link.version == old
+    source.call("fill", 3.0).result()
+    link.send(next(version), timeout=60)
+    assert target.call("holds").result() == [3.0, 3.0]
+
+
+def test_dead_source_with_a_replica(groups, slots):
+    """If another source rank holds what a dead one held, it sends it."""
+    _, target = groups
+    with (
+        RayWorkerGroup(
+            slots[4:6],
+            RayWorkerBuilder(Holder, {}, 5.0),
+            sharding_annotations=NamedSharding.from_shape(dp=2),
+        ) as replicas,
+        Link(replicas, target, source="weights", target="weights") as link,
+    ):
+        fail_at(replicas, 0, "source", "stage", "kill")
+        link.send(0, timeout=60)
+        assert target.call("holds").result() == [5.0, 5.0]
+        link.send(1, timeout=60)
+        replicas.restart_failed_workers()
+        assert link.send(2, timeout=60).verified
+
+
+def test_sync_from_a_replica(groups):
+    """If the source does not have a version any more, other target ranks send it; without them the error says so."""
+    source, target = groups
+    source.call("fill", 2.0).result()
+    with Link(source, target, source="weights", target="weights") as link:
+        link.send(0, timeout=60)
+        for rank in range(2):
+            kill(source, rank)
+        source.restart_failed_workers()
+        kill(target, 1)
+        target.restart_failed_workers()
+        assert link.versions() == {0: 0, 1: None}
+        report = link.sync(timeout=60)
+        assert report.bytes_moved == 4 * (12 * 8 + 5 + 1)
+        assert target.call("holds").result() == [2.0, 2.0]
+        assert link.versions() == {0: 0, 1: 0}
+        for rank in range(2):
+            kill(target, rank)
+        target.restart_failed_workers()
+        with pytest.raises(TransferError, match="No rank holds version 0 any more"):
+            link.sync(timeout=60)
+        link.send(0, timeout=60, again=True)
+        assert link.versions() == {0: 0, 1: 0}
+
+
+def test_stopped_worker_that_continues_late_changes_nothing(groups):
+    """A target that was stopped in a move, and continues after a later send, does not commit the old version."""
+    source, target = groups
+    source.call("fill", 1.0).result()
+    with Link(source, target, source="weights", target="weights") as link:
+        link.send(0, timeout=60)
+        source.call("fill", 2.0).result()
+        fail_at(target, 1, "target", "move", "stop")
+        with pytest.raises(TransferError) as caught:
+            link.send(1, timeout=2)
+        assert caught.value.phase == "move"
+        hang(target, 1, "stop").close()
+        assert target.call("holds").result() == [1.0, 1.0]
+        assert link.versions() == {0: 0, 1: 0}
+
+
+def test_bad_faults(groups):
+    """Phases, sides and ranks that do not exist are refused."""
+    source, _ = groups
+    with pytest.raises(ValueError, match="has the phases collect, stage"):
+        fail_at(source, 0, "source", "commit")
+    with pytest.raises(ValueError, match="does not exist"):
+        fail_at(source, 9, "source", "stage")
+    with pytest.raises(ValueError, match="'kill' or 'stop'"):
+        fail_at(source, 0, "source", "stage", "tickle")

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links between groups of real workers."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import LayoutMismatchError, Link, TransferError
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+
+from ..holders import AsyncHolder, Holder
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([12], use_gpus=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slots(cluster):
+    return cluster.slots()
+
+
+@pytest.fixture(scope="module")
+def groups(slots):
+    """Return a group sharded over (dp=2, tp=2), and one over tp=2 with 2 replicas."""
+    train, serve = NamedSharding.from_shape(dp=2, tp=2), NamedSharding.from_shape(replica=2, tp=2)
+    with (
+        RayWorkerGroup(
+            slots[:4],
+            RayWorkerBuilder(Holder, {0: ("tp", "dp")}, 1.0),
+            sharding_annotations=train,
+            name_prefix="policy",
+        ) as policy,
+        RayWorkerGroup(
+            slots[4:8], RayWorkerBuilder(Holder, {1: "tp"}), sharding_annotations=serve, name_prefix="generation"
+        ) as generation,
+    ):
+        yield policy, generation
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared_memory", "object_store"])
+def test_send(groups, transport):
+    """Each send brings the current tensors to all target ranks, in at most three rounds."""
+    policy, generation = groups
+    generation.call("fill", 0.0).result()
+    with Link(policy, generation, source="weights", target="weights", transport=transport) as link:
+        assert link.versions() == dict.fromkeys(range(4))
+        assert link.version is None
+        for step in range(3):
+            policy.call("fill", step + 2.0).result()
+            report = link.send(step, timeout=60)
+            assert generation.call("holds").result() == [step + 2.0] * 4
+            assert report.rounds == 3
+            assert report.verified == (step == 0)
+            assert report.version == step
+            assert set(report.transports) == {transport.replace("auto", "shared_memory")}
+            assert report.bytes_moved == link.explain().plan.lower_bound
+            assert set(report.seconds) >= {"collect", "stage", "move", "commit"}
+        assert link.versions() == dict.fromkeys(range(4), 2)
+        assert link.version == 2
+
+
+def test_colocated(groups):
+    """A link from a group to itself copies within each process what it can; nothing can be synced before a send."""
+    policy, generation = groups
+    policy.call("fill", 3.0).result()
+    with Link(policy, policy, source="weights", target="weights") as link:
+        assert link.explain().plan.bytes_moved == 0
+        assert link.send(0, timeout=60).bytes_moved == 0
+        assert policy.call("holds").result() == [3.0] * 4
+    with (
+        Link(policy, generation, source="weights", target="weights") as link,
+        pytest.raises(ValueError, match="nothing has been sent yet"),
+    ):
+        link.sync()
+
+
+def test_two_links(groups):
+    """Two links between the same groups do not disturb each other."""
+    policy, generation = groups
+    with (
+        Link(policy, generation, source="weights", target="weights", exclude=["w"]) as first,
+        Link(policy, generation, source="weights", target="weights") as second,
+    ):
+        policy.call("fill", 4.0).result()
+        first.send(0, timeout=60)
+        second.send(5, timeout=60)
+        assert first.versions() == dict.fromkeys(range(4), 0)
+        policy.call("fill", 5.0).result()
+        second.send(6, timeout=60)
+        first.send(1, timeout=60)
+        assert generation.call("holds").result() == [5.0] * 4
+
+
+def test_bad_input_is_refused_before_anything_moves(groups):
+    """Tensors that do not fit are listed in one error; the targets keep what they had."""
+    policy, generation = groups
+    generation.call("fill", 1.5).result()
+    with Link(policy, generation, source="weights", target="odd") as link:
+        with pytest.raises(LayoutMismatchError) as caught:
+            link.send(0, timeout=60)
+        reasons = {one.name: one.reason for one in caught.value.mismatches}
+        assert set(reasons) == {"w", "norm", "step", "more"}
+        assert "dtypes differ" in reasons["norm"]
+        assert link.versions() == dict.fromkeys(range(4))
+    with (
+        Link(policy, generation, source="wrong", target="weights") as link,
+        pytest.raises(LayoutMismatchError, match="must return a dict"),
+    ):
+        link.send(0, timeout=60)
+    with (
+        Link(policy, generation, source="fail", target="weights") as link,
+        pytest.raises(TransferError, match=r"source rank \d .*ArithmeticError: broken") as failed,
+    ):
+        link.send(0, timeout=60)
+    assert failed.value.phase == "collect"
+    assert isinstance(failed.value.__cause__, ArithmeticError)
+    assert generation.call("holds").result() == [1.5] * 4
+
+
+def test_replicas_that_disagree_are_refused(groups):
+    """Source ranks that hold the same box with other bytes are named; nothing is applied."""
+    policy, generation = groups
+    generation.call("fill", 1.5).result()
+    policy.call("fill", 2.0).result()
+    policy.workers[1].fill.remote(3.0)
+    with (
+        Link(policy, generation, source="weights", target="weights") as link,
+        pytest.raises(LayoutMismatchError, match="different bytes"),
+    ):
+        link.send(0, timeout=60)
+    assert generation.call("holds").result() == [1.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"target": "weights", "apply": "load"}, ValueError, "either target= or apply="),
+        ({}, ValueError, "either target= or apply="),
+        ({"target": "nothing"}, AttributeError, "nothing"),
+        ({"target": "weights", "transport": "pigeon"}, ValueError, "transport must be one of"),
+        ({"target": "weights", "verify": "maybe"}, ValueError, "verify must be one of"),
+        ({"target": "weights", "dtype": np.float32}, TypeError, "name of a dtype"),
+        ({"target": "weights", "exclude": "w"}, TypeError, "several names"),
+        ({"apply": "load", "chunk_bytes": 0}, ValueError, "chunk_bytes"),
+        ({"apply": "weights"}, TypeError, "weights"),
+        ({"target": "weights", "before_commit": "nothing"}, AttributeError, "nothing"),
+    ],
+)
+def test_bad_options(groups, options, error, text):
+    """Options are checked before anything is sent."""
+    with pytest.raises(error, match=text):
+        Link(*groups, source="weights", **options)
+
+
+def test_versions_grow(groups):
+    """A version must be larger than the last one, unless it is sent again on purpose."""
+    policy, generation = groups
+    policy.call("fill", 1.0).result()
+    link = Link(policy, generation, source="weights", target="weights")
+    link.send(3, timeout=60)
+    with pytest.raises(ValueError, match="not larger than the last one, 3"):
+        link.send(3)
+    policy.call("fill", 2.0).result()
+    link.send(3, timeout=60, again=True)
+    assert generation.call("holds").result() == [2.0] * 4
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ValueError, match="version must be"):
+            link.send(wrong)
+    with pytest.raises(ValueError, match="timeout must be"):
+        link.send(4, timeout=0)
+    assert link.sync() is None
+    with pytest.raises(ValueError, match="do not exist"):
+        link.sync([7])
+    link.close()
+    link.close()
+    with pytest.raises(ValueError, match="has been closed"):
+        link.send(5)
+
+
+def test_names_casts_and_hooks(groups):
+    """Tensors are renamed, left out, and cast at the source; methods run around the commit."""
+    policy, generation = groups
+    policy.call("fill", 1.0).result()
+    generation.call("fill", 0.0).result()
+    generation.call("events").result()
+    with Link(
+        policy,
+        generation,
+        source="weights",
+        target="weights",
+        rename={"unused": "other"},
+        dtype="float16",
+        exclude=["n*"],
+        before_commit="note",
+        after_commit="note",
+    ) as link:
+        report = link.send(0, timeout=60)
+        assert generation.call("events").result() == [["weights", "note", "note"]] * 4
+        # Of "w" half on each rank, and the scalar.
+        assert report.bytes_moved == 4 * (12 * 8 // 2 + 1) * 2
+        assert generation.call("holds").result() == [None] * 4  # "norm" was left out
+        assert "float" in str(link.explain()) or "lower bound" in str(link.explain())
+
+
+def test_apply(groups):
+    """An engine that loads tensors itself gets whole tensors in chunks; one that fails midway is torn, then synced."""
+    policy, generation = groups
+    policy.call("fill", 6.0).result()
+    generation.call("events").result()
+    with Link(policy, generation, source="weights", apply="load", chunk_bytes=64) as link:
+        link.send(0, timeout=60)
+        assert generation.call("holds").result() == [6.0] * 4
+        assert [sorted(map(tuple, chunks)) for chunks in generation.call("events").result()] == [
+            [("norm", "step"), ("w",)]
+        ] * 4
+    with Link(policy, generation, source="weights", apply="load_one", chunk_bytes=1) as link:
+        with pytest.raises(TransferError, match="ArithmeticError: broken") as caught:
+            link.send(0, timeout=60)
+        assert caught.value.phase == "commit"
+        assert caught.value.versions == link.versions() == dict.fromkeys(range(4), "torn")
+        generation.call("note").result()
+        assert link.sync(timeout=60).version == 0
+        assert link.versions() == dict.fromkeys(range(4), 0)
+
+
+def open_segments(group):
+    """Return how many segments of shared memory the workers of a group have open."""
+    count = 0
+    for status in group.get_worker_status():
+        folder = f"/proc/{status.pid}/fd"
+        for name in os.listdir(folder):
+            try:
+                count += os.readlink(f"{folder}/{name}").startswith("/memfd:fairlead-transfer")
+            except OSError:
+                continue
+    return count
+
+
+def test_nothing_is_left(groups):
+    """Closing a link gives back the shared memory of its workers."""
+    policy, generation = groups
+    assert open_segments(policy) == 0
+    with Link(policy, generation, source="weights", target="weights") as link:
+        link.send(0, timeout=60)
+        assert open_segments(policy) >= 4
+    policy.call("note").result()
+    assert open_segments(policy) == open_segments(generation) == 0
+
+
+def test_one_transfer_at_a_time(groups):
+    """A second thread waits for its turn, at most for its timeout."""
+    policy, generation = groups
+    policy.call("fill", 7.0).result()
+    with Link(policy, generation, source="weights", target="weights") as link:
+        link.send(0, timeout=60)
+        busy = policy.call(lambda worker: time.sleep(1.5))
+        sender = threading.Thread(target=link.send, args=(1,))
+        sender.start()
+        time.sleep(0.3)
+        with pytest.raises(TransferError, match="Another thread uses the link"):
+            link.send(2, timeout=0.2)
+        sender.join()
+        busy.result()
+        assert link.version == 1
+
+
+def test_deadline(groups):
+    """A busy worker is named with what it does, within the deadline; the next send works."""
+    policy, generation = groups
+    policy.call("fill", 8.0).result()
+    with Link(policy, generation, source="weights", target="weights") as link:
+        busy = policy.call(lambda worker: time.sleep(3))
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"did not reply by the deadline\. It is in") as caught:
+            link.send(0, timeout=1)
+        assert time.monotonic() - began < 2
+        assert {problem.rank for problem in caught.value.problems} == {0, 1, 2, 3}
+        assert caught.value.phase == "collect"
+        busy.result()
+        link.send(0, timeout=60)
+        assert generation.call("holds").result() == [8.0] * 4
+
+
+def test_tables(groups):
+    """Reports and explanations show as text and in a notebook."""
+    policy, generation = groups
+    with Link(policy, generation, source="weights", target="weights") as link:
+        report = link.send(0, timeout=60)
+        assert "version 0" in str(report)
+        assert "<table>" in report._repr_html_()
+        text = str(link.explain())
+        assert "shared_memory" in text
+        assert "lower bound" in text
+        assert "<table>" in link.explain()._repr_html_()
+        assert repr(link) == "Link('policy' -> 'generation', version 0)"
+
+
+def test_commit_is_exclusive_on_asyncio_workers(groups, slots):
+    """While methods of an asyncio worker overlap, the commit waits for them, and later ones wait for it."""
+    policy, _ = groups
+    policy.call("fill", 2.0).result()
+    with (
+        RayWorkerGroup(
+            slots[8:],
+            RayWorkerBuilder(AsyncHolder, {1: "tp"}, 1.0),
+            sharding_annotations=NamedSharding.from_shape(replica=2, tp=2),
+            async_communication=True,
+        ) as engine,
+        Link(policy, engine, source="weights", target="weights") as link,
+    ):
+        calls = [engine.call("generate", 0.05) for _ in range(4)]
+        done = threading.Event()
+
+        def keep_calling():
+            while not done.is_set():
+                calls.append(engine.call("generate", 0.05))
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=keep_calling)
+        thread.start()
+        try:
+            for version in range(3):
+                policy.call("fill", version + 2.0).result()
+                link.send(version, timeout=60)
+        finally:
+            done.set()
+            thread.join()
+        seen = [pair for call in calls for pair in call.result(timeout=60)]
+        assert all(before == after for before, after in seen)
+        assert {before for before, _ in seen} >= {1.0, 4.0}
+        slow = engine.call("generate", 2.0)
+        with pytest.raises(TransferError, match="methods were still running") as caught:
+            link.send(9, timeout=0.8)
+        assert caught.value.phase == "commit"
+        assert set(link.versions().values()) == {"committing"}
+        slow.result()
+        link.sync(timeout=60)
+        assert link.versions() == dict.fromkeys(range(4), 9)

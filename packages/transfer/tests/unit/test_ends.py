@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ends of a link do in the workers, on numpy arrays and torch tensors."""
+
+import asyncio
+import random
+import subprocess
+import sys
+import textwrap
+import types
+
+import numpy as np
+import pytest
+
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
+from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
+from fairlead_transfer._remote.segment import Mapping, Segment
+
+from ..ends import Ends
+
+MODEL = {"embed": (12, 8), "norm": (5,), "step": (), "deep": (2, 3, 4, 5), "none": (0, 3)}
+
+
+def model(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return {name: (rng.random(shape) * 100).astype(dtype) for name, shape in MODEL.items()}
+
+
+class Worker:
+    """Holds tensors, and counts what is done with them."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.events = []
+
+    def weights(self):
+        return self.tensors
+
+    def note(self):
+        self.events.append("noted")
+
+    def fail(self):
+        raise ArithmeticError("broken")
+
+    def load(self, tensors):
+        self.events.append(list(tensors))
+        for name, value in tensors.items():
+            self.tensors[name] = np.array(value)
+
+    def load_half(self, tensors):
+        if self.events:
+            raise ArithmeticError("broken")
+        self.load(tensors)
+
+
+def shard(values, mesh, dims):
+    """Return a worker for each rank, with the boxes of each tensor along `dims` of its name."""
+    layouts = {name: Layout.from_sharding(value.shape, mesh, dims.get(name, {})) for name, value in values.items()}
+    workers = []
+    for rank in range(mesh.size):
+        tensors = {}
+        for name, value in values.items():
+            offset, size = layouts[name].offsets[rank], layouts[name].sizes[rank]
+            box = tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))
+            local = value[box if value.ndim else ()]
+            tensors[name] = LocalTensor(np.array(local), value.shape, offset[: value.ndim].tolist())
+        workers.append(Worker(tensors))
+    return workers
+
+
+def zeros(workers):
+    """Return the same workers with all tensors zero."""
+    return [
+        Worker({n: LocalTensor(np.zeros_like(t.tensor), t.global_shape, t.offsets) for n, t in worker.tensors.items()})
+        for worker in workers
+    ]
+
+
+def same(workers, expected):
+    return all(
+        np.array_equal(worker.tensors[name].tensor, other.tensors[name].tensor)
+        for worker, other in zip(workers, expected, strict=True)
+        for name in other.tensors
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_meshes(seed):
+    """Every tensor arrives bit by bit, between any two meshes, and the bytes are the lower bound."""
+    rng = random.Random(seed)
+
+    def mesh_and_dims():
+        axes = {name: rng.choice([1, 2, 3]) for name in "abc"}
+        dims = {}
+        for name, shape in MODEL.items():
+            for axis in axes:
+                if shape and rng.random() < 0.7:
+                    dims.setdefault(name, {}).setdefault(rng.randrange(len(shape)), []).append(axis)
+        return NamedSharding.from_shape(**axes), dims
+
+    values = model(rng.choice(["float32", "int8", "complex128", "bool"]))
+    sources, expected = shard(values, *mesh_and_dims()), shard(values, *mesh_and_dims())
+    ends = Ends(sources, zeros(expected))
+    moved = ends.send(1)
+    assert same(ends.workers["target"], expected)
+    assert moved == ends.plan().lower_bound
+    for worker in sources:
+        worker.tensors["norm"].tensor[...] = 7
+    for worker in expected:
+        worker.tensors["norm"].tensor[...] = 7
+    ends.send(2)
+    assert same(ends.workers["target"], expected)
+
+
+def test_nothing_travels_within_a_process():
+    """If the source and the target are one group, a rank copies what it holds from itself."""
+    values, mesh = model(), NamedSharding.from_shape(dp=2, tp=2)
+    expected = shard(values, mesh, {"embed": {0: "tp"}})
+    ends = Ends(shard(values, mesh, {"embed": {0: ("tp", "dp")}}), zeros(expected), same=True)
+    assert ends.send(1) == 4 * 12 * 8 * 4 // 4
+    assert same(ends.workers["target"], expected)
+
+
+def test_arrays_without_a_box_are_replicated():
+    """A plain array is held as a whole by each rank; a rank need not hold every tensor."""
+    sources = [Worker({"a": np.arange(6.0)}), Worker({"a": np.arange(6.0), "b": np.ones((2, 2), "int32")})]
+    targets = [Worker({"a": np.zeros(6), "b": np.zeros((2, 2), "int32")}), Worker({"b": np.zeros((2, 2), "int32")})]
+    Ends(sources, targets).send(1)
+    assert targets[0].tensors["a"].tolist() == list(range(6))
+    assert all(worker.tensors["b"].all() for worker in targets)
+
+
+def test_strided_memory():
+    """Transposed and sliced arrays are read and written in place."""
+    values = np.arange(24.0).reshape(4, 6)
+    room = np.zeros((8, 12))
+    Ends([Worker({"a": values.T})], [Worker({"a": room[::2, ::2].T})]).send(1)
+    assert np.array_equal(room[::2, ::2], values)
+    assert not room[1::2].any()
+
+
+def test_names_and_casts():
+    """Names are mapped, patterns leave tensors out on both sides, and the cast happens at the source."""
+    sources = [Worker({"model.a": np.array([1.1, 2.2]), "model.n": np.array([3]), "extra.x": np.ones(3)})]
+    targets = [Worker({"a": np.zeros(2, "float32"), "n": np.array([0]), "cache": np.ones(1)})]
+    ends = Ends(
+        sources,
+        targets,
+        rename=lambda name: name.removeprefix("model."),
+        exclude=("extra.*", "cache"),
+        dtype="float16",
+    )
+    assert ends.send(1) == 2 * 2 + 8
+    assert targets[0].tensors["a"].tolist() == np.array([1.1, 2.2], "float16").astype("float32").tolist()
+    assert targets[0].tensors["n"].tolist() == [3]
+    assert targets[0].tensors["cache"].tolist() == [1]
+
+
+def test_descriptions_travel_once():
+    """A description is sent again only if it has changed; another storage alone changes nothing."""
+    worker = Worker({"a": np.zeros(4)})
+    ends = Ends([worker], [Worker({"a": np.zeros(4)})])
+    (first,), _ = ends.describe()
+    assert first["number"] == 1
+    worker.tensors = {"a": np.ones(4)}
+    again = ends.ask("source", 0, "source", 2, "weights", 1, None, 0, False)
+    assert (again["number"], again["tensors"]) == (1, None)
+    worker.tensors = {"a": np.ones(5)}
+    changed = ends.ask("source", 0, "source", 3, "weights", 1, None, 0, False)
+    assert changed["number"] == 2
+    assert changed["tensors"][0][4] == (5,)
+
+
+def test_superseded_requests_are_refused():
+    """A worker that continues late refuses requests of an attempt that a later one has superseded."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    fetched = ends.fetch(ends.stage(), 1)
+    assert "bytes" in fetched[0]
+    late = ends.epoch
+    ends.describe()
+    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1) == {"superseded": late + 1}
+    assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False) == {"superseded": late + 1}
+    assert not ends.workers["target"][0].tensors["a"].any()
+
+
+def test_commit_without_staging():
+    """A worker that has staged nothing of a version, as after a restart, says so."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    assert ends.commit(1) == [{"missing": True}]
+
+
+def test_commit_runs_the_hooks():
+    """The methods around the commit run once; a commit that is repeated does nothing."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.send(1, before="note", after="note")
+    assert ends.workers["target"][0].events == ["noted"] * 2
+    assert ends.commit(1, before="note") == [{"committed": 1}]
+    assert ends.workers["target"][0].events == ["noted"] * 2
+
+
+@pytest.mark.parametrize(("hook", "torn", "done", "value"), [("before", False, False, 0), ("after", False, True, 1)])
+def test_hooks_that_fail(hook, torn, done, value):
+    """A hook that fails is reported with its traceback, and whether the tensors are in place."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    (reply,) = ends.commit(1, **{hook: "fail"})
+    assert reply["error"] == "ArithmeticError: broken"
+    assert "in fail" in reply["traceback"]
+    assert (reply["torn"], reply["done"]) == (torn, done)
+    assert ends.workers["target"][0].tensors["a"].tolist() == [value] * 4
+
+
+def test_apply_takes_chunks():
+    """An engine that loads tensors itself gets whole tensors in chunks of bounded size."""
+    values = {f"t{number}": np.full((4, 4), number, "float32") for number in range(5)} | {
+        "big": np.ones((40, 4), "float32")
+    }
+    sources = shard(values, NamedSharding.from_shape(dp=2), {name: {0: "dp"} for name in values})
+    ends = Ends(sources, [Worker({}), Worker({})], apply="load")
+    ends.send(1, chunk_bytes=128)
+    for worker in ends.workers["target"]:
+        assert sorted(name for chunk in worker.events for name in chunk) == sorted(values)
+        assert all(len(chunk) <= 2 for chunk in worker.events)
+        assert ["big"] in worker.events
+        assert all(np.array_equal(worker.tensors[name], value) for name, value in values.items())
+
+
+def test_apply_that_fails_midway_is_torn():
+    """An engine that has loaded some chunks and failed holds a mixture."""
+    ends = Ends([Worker({"a": np.ones(4), "b": np.ones(4)})], [Worker({})], apply="load_half")
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    (reply,) = ends.commit(1, chunk_bytes=1)
+    assert reply["torn"]
+    ends.apply = "load"
+    ends.send(2)
+    assert ends.workers["target"][0].tensors["b"].tolist() == [1] * 4
+
+
+def test_digests_find_a_changed_byte():
+    """A byte that differs from what was sent is found before the commit."""
+    ends = Ends([Worker({"a": np.ones(4), "b": np.ones(4)})], [Worker({"a": np.zeros(4), "b": np.zeros(4)})])
+    ends.plan()
+    staged = ends.stage()
+    staged[0]["staged"]["channels"][0]["digests"][1] ^= 1
+    (reply,) = ends.fetch(staged, 1)
+    assert reply == {"differing": [("b", 0)]}
+    assert ends.commit(1) == [{"missing": True}]
+
+
+def test_replicas_have_digests():
+    """Each replica computes the digest of the boxes that others hold too."""
+    ends = Ends([Worker({"a": np.ones(4)}), Worker({"a": np.zeros(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    first, second = (reply["staged"]["held"] for reply in ends.stage().values())
+    assert first.keys() == second.keys() == {("a", (0,))}
+    assert first != second
+
+
+def test_segment_is_read_as_a_whole_or_refused():
+    """A reader sees that the content was written since, or is being written, and that the token is another one."""
+    segment = Segment(100)
+    segment.begin()[:3] = b"abc"
+    description = segment.end()
+    mapped = Mapping(description)
+    assert bytes(mapped.content()[:3]) == b"abc"
+    assert mapped.holds(description[4])
+    content = segment.begin()
+    assert not mapped.holds(description[4])
+    content[:3] = b"xyz"
+    later = segment.end()
+    assert not mapped.holds(description[4])
+    assert mapped.holds(later[4])
+    with pytest.raises(OSError, match="another segment"):
+        Mapping((*description[:3], b"0" * 16, 1))
+    with pytest.raises(OSError, match="No such file"):
+        Mapping((description[0], 10_000, *description[2:]))
+    segment.close()
+    segment.close()
+    assert bytes(mapped.content()[:3]) == b"xyz"
+
+
+def test_segment_that_was_written_meanwhile_is_not_used():
+    """A target that is late, so that the source has staged again, does not take the new bytes for the old ones."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    staged = ends.stage()
+    ends.stage()
+    assert ends.fetch(staged, 1) == [{"overwritten": 0}]
+
+
+def test_larger_segment_is_a_new_file():
+    """A segment never shrinks or grows: readers of the old one keep what they have mapped."""
+    source, target = Worker({"a": np.ones(4)}), Worker({"a": np.zeros(4)})
+    ends = Ends([source], [target])
+    ends.send(1)
+    source.tensors, target.tensors = {"a": np.ones(4000)}, {"a": np.zeros(4000)}
+    ends.send(2)
+    assert target.tensors["a"].all()
+    source.tensors, target.tensors = {"a": np.ones(3)}, {"a": np.zeros(3)}
+    ends.send(3)
+    assert target.tensors["a"].all()
+
+
+def test_memory_that_cannot_be_opened_is_reported():
+    """If the memory of a source cannot be opened, the target says why, so that another transport is taken."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    staged = ends.stage()
+    channel = staged[0]["staged"]["channels"][0]
+    channel["segment"] = (2**22 + 1, *channel["segment"][1:])
+    (reply,) = ends.fetch(staged, 1)
+    assert "FileNotFoundError" in reply["blocked"][0]
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "text"),
+    [
+        ([1, 2], "", "must return a dict"),
+        ({1: np.ones(2)}, "1", "must be a str"),
+        ({"a": "text"}, "a", "builtins.str cannot be transferred"),
+        ({"a": np.array(["x"], object)}, "a", "dtype object cannot"),
+        ({"a": LocalTensor(np.ones(2), (4,), (3,))}, "a", "outside of the global shape"),
+        ({"a": LocalTensor(np.ones(2), (4, 4), (3,))}, "a", "has global_shape"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(values, name, text):
+    """What a method returns is refused with the name and the reason."""
+    ends = Ends([Worker(values)], [Worker({})])
+    (reply,), _ = ends.describe()
+    ((found, reason),) = reply["refused"]
+    assert found == name
+    assert text in reason
+
+
+def test_methods_may_be_async():
+    """The method that returns the tensors may be a coroutine."""
+
+    class Async(Worker):
+        async def weights(self):
+            await asyncio.sleep(0)
+            return self.tensors
+
+    target = Async({"a": np.zeros(4)})
+    Ends([Async({"a": np.ones(4)})], [target]).send(1)
+    assert target.tensors["a"].all()
+
+
+def selection(**changed):
+    return Selection(**{"rename": lambda name: name, "dtype": None, "exclude": (), **changed})
+
+
+def described(name, dtype="float32", shape=(4,), library="numpy"):
+    return (name, library, dtype, 4, shape, (0,) * len(shape), shape, "cpu")
+
+
+def test_ranks_that_disagree_are_refused():
+    """One tensor has one dtype and one global shape; two names do not become one; all are of one library."""
+    with pytest.raises(LayoutMismatchError, match="disagree about its dtype or shape"):
+        read_side("source", [[described("a")], [described("a", "float64")]], selection(), renamed=True)
+    with pytest.raises(LayoutMismatchError, match="two tensors of the source have this name"):
+        read_side("source", [[described("a"), described("b")]], selection(rename=lambda name: "x"), renamed=True)
+    with pytest.raises(LayoutMismatchError, match="must be of one library"):
+        read_side("target", [[described("a"), described("b", library="torch")]], selection(), renamed=False)
+
+
+def test_dtypes_that_differ_are_refused():
+    """Different dtypes need `dtype=`, which is for floating-point tensors."""
+    held = read_side("source", [[described("a"), described("b", "int32")]], selection(), renamed=True)
+    wanted = read_side("target", [[described("a", "bfloat16"), described("b", "int64")]], selection(), renamed=False)
+    wrong = check_dtypes(held, wanted, selection())
+    assert set(wrong) == {"a", "b"}
+    assert "give the dtype that travels with dtype=" in wrong["a"].reason
+    assert set(check_dtypes(held, wanted, selection(dtype="bfloat16"))) == {"b"}
+
+
+def test_ends_need_neither_numpy_nor_torch_to_load():
+    """The code of an end loads where there are only the standard library and Ray."""
+    script = """
+        import sys
+        class Block:
+            def find_spec(self, fullname, path=None, target=None):
+                if fullname.partition(".")[0] in ("numpy", "torch", "fairlead_transfer", "fairlead_workergroup"):
+                    raise ModuleNotFoundError(fullname, name=fullname)
+        import ray
+        sys.meta_path.insert(0, Block())
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("numpy", "torch")]:
+            del sys.modules[name]
+        print(ray.cloudpickle.loads(bytes.fromhex(sys.stdin.read())).__name__)
+    """
+    import ray
+
+    from fairlead_transfer._remote.end import End
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        input=ray.cloudpickle.dumps(End).hex(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "End", done.stderr
+
+
+def test_unknown_operation_of_a_missing_end():
+    """Closing an end that does not exist does nothing."""
+    from fairlead_transfer._remote.entry import SHARED, serve
+
+    sys.modules[SHARED] = types.ModuleType(SHARED)
+    assert serve(None, ("x", "source"), None, "close") is None

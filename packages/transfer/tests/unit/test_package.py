@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a whole: versions, errors that travel, and what its modules import."""
+
+import ast
+import importlib.metadata
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairlead_transfer
+from fairlead_transfer import RankProblem, TransferError
+
+FOLDER = Path(fairlead_transfer.__file__).parent
+MODULES = sorted(FOLDER.rglob("*.py"))
+PROBLEMS = tuple(RankProblem("target", rank, "abcdef0123", "it was killed") for rank in range(20))
+
+
+def test_version_equals_that_of_the_distribution():
+    """The literal version and the installed metadata agree."""
+    assert fairlead_transfer.__version__ == importlib.metadata.version("fairlead-transfer")
+
+
+def test_errors_travel():
+    """An error pickles with all it says."""
+    error = TransferError("commit", 3, PROBLEMS, {0: 3, 1: "torn", 2: None, 3: "committing"}, "Do this.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert (copy.phase, copy.version, copy.problems, copy.versions) == ("commit", 3, PROBLEMS, error.versions)
+
+
+def test_errors_say_what_holds():
+    """Before the decision the text says that nothing has changed, after it who holds what; of many ranks, the first."""
+    error = TransferError("move", 3, PROBLEMS, {}, "Do this.")
+    assert "phase 'move'" in str(error)
+    assert "All target ranks hold what they held before." in str(error)
+    assert "target rank 0 on node abcdef01: it was killed" in str(error)
+    assert "and 4 others" in str(error)
+    assert str(error).endswith("Do this.")
+    decided = TransferError("commit", 3, PROBLEMS[:1], {0: 3, 1: "torn", 2: None}, "Do this.")
+    assert "hold 3: ranks 0; torn: ranks 1; nothing: ranks 2" in str(decided)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: f"{module.parent.name}/{module.name}")
+def test_modules(module):
+    """Files are licensed and short; what runs in workers imports the standard library, Ray, and names at the top."""
+    text = module.read_text(encoding="utf-8")
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    assert len(text.splitlines()) <= 500
+    if module.parent.name != "_remote":
+        return
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert all(node in tree.body for node in imports)
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.module
+            continue
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "ray"}

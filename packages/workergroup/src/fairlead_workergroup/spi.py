@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface for packages that are built on fairlead-workergroup, besides the names that users need.
+
+These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
+moment, send a function to single workers, and collect what they reply by a deadline.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ._group import RayWorkerGroup
+from ._members import Member, Roster, Snapshot, WorkerFacts, find_worker
+from ._observe.failures import as_failure
+from ._observe.query import cancel_calls, late_workers
+from ._ray_private import actor_id_of
+from .exceptions import LateWorker, WorkerFailure, WorkerGroupError
+
+__all__ = ["Member", "Reply", "Snapshot", "WorkerFacts", "cancel", "collect", "read_members", "send_function"]
+
+# How long the nodes may take to say what late workers do. The caller's deadline has passed by then.
+LOOK_S = 0.7
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of one request; exactly one of the attributes other than `worker` counts.
+
+    Attributes:
+        worker: who was asked.
+        value: what the function returned.
+        error: what the function raised.
+        failure: why the worker was lost.
+        late: what the worker was doing at the deadline.
+    """
+
+    worker: WorkerFacts
+    value: Any = None
+    error: BaseException | None = None
+    failure: WorkerFailure | None = None
+    late: LateWorker | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.failure is None and self.late is None
+
+
+def read_members(group: RayWorkerGroup) -> Snapshot:
+    """Return the members of a group as they are now.
+
+    Raises:
+        WorkerGroupError: the group, or its Ray, has been shut down.
+    """
+    return _roster(group).check_alive()
+
+
+def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_within_s: float | None = None) -> Any:
+    """Send a function to one worker, which calls it with the user's instance as its first argument.
+
+    Args:
+        member: the worker.
+        name: what errors and statuses call the function.
+        pickled: the function, pickled by `ray.cloudpickle`.
+        args: its other arguments; references among them are resolved.
+        alone_within_s: run it while no method of the worker runs. On a worker whose async methods overlap, later
+            methods wait meanwhile; if the running ones do not end within so many seconds, `TimeoutError` is raised.
+
+    Returns:
+        The reference to the result.
+    """
+    if alone_within_s is None:
+        return member.handle._fairlead_function_plain.remote(name, pickled, *args)
+    return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args)
+
+
+def collect(
+    group: RayWorkerGroup,
+    requests: Mapping[int, tuple[WorkerFacts, Any]],
+    timeout_s: float,
+    *,
+    all_of_them: bool = False,
+) -> dict[int, Reply]:
+    """Wait for requests.
+
+    Args:
+        group: of the workers; losses are noted in it.
+        requests: the worker and the reference of each, by any number.
+        timeout_s: seconds to wait.
+        all_of_them: wait for the others when one has failed.
+
+    Returns:
+        A reply for each request that ended. If one has failed, and `all_of_them` is not set, the others are missing. At
+        the deadline there is a late reply for each one that has not ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    by_ref = {ref: number for number, (_, ref) in requests.items()}
+    replies: dict[int, Reply] = {}
+    pending = list(by_ref)
+    while pending:
+        ready, pending = ray.wait(
+            pending, num_returns=len(pending) if all_of_them else 1, timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not all_of_them and pending:
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            ready = [*ready, *more]
+        for ref in ready:
+            worker, _ = requests[by_ref[ref]]
+            replies[by_ref[ref]] = _reply(worker, ref)
+        if lost := [reply.failure for reply in replies.values() if reply.failure is not None]:
+            _roster(group).record_losses(lost)
+        if not all_of_them and any(not reply.is_good for reply in replies.values()):
+            return replies
+        if pending and time.monotonic() >= deadline:
+            workers = {by_ref[ref]: requests[by_ref[ref]][0] for ref in pending}
+            seen = late_workers(list(workers.values()), within_s=LOOK_S)
+            replies.update(
+                (number, Reply(workers[number], late=late)) for number, late in zip(workers, seen, strict=True)
+            )
+            break
+    return replies
+
+
+def cancel(requests: Mapping[int, tuple[WorkerFacts, Any]]) -> None:
+    """Keep requests that have not started from starting; what their workers run goes on."""
+    if requests:
+        cancel_calls(list(requests.values()), within_s=LOOK_S)
+
+
+def _reply(worker: WorkerFacts, ref: Any) -> Reply:
+    try:
+        return Reply(worker, ray.get(ref))
+    except ray.exceptions.RayTaskError as error:
+        return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
+    except ray.exceptions.RayError as error:
+        failure = as_failure(error, worker)
+        return Reply(worker, failure=failure) if failure is not None else Reply(worker, error=error)
+
+
+def _roster(group: RayWorkerGroup) -> Roster:
+    workers = group.workers
+    found = find_worker(actor_id_of(workers[0])) if workers else None
+    if found is None:
+        raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
+    return found[0]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What packages that are built on groups of workers use."""
+
+import asyncio
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerGroupError, spi
+from fairlead_workergroup.testing import kill
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+class Worker:
+    def __init__(self):
+        self.running, self.most = 0, 0
+
+    def value(self):
+        return 7
+
+
+class Overlapping(Worker):
+    async def work(self, seconds):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(seconds)
+        self.running -= 1
+
+    async def items(self, count):
+        for number in range(count):
+            self.running += 1
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            yield number
+
+
+def send(group, function, *args, ranks=None, **options):
+    snapshot = spi.read_members(group)
+    pickled = ray.cloudpickle.dumps(function)
+    chosen = range(group.world_size) if ranks is None else ranks
+    return {
+        rank: (snapshot[rank].facts, spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
+        for rank in chosen
+    }
+
+
+def fail(worker):
+    raise ArithmeticError("broken")
+
+
+def test_functions_and_replies():
+    """A function gets the user's instance; replies are values, the worker's own errors, losses, or late."""
+    with RayVirtualCluster([3], use_gpus=False) as cluster:
+        group = RayWorkerGroup(cluster, RayWorkerBuilder(Worker))
+        before = spi.read_members(group)
+        for options in ({}, {"alone_within_s": 1.0}):
+            replies = spi.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 30)
+            assert {rank: reply.value for rank, reply in replies.items()} == dict.fromkeys(range(3), 10)
+            assert all(reply.is_good for reply in replies.values())
+        (failed,) = spi.collect(group, send(group, fail, ranks=[1]), 30).values()
+        assert isinstance(failed.error, ArithmeticError)
+        assert failed.worker.rank == 1
+
+        requests = send(group, lambda worker: time.sleep(1.5), ranks=[2])
+        began = time.monotonic()
+        (late,) = spi.collect(group, requests, 0.2).values()
+        assert time.monotonic() - began < 1.2
+        assert late.late.rank == 2
+        assert late.late.method == "<function>"
+        queued = send(group, lambda worker: setattr(worker, "seen", True), ranks=[2])
+        spi.cancel(queued)
+        (checked,) = spi.collect(group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 30).values()
+        assert checked.value is False
+
+        kill(group, 0)
+        replies = spi.collect(group, send(group, lambda worker: 1), 30, all_of_them=True)
+        assert replies[0].failure.kind == "killed"
+        assert replies[1].is_good
+        assert replies[2].is_good
+        after = spi.read_members(group)
+        assert after.epoch > before.epoch
+        assert after[0].failure is not None
+        with pytest.raises(WorkerFailureError):
+            group.call("value")
+        group.shutdown()
+        with pytest.raises(WorkerGroupError, match="has been shut down"):
+            spi.read_members(group)
+
+
+def test_function_that_has_an_asyncio_worker_for_itself():
+    """Methods that run end first, later ones wait; one that takes too long keeps the function from running."""
+
+    async def alone(worker):
+        seen = worker.running
+        await asyncio.sleep(0.1)
+        return seen, worker.running
+
+    with (
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Overlapping), async_communication=True) as group,
+    ):
+        calls = [group.call("work", 0.05) for _ in range(20)]
+        calls.append(group.call("items", 20))
+        requests = [send(group, alone, alone_within_s=20.0) for _ in range(3)]
+        calls += [group.call("work", 0.05) for _ in range(20)]
+        for request in requests:
+            assert spi.collect(group, request, 30)[0].value == (0, 0)
+        for call in calls:
+            call.result(timeout=30)
+        assert group.call(lambda worker: worker.most, collect=()).result() > 1
+
+        slow = group.call("work", 1.0)
+        (reply,) = spi.collect(group, send(group, alone, alone_within_s=0.1), 30).values()
+        assert isinstance(reply.error, TimeoutError)
+        assert "1 methods were still running" in str(reply.error)
+        slow.result()
+        assert spi.collect(group, send(group, fail, alone_within_s=1.0), 30)[0].error.args == ("broken",)
+        assert group.call("value").result() == [7]
