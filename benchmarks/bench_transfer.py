@@ -31,7 +31,7 @@ FAMILIES = [
 def rows() -> list[Row]:
     """Return every row of the table. The run takes a minute."""
     results = list(_planning_rows())
-    init_ray(address="local", num_cpus=8, object_store_memory=4 << 30)
+    init_ray(address="local", num_cpus=8)
     try:
         with RayVirtualCluster([8], use_gpus=False) as cluster:
             results += [*_large_rows(cluster.slots()), *_small_rows(cluster.slots())]
