@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teach a small transformer to add with GRPO: one controller, two groups of workers on the same slots.
 
-The group `policy` trains, data-parallel over `dp`. The group `generation` samples answers. Each step passes the weights
-from `policy` to `generation` by reference and samples 16 answers to each problem. A correct answer earns a reward of 1,
+The group `policy` trains, data-parallel over `dp`. The group `generation` samples answers. Each step sends the weights
+from `policy` to `generation` and samples 16 answers to each problem. A correct answer earns a reward of 1,
 any other answer 0. The policy then takes two clipped steps on advantages that are normalised over the answers to one
 problem (Shao et al., 2024; averaged over tokens, without a KL term).
 
@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, RemoteBatch
 from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
+from fairlead_transfer import Link
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
 from fairlead_workergroup.torch import axis_group, destroy, init_process_group, wrap_ddp
 
@@ -106,11 +107,11 @@ class Worker:
         torch.manual_seed(seed)
         self.model = Transformer()
 
-    def weights(self) -> np.ndarray:
-        return parameters_to_vector(self.model.parameters()).detach().numpy()
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.weights()).hexdigest()
+        return hashlib.sha256(parameters_to_vector(self.model.parameters()).detach().numpy()).hexdigest()
 
 
 class Policy(Worker):
@@ -164,11 +165,6 @@ class Generation(Worker):
         super().__init__(seed)
         self.model.requires_grad_(False)
         torch.manual_seed(1000 * seed + current_worker().rank)  # Each rank samples different answers.
-
-    def load(self, weights: np.ndarray) -> str:
-        """Load these weights, and return the fingerprint of the loaded weights."""
-        vector_to_parameters(torch.tensor(weights), self.model.parameters())
-        return self.fingerprint()
 
     def generate(self, prompts: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Return one answer to each prompt: sampled at temperature 1, or the most likely one if `greedy`."""
@@ -228,19 +224,16 @@ def imitate(policy: RayWorkerGroup, rng: random.Random, *, dp: int, at_most: int
     raise RuntimeError(f"The loss is still above {IMITATION_LOSS} after {at_most} steps of imitation.")
 
 
-def send_weights(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
-    """Load the policy's weights into the generation workers.
+def send_weights(link: Link, policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
+    """Send the policy's weights to the generation workers, from process to process.
 
     Raises:
-        RuntimeError: If the weights changed on the way, or if they went through the driver.
+        RuntimeError: If the weights changed on the way.
     """
-    weights = policy.at(dp=0).call("weights", collect=())
-    loaded = generation.call("load", weights)  # Passing a call passes its result directly from worker to worker.
-    fingerprints = {*loaded.result(), *policy.call("fingerprint").result()}
+    link.send(0 if link.version is None else link.version + 1, timeout=120)
+    fingerprints = {*generation.call("fingerprint").result(), *policy.call("fingerprint").result()}
     if len(fingerprints) > 1:
         raise RuntimeError(f"The weights differ between workers: {fingerprints}.")
-    if weights.statistics().bytes_fetched or loaded.statistics().bytes_put:
-        raise RuntimeError(f"The weights went through the driver: {weights.statistics()}, {loaded.statistics()}.")
 
 
 def generate(generation: RayWorkerGroup, prompts: BatchedDataDict, *, dp: int, greedy: bool = False) -> BatchedDataDict:
@@ -266,9 +259,9 @@ def log_probs_before(policy: RayWorkerGroup, answers: BatchedDataDict, *, dp: in
     return log_probs
 
 
-def grpo_step(policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Random, *, dp: int) -> float:
+def grpo_step(link: Link, policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Random, *, dp: int) -> float:
     """Sample answers, compute their rewards and train on them. Return the mean reward."""
-    send_weights(policy, generation)
+    send_weights(link, policy, generation)
     prompts = BatchedDataDict(prompt=problems(rng, PROBLEMS)).repeat_interleave(ANSWERS)
     answers = generate(generation, prompts, dp=dp)
     rewards = rewards_of(prompts, answers).view(PROBLEMS, ANSWERS)
@@ -279,9 +272,9 @@ def grpo_step(policy: RayWorkerGroup, generation: RayWorkerGroup, rng: random.Ra
     return rewards.mean().item()
 
 
-def accuracy(policy: RayWorkerGroup, generation: RayWorkerGroup, *, dp: int) -> float:
+def accuracy(link: Link, policy: RayWorkerGroup, generation: RayWorkerGroup, *, dp: int) -> float:
     """Return the share of all problems that the policy solves with its most likely answers."""
-    send_weights(policy, generation)
+    send_weights(link, policy, generation)
     prompts = BatchedDataDict(prompt=[f"{one}+{other}=" for one in range(100) for other in range(10)])
     return rewards_of(prompts, generate(generation, prompts, dp=dp, greedy=True)).mean().item()
 
@@ -290,18 +283,19 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
     """Run imitation, then GRPO. Return the mean reward of each GRPO step."""
     dp, rng, console = policy.sharding_annotations.get_axis_size("dp"), random.Random(seed), Console()
     rewards: list[float] = []
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    link = Link(policy, generation, source="weights", target="weights")
+    with link, Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("Imitation", total=None)
         size = policy.call("connect").result()[0]
         console.print(f"{size:,} parameters; {imitate(policy, rng, dp=dp)} steps of imitation")
-        before = accuracy(policy, generation, dp=dp)
+        before = accuracy(link, policy, generation, dp=dp)
         progress.update(task, total=steps)
         for step in range(1, steps + 1):
-            rewards.append(grpo_step(policy, generation, rng, dp=dp))
+            rewards.append(grpo_step(link, policy, generation, rng, dp=dp))
             progress.update(task, advance=1, description=f"GRPO, reward {np.mean(rewards[-10:]):.2f}")
             if step % max(steps // 10, 1) == 0:
                 console.print(f"step {step:4}  reward {np.mean(rewards[-max(steps // 10, 1) :]):.3f}")
-        console.print(f"accuracy {before:.1%} -> {accuracy(policy, generation, dp=dp):.1%}")
+        console.print(f"accuracy {before:.1%} -> {accuracy(link, policy, generation, dp=dp):.1%}")
     for group in policy, generation:
         print(f"{group.name_prefix}: {group.statistics()}")
     moved = 4 * size * dp * (steps + 2) / 1e6

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of links over several nodes. The nodes are raylets that share one address."""
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_transfer import Link, LocalTensor
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
+
+SHAPE = 8, 1000
+
+
+class Rows:
+    """Holds its rows of a tensor."""
+
+    def __init__(self, parts: int) -> None:
+        size = SHAPE[0] // parts
+        self.first = current_worker().rank * size if parts > 1 else 0
+        self.w = np.zeros((size, SHAPE[1]))
+
+    def fill(self, step: float) -> None:
+        self.w[...] = step + self.first + np.arange(len(self.w))[:, None]
+
+    def weights(self) -> dict[str, LocalTensor]:
+        return {"w": LocalTensor(self.w, SHAPE, (self.first, 0))}
+
+    def rows(self) -> list[float]:
+        assert (self.w == self.w[:, :1]).all()
+        return self.w[:, 0].tolist()
+
+
+@pytest.fixture
+def two_nodes():
+    """Start a head without CPUs, and two nodes with three CPUs each."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):  # Several nodes that start at once time out on a small machine.
+            cluster.add_node(num_cpus=3)
+            cluster.wait_for_nodes()
+        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_link_over_two_nodes(two_nodes):
+    """Ranks of one node share memory; what another node needs crosses to it once, however many of its ranks want it."""
+    with RayVirtualCluster([3, 3], use_gpus=False) as cluster:
+        slots = cluster.slots()
+        assert slots[0].node_id == slots[2].node_id != slots[3].node_id
+        with (
+            RayWorkerGroup(slots[:2], RayWorkerBuilder(Rows, 2)) as source,
+            RayWorkerGroup(slots[2:], RayWorkerBuilder(Rows, 1)) as target,
+            Link(source, target, source="weights", target="weights") as link,
+        ):
+            for step in range(3):
+                source.call("fill", step).result()
+                report = link.send(step, timeout=60)
+                assert target.call("rows").result() == [[step + row for row in range(8)]] * 4
+            assert report.transports == {"shared_memory": 2, "object_store": 6}
+            assert report.bytes_moved == 4 * 8 * 1000 * 8
+            assert report.bytes_between_nodes == 8 * 1000 * 8
+            assert "different nodes" in str(link.explain())
