@@ -47,7 +47,7 @@ class Ends:
         """Return the replies of all ranks of both sides."""
         self.epoch += 1
         sources = [
-            self.ask("source", rank, "source", self.epoch, "weights", 0, None, 0, False)
+            self.ask("source", rank, "source", self.epoch, "weights", 0, None, 0, False, False)
             for rank in range(len(self.workers["source"]))
         ]
         targets = [
@@ -78,7 +78,7 @@ class Ends:
         self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda sender, receiver: "shared_memory")
         return plan
 
-    def stage(self, verify=True):
+    def stage(self, verify=True, fresh=False):
         """Return the replies of the source ranks."""
         return {
             rank: self.ask(
@@ -91,6 +91,7 @@ class Ends:
                 orders,
                 self.orders.number,
                 verify,
+                fresh,
             )
             for rank, orders in self.orders.source.items()
         }

@@ -150,7 +150,8 @@ class Attempt:
             text = f"No rank holds version {self._version} any more. {SEND}"
             raise self._error("collect", self._problems("target", dict.fromkeys(ranks, "it needs the version")), text)
         self._source.look()
-        requests = self._source.ask(good, "source", lambda rank: (self._epoch, self._source.method, 0, None, 0, False))
+        arguments = (self._epoch, self._source.method, 0, None, 0, False, False)
+        requests = self._source.ask(good, "source", lambda rank: arguments)
         self._rounds += 1
         for rank, value in self._values("collect", self._source, requests).items():
             self._source.note_description(rank, value)
@@ -274,7 +275,7 @@ class Attempt:
         number = kept.orders.number if kept is not None and stage else 0
         self._verified = self._verify == "always" or (self._verify == "first" and self._router.verified is not kept)
         sources = [one.rank for one in self._source.members if one.rank not in lost]
-        arguments = self._source.method, number, self._verified
+        arguments = self._source.method, number, self._verified, self._states.unconfirmed
         requests = self._source.ask(
             sources,
             "source",
@@ -325,11 +326,12 @@ class Attempt:
     def _stage_and_fetch(self, route: Route) -> None:
         """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
         orders, ends = route.orders, self._source.ends
+        fresh = self._states.unconfirmed
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            return self._epoch, None, ends[rank].number, mine, orders.number, self._verified
+            return self._epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
 
         requests = self._source.ask(sorted(route.sources), "source", arguments)
         fetches = self._ask_to_fetch(route, route.targets, {rank: ref for rank, (_, ref) in requests.items()})

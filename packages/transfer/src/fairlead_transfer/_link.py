@@ -28,8 +28,8 @@ class Link:
     """Sends the tensors of one group of workers to another group, which may shard them differently.
 
     After a `send`, all target ranks hold the new version. If it fails before its decision, all of them still hold the
-    previous one. A link holds one copy of the sent pieces in each source process, and one staged copy of its tensors in
-    each target process.
+    previous one. A link holds one copy of the sent pieces, in the shared memory of each source process or in Ray's object
+    store, from one send to the next.
 
     Args:
         source_group: the group that has the tensors.

@@ -133,7 +133,6 @@ def make_orders(
             "names": [target.own_names[name] for name in names],
             "source_names": [source.own_names[name] for name in names],
             "dtypes": [dtypes[name] for name in names],
-            "boxes": [tuple(target.layouts[name].sizes[rank].tolist()) for name in names],
             "shapes": [target.layouts[name].shape for name in names],
             "sources": {sender: sources[sender] for sender in order},
             "local": local.get(rank, []),

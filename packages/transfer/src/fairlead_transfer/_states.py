@@ -39,6 +39,12 @@ class States:
                 self._states[member.rank] = None
         return {member.rank: self._states.get(member.rank) for member in self._target.members}
 
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether a rank may still be putting an earlier version into place."""
+        self.read()
+        return bool(self._unconfirmed)
+
     def decide(self, ranks: Iterable[int]) -> None:
         """Note that ranks are to commit: from now on they hold the old version, or the new one."""
         for rank in ranks:

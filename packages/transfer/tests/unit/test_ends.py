@@ -163,10 +163,10 @@ def test_descriptions_travel_once():
     (first,), _ = ends.describe()
     assert first["number"] == 1
     worker.tensors = {"a": np.ones(4)}
-    again = ends.ask("source", 0, "source", 2, "weights", 1, None, 0, False)
+    again = ends.ask("source", 0, "source", 2, "weights", 1, None, 0, False, False)
     assert (again["number"], again["tensors"]) == (1, None)
     worker.tensors = {"a": np.ones(5)}
-    changed = ends.ask("source", 0, "source", 3, "weights", 1, None, 0, False)
+    changed = ends.ask("source", 0, "source", 3, "weights", 1, None, 0, False, False)
     assert changed["number"] == 2
     assert changed["tensors"][0][4] == (5,)
 
@@ -180,7 +180,7 @@ def test_superseded_requests_are_refused():
     late = ends.epoch
     ends.describe()
     assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1) == {"superseded": late + 1}
-    assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False) == {"superseded": late + 1}
+    assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False, False) == {"superseded": late + 1}
     assert not ends.workers["target"][0].tensors["a"].any()
 
 
@@ -289,6 +289,18 @@ def test_segment_that_was_written_meanwhile_is_not_used():
     staged = ends.stage()
     ends.stage()
     assert ends.fetch(staged, 1) == [{"overwritten": 0}]
+
+
+def test_segment_that_was_written_before_the_commit_is_not_used():
+    """A commit does not use memory that has been written since; new memory is staged while a target may still read."""
+    ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    ends.stage(fresh=True)
+    assert ends.commit(1)[0]["committed"] == 1
+    ends.fetch(ends.stage(), 2)
+    ends.stage()
+    assert ends.commit(2) == [{"missing": True}]
 
 
 def test_larger_segment_is_a_new_file():

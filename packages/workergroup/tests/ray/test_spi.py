@@ -71,6 +71,7 @@ def test_functions_and_replies():
         assert late.late.rank == 2
         assert late.late.method == "<function>"
         queued = send(group, lambda worker: setattr(worker, "seen", True), ranks=[2])
+        time.sleep(0.3)  # until it has reached the worker
         spi.cancel(queued)
         (checked,) = spi.collect(group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 30).values()
         assert checked.value is False

@@ -45,7 +45,10 @@ class End:
         self._segments: dict[int, Segment] = {}
         self._packed: dict[int, bytearray] = {}
         self._mapped: dict[int, SegmentMapping] = {}
-        self._staging: dict[str, Any] = {}
+        self._outgoing: dict[int, list[Any]] = {}
+        self._incoming: dict[int, list[Any]] = {}
+        self._pieces: list[tuple[int, Any, Any, Any]] = []
+        self._used: list[tuple[SegmentMapping, int]] = []
         self._staged: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
         self._torn = False
@@ -70,6 +73,7 @@ class End:
         orders: dict[str, Any] | None,
         order_id: int,
         verify: bool,
+        fresh: bool,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
@@ -81,6 +85,7 @@ class End:
             orders: what to stage; None for the orders that were given before.
             order_id: the number of these orders; 0 to stage nothing.
             verify: whether to compute digests.
+            fresh: stage into new memory, because a target may still read the old one.
         """
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
@@ -94,7 +99,7 @@ class End:
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
             self._reach("stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, verify)
+            reply["staged"] = await self._in_thread(self._stage, verify, fresh)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -116,7 +121,7 @@ class End:
         verify: bool,
         within_s: float,
     ) -> dict[str, Any]:
-        """Fetch what the orders say into staging memory, and compare digests.
+        """Map what the orders say, or get it from Ray's object store, and compare digests.
 
         Args:
             worker: the user's instance.
@@ -158,22 +163,14 @@ class End:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if self._staged != (epoch, version):
+        if self._staged != (epoch, version) or not self._is_unchanged():
             return {"missing": True}
         began, writing = time.monotonic(), False
         try:
             self._reach("commit")
             await self._call(worker, before)
             writing = True
-            if apply is None:
-                tools = self._tools()
-                for name, value in self._staging.items():
-                    self._put(tools, self._values[name], value)
-                    self._reach("committing")
-            else:
-                for chunk in self._chunks(chunk_bytes):
-                    await self._call(worker, apply, chunk)
-                    self._reach("committing")
+            await self._put(apply, worker, chunk_bytes)
             writing = False
             self._torn, self._committed = False, (epoch, version)
             await self._call(worker, after)
@@ -183,13 +180,13 @@ class End:
             name = f"{type(error).__name__}: {error}"
             return {"error": name, "traceback": text, "torn": writing, "done": self._committed == (epoch, version)}
         finally:
-            self._values = {}
+            self._values, self._pieces = {}, []
         return {"committed": version, "commit_s": time.monotonic() - began}
 
     async def _release(self, worker: Any, epoch: int) -> None:
         """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
-            self._values = {}
+            self._values, self._pieces, self._staged = {}, [], None
 
     def _close(self) -> None:
         for segment in self._segments.values():
@@ -227,9 +224,10 @@ class End:
         if epoch < self._epoch:  # the method has let another attempt pass
             return {"superseded": self._epoch}
         try:
-            marks = tuple((name, look(value)[0]) for name, value in values.items())
+            looked = {name: look(value) for name, value in values.items()}
         except (AttributeError, TypeError, ValueError):
-            marks = ()
+            looked = {}  # `check_tensors` says what is wrong
+        marks = tuple((name, mark) for name, (mark, _) in looked.items())
         if not marks or marks != self._marks:
             if wrong := check_tensors(values, method):
                 return {"number": self._number, "refused": wrong}
@@ -238,13 +236,13 @@ class End:
             if described != self._described or not self._number:
                 self._number, self._described = self._number + 1, described
             self._marks = marks
-        self._values = {name: look(value)[1] for name, value in values.items()}
+        self._values = {name: local for name, (_, local) in looked.items()}
         return {"number": self._number, "tensors": None if self._number == known else self._described}
 
     def _tools(self) -> Any:
         return library(self._orders["library"])
 
-    def _stage(self, verify: bool) -> dict[str, Any]:
+    def _stage(self, verify: bool, fresh: bool) -> dict[str, Any]:
         """Copy what others need to where they find it."""
         tools, orders = self._tools(), self._orders
         channels: list[dict[str, Any]] = []
@@ -254,7 +252,8 @@ class End:
                 for at, starts, sizes, offset in channel["pieces"]
             ]
             if channel["kind"] == "shared_memory":
-                channels.append({"segment": self._stage_in_segment(tools, number, channel["size"], pieces)})
+                description = self._stage_in_segment(tools, number, channel["size"], pieces, fresh)
+                channels.append({"segment": description})
             else:
                 channels.append({"object": self._stage_in_store(tools, number, channel["size"], pieces)})
             if verify:
@@ -267,15 +266,23 @@ class End:
             }
         return reply
 
-    def _stage_in_segment(self, tools: Any, number: int, size: int, pieces: Sequence[Any]) -> tuple[Any, ...]:
+    def _stage_in_segment(
+        self, tools: Any, number: int, size: int, pieces: Sequence[Any], fresh: bool
+    ) -> tuple[Any, ...]:
         segment = self._segments.get(number)
-        if segment is None or segment.size < size:
+        if segment is None or segment.size < size or fresh:
             if segment is not None:
                 segment.close()
             segment = self._segments[number] = Segment(size)
+            self._outgoing.pop(number, None)
         content = segment.begin()
-        for tensor, dtype, sizes, offset in pieces:
-            tools.copy(tools.view(content, dtype, offset, sizes), tensor)
+        kept = self._outgoing.get(number)
+        if kept is None or kept[0] != self._orders["id"]:
+            # The same memory in every send, so its views are made once.
+            views = [tools.view(content, dtype, offset, sizes) for _, dtype, sizes, offset in pieces]
+            kept = self._outgoing[number] = [self._orders["id"], views]
+        for view, (tensor, _, _, _) in zip(kept[1], pieces, strict=True):
+            tools.copy(view, tensor)
         return segment.end()
 
     def _stage_in_store(self, tools: Any, number: int, size: int, pieces: Sequence[Any]) -> Any:
@@ -306,42 +313,46 @@ class End:
     ) -> dict[str, Any]:
         began = time.monotonic()
         tools, orders = self._tools(), self._orders
-        self._staged = None
-        self._prepare_staging(tools)
-        self._copy_local(tools)
+        self._staged, self._used = None, []
+        pieces = self._copy_local(tools)
         replies, trouble = self._await_replies(staged, deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, str] = {}
-        moved = 0
+        wrong: list[tuple[str, int]] = []
+        moved, verify_s = 0, 0.0
         for source, channels in orders["sources"].items():
             if "staged" not in replies[source]:
                 return {"unstaged": source}
-            for number, pieces in channels.items():
+            for number, ordered in channels.items():
                 channel = replies[source]["staged"]["channels"][number]
                 try:
-                    moved += self._copy_channel(tools, source, number, channel, pieces, deadline)
+                    size, found = self._open_channel(tools, source, number, channel, ordered, deadline)
                 except ray.exceptions.GetTimeoutError:  # before OSError, which it is too
                     return {"waiting": [source]}
                 except OSError as error:
                     blocked[source] = f"{type(error).__name__}: {error}"
+                    continue
                 except ray.exceptions.RayError as error:
                     return {"lost": source, "reason": " ".join(str(error).split())[:200]}
                 except BufferError:
                     return {"overwritten": source}
+                moved += size
+                pieces += found
+                if verify:
+                    started = time.monotonic()
+                    self._reach("verify")
+                    wrong += self._differing(tools, source, channel["digests"], ordered, found)
+                    verify_s += time.monotonic() - started
         if blocked:
             return {"blocked": blocked}
         self._reach("move")
-        reply: dict[str, Any] = {"bytes": moved, "move_s": time.monotonic() - began}
-        if verify:
-            began = time.monotonic()
-            self._reach("verify")
-            if wrong := list(self._differing(tools, replies)):
-                return {"differing": wrong}
-            reply["verify_s"] = time.monotonic() - began
+        if wrong:
+            return {"differing": wrong}
         if epoch == self._epoch:
-            self._staged = epoch, version
-        return reply
+            self._pieces, self._staged = pieces, (epoch, version)
+        reply: dict[str, Any] = {"bytes": moved, "move_s": time.monotonic() - began - verify_s}
+        return {**reply, "verify_s": verify_s} if verify else reply
 
     def _await_replies(
         self, staged: Mapping[int, Any], deadline: float
@@ -360,88 +371,102 @@ class End:
                 return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
         return replies, None
 
-    def _prepare_staging(self, tools: Any) -> None:
-        """Make the staging memory; what fits is used again."""
-        orders, before = self._orders, self._staging
-        self._staging = {}
-        for name, dtype, sizes in zip(orders["names"], orders["dtypes"], orders["boxes"], strict=True):
-            if 0 in sizes:
-                continue
-            held = before.get(name)
-            fits = held is not None and tuple(held.shape) == tuple(sizes) and tools.dtype_name(held) == dtype
-            self._staging[name] = held if fits else tools.empty(sizes, dtype)
-
-    def _copy_local(self, tools: Any) -> None:
-        """Copy what the source end of this process holds."""
+    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any, Any]]:
+        """Copy what the source end of this process holds: it may change before the commit."""
         orders = self._orders
-        if orders["local"]:
-            shared: Any = sys.modules[SHARED]
-            own = shared.ends[self._key[0], "source"]._values  # noqa: SLF001  of the same class
-            for at, starts, source_starts, sizes in orders["local"]:
-                name = orders["names"][at]
-                value = part(own[orders["source_names"][at]], source_starts, sizes)
-                tools.copy(part(self._staging[name], starts, sizes), value)
+        if not orders["local"]:
+            return []
+        shared: Any = sys.modules[SHARED]
+        own = shared.ends[self._key[0], "source"]._values  # noqa: SLF001  of the same class
+        pieces = []
+        for at, starts, source_starts, sizes in orders["local"]:
+            copy = tools.empty(sizes, orders["dtypes"][at])
+            tools.copy(copy, part(own[orders["source_names"][at]], source_starts, sizes))
+            pieces.append((at, starts, sizes, copy))
+        return pieces
 
-    def _copy_channel(
-        self, tools: Any, source: int, number: int, channel: Mapping[str, Any], pieces: Any, deadline: float
-    ) -> int:
-        """Copy the pieces of one channel of a source into the staging memory; return the bytes.
+    def _open_channel(
+        self, tools: Any, source: int, number: int, channel: Mapping[str, Any], ordered: Any, deadline: float
+    ) -> tuple[int, list[tuple[int, Any, Any, Any]]]:
+        """Return the bytes and the pieces of one channel of a source, which share its memory.
 
         Raises:
             OSError: its segment cannot be opened here.
             BufferError: its segment was written meanwhile.
             RayError: its value is lost, or does not arrive in time.
         """
-        orders, moved = self._orders, 0
-        index: Any = None
-        if "segment" in channel:
-            description = channel["segment"]
-            if source not in self._mapped or self._mapped[source].token != description[3]:
-                self._mapped[source] = SegmentMapping(description)
-            mapped = self._mapped[source]
-            if not mapped.holds(description[4]):
-                raise BufferError
-            buffers: list[Any] = [mapped.content()]
-        else:
-            left = max(0.0, deadline - time.monotonic())
-            index, *buffers = ray.get(channel["object"], timeout=left)
-        for at, starts, sizes, piece, offset in pieces:
-            buffer, begin = (0, offset) if index is None else index[piece]
-            dtype = orders["dtypes"][at]
-            value = tools.view(buffers[buffer], dtype, begin, sizes)
-            tools.copy(part(self._staging[orders["names"][at]], starts, sizes), value)
-            moved += nbytes(tools, sizes, dtype)
-        if "segment" in channel and not mapped.holds(description[4]):
+        if "segment" not in channel:
+            index, *buffers = ray.get(channel["object"], timeout=max(0.0, deadline - time.monotonic()))
+            return self._view(tools, ordered, buffers, index)
+        description = channel["segment"]
+        if source not in self._mapped or self._mapped[source].token != description[3]:
+            self._mapped[source] = SegmentMapping(description)
+            self._incoming.pop(source, None)
+        mapped = self._mapped[source]
+        if not mapped.holds(description[4]):
             raise BufferError
-        return moved
+        self._used.append((mapped, description[4]))
+        kept = self._incoming.get(source)
+        if kept is None or kept[0] != (self._orders["id"], number):
+            # The same memory in every send, so its views are made once.
+            views = self._view(tools, ordered, [mapped.content()], None)
+            kept = self._incoming[source] = [(self._orders["id"], number), *views]
+        return kept[1], kept[2]
 
-    def _differing(self, tools: Any, replies: Mapping[int, Any]) -> Iterator[tuple[str, int]]:
+    def _view(
+        self, tools: Any, ordered: Any, buffers: Sequence[Any], index: Any
+    ) -> tuple[int, list[tuple[int, Any, Any, Any]]]:
+        moved, pieces = 0, []
+        for at, starts, sizes, piece, offset in ordered:
+            buffer, begin = (0, offset) if index is None else index[piece]
+            dtype = self._orders["dtypes"][at]
+            pieces.append((at, starts, sizes, tools.view(buffers[buffer], dtype, begin, sizes)))
+            moved += nbytes(tools, sizes, dtype)
+        return moved, pieces
+
+    def _differing(
+        self, tools: Any, source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
+    ) -> Iterator[tuple[str, int]]:
         """Yield the name and the source of each piece whose bytes are not those that were sent."""
+        for (at, _, _, piece, _), (_, _, _, value) in zip(ordered, pieces, strict=True):
+            if digest(tools, value, self._orders["dtypes"][at]) != sent[piece]:
+                yield self._orders["names"][at], source
+
+    def _is_unchanged(self) -> bool:
+        """Return whether no segment has been written since it was opened."""
+        return all(mapped.holds(generation) for mapped, generation in self._used)
+
+    async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
+        """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
+        tools, names = self._tools(), self._orders["names"]
+        if apply is not None:
+            for chunk in self._chunks(tools, chunk_bytes):
+                await self._call(worker, apply, chunk)
+                self._reach("committing")
+        else:
+            for at, starts, sizes, value in self._pieces:
+                tools.copy(part(self._values[names[at]], starts, sizes), value)
+                self._reach("committing")
+        if not self._is_unchanged():
+            raise BufferError("the memory of a source was written during the commit")
+
+    def _chunks(self, tools: Any, chunk_bytes: int) -> Iterator[dict[str, Any]]:
+        """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
         orders = self._orders
-        for source, channels in orders["sources"].items():
-            for number, pieces in channels.items():
-                sent = replies[source]["staged"]["channels"][number]["digests"]
-                for at, starts, sizes, piece, _ in pieces:
-                    name, dtype = orders["names"][at], orders["dtypes"][at]
-                    if digest(tools, part(self._staging[name], starts, sizes), dtype) != sent[piece]:
-                        yield name, source
-
-    def _put(self, tools: Any, to: Any, value: Any) -> None:
-        tools.copy(to, value.reshape(tuple(to.shape)))
-
-    def _chunks(self, chunk_bytes: int) -> Iterator[dict[str, Any]]:
-        """Yield the staged tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
-        tools, orders = self._tools(), self._orders
+        pieces: dict[int, list[Any]] = {}
+        for at, starts, sizes, value in self._pieces:
+            pieces.setdefault(at, []).append((starts, sizes, value))
         chunk: dict[str, Any] = {}
         size = 0
-        for name, dtype, shape in zip(orders["names"], orders["dtypes"], orders["shapes"], strict=True):
-            if name not in self._staging:
-                continue
+        for at, parts in sorted(pieces.items()):
+            shape, dtype = orders["shapes"][at], orders["dtypes"][at]
             length = nbytes(tools, shape, dtype)
             if chunk and size + length > chunk_bytes:
                 yield chunk
                 chunk, size = {}, 0
-            chunk[name] = self._staging[name].reshape(tuple(shape))
+            whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
+            for starts, sizes, value in parts:
+                tools.copy(part(whole, starts, sizes), value)
             size += length
         if chunk:
             yield chunk
