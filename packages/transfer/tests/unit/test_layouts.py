@@ -91,7 +91,7 @@ def test_mismatches_are_listed_together():
     assert "item sizes differ" in reasons["c"]
     assert "only the target has it" in reasons["d"]
     assert all(
-        word in str(caught.value) for word in ("rename=", "exclude=", "dtype=", "4 tensors", "nothing has moved")
+        word in str(caught.value) for word in ("rename=", "exclude=", "dtype=", "4 tensors", "nothing has been applied")
     )
     with pytest.raises(LayoutMismatchError, match="no source rank holds 2 of the elements"):
         reshard(half, Layout.replicated((4,), 1), source_nodes="x", target_nodes="x")
