@@ -4,7 +4,7 @@
 Orders are plain data, because a worker may lack numpy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,8 @@ def make_orders(
             for row, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
                 if own[row]:
                     begin = tuple((pieces.starts[row] - family.source.offsets[receiver]).tolist())
-                    local.setdefault(receiver, []).append((at, inside[row], begin, sizes[row]))
+                    boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
+                    local.setdefault(receiver, []).append((at, *boxes, sizes[row]))
                     continue
                 kind = transports.get((sender, receiver))
                 if kind is None:
@@ -101,7 +102,7 @@ def make_orders(
         layout = source.layouts[name]
         begin = tuple(one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True))
         place[sender, kind, at, start] = channels[channel_key], len(channel["pieces"]), channel["size"]
-        channel["pieces"].append((at, begin, size, channel["size"]))
+        channel["pieces"].append((at, _box(begin, size), size, channel["size"]))
         length = layout.itemsize
         for one in size:
             length *= one
@@ -124,7 +125,7 @@ def make_orders(
         sources: dict[int, dict[int, list[Any]]] = {}
         for at, begin, size, start, sender in fetches.get(rank, ()):
             channel, piece, offset = place[sender, transports[sender, rank], at, start]
-            sources.setdefault(sender, {}).setdefault(channel, []).append((at, begin, size, piece, offset))
+            sources.setdefault(sender, {}).setdefault(channel, []).append((at, _box(begin, size), size, piece, offset))
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
         target_orders[rank] = {
@@ -140,6 +141,11 @@ def make_orders(
     return Orders(number, source_orders, target_orders, transports)
 
 
+def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box, made here once and not in each send."""
+    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+
+
 def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
     """Add what several source ranks hold, of which each computes the digest when the plan is verified."""
     for family in plan.families:
@@ -153,4 +159,4 @@ def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_o
             holders = np.flatnonzero(((offsets <= start) & (ends >= end)).all(axis=1)).tolist()
             for rank in holders if len(holders) > 1 else ():
                 begin = tuple(at - int(offset) for at, offset in zip(start, offsets[rank], strict=True))
-                orders[rank]["held"] += [((name, start), at_of[name], begin, size) for name in family.names]
+                orders[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in family.names]

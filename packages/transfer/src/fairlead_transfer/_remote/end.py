@@ -38,7 +38,7 @@ class End:
         self._key = key
         self._epoch = -1
         self._values: Mapping[str, Any] = {}
-        self._marks: tuple[Any, ...] = ()
+        self._marks: list[Any] = []
         self._number = 0
         self._described: list[tuple[Any, ...]] = []
         self._orders: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class End:
         self._mapped: dict[int, SegmentMapping] = {}
         self._outgoing: dict[int, list[Any]] = {}
         self._incoming: dict[int, list[Any]] = {}
-        self._pieces: list[tuple[int, Any, Any, Any]] = []
+        self._pieces: list[tuple[int, Any, Any]] = []
         self._used: list[tuple[SegmentMapping, int]] = []
         self._staged: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
@@ -227,7 +227,7 @@ class End:
             looked = {name: look(value) for name, value in values.items()}
         except (AttributeError, TypeError, ValueError):
             looked = {}  # `check_tensors` says what is wrong
-        marks = tuple((name, mark) for name, (mark, _) in looked.items())
+        marks = [(name, mark) for name, (mark, _) in looked.items()]
         if not marks or marks != self._marks:
             if wrong := check_tensors(values, method):
                 return {"number": self._number, "refused": wrong}
@@ -248,8 +248,8 @@ class End:
         channels: list[dict[str, Any]] = []
         for number, channel in enumerate(orders["channels"]):
             pieces = [
-                (part(self._values[orders["names"][at]], starts, sizes), orders["dtypes"][at], sizes, offset)
-                for at, starts, sizes, offset in channel["pieces"]
+                (part(self._values[orders["names"][at]], box), orders["dtypes"][at], sizes, offset)
+                for at, box, sizes, offset in channel["pieces"]
             ]
             if channel["kind"] == "shared_memory":
                 description = self._stage_in_segment(tools, number, channel["size"], pieces, fresh)
@@ -261,8 +261,8 @@ class End:
         reply: dict[str, Any] = {"channels": channels}
         if verify:
             reply["held"] = {
-                key: digest(tools, part(self._values[orders["names"][at]], starts, sizes), orders["dtypes"][at])
-                for key, at, starts, sizes in orders["held"]
+                key: digest(tools, part(self._values[orders["names"][at]], box), orders["dtypes"][at])
+                for key, at, box, _ in orders["held"]
             }
         return reply
 
@@ -371,7 +371,7 @@ class End:
                 return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
         return replies, None
 
-    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any, Any]]:
+    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
         orders = self._orders
         if not orders["local"]:
@@ -379,15 +379,15 @@ class End:
         shared: Any = sys.modules[SHARED]
         own = shared.ends[self._key[0], "source"]._values  # noqa: SLF001  of the same class
         pieces = []
-        for at, starts, source_starts, sizes in orders["local"]:
+        for at, box, source_box, sizes in orders["local"]:
             copy = tools.empty(sizes, orders["dtypes"][at])
-            tools.copy(copy, part(own[orders["source_names"][at]], source_starts, sizes))
-            pieces.append((at, starts, sizes, copy))
+            tools.copy(copy, part(own[orders["source_names"][at]], source_box))
+            pieces.append((at, box, copy))
         return pieces
 
     def _open_channel(
         self, tools: Any, source: int, number: int, channel: Mapping[str, Any], ordered: Any, deadline: float
-    ) -> tuple[int, list[tuple[int, Any, Any, Any]]]:
+    ) -> tuple[int, list[tuple[int, Any, Any]]]:
         """Return the bytes and the pieces of one channel of a source, which share its memory.
 
         Raises:
@@ -415,12 +415,12 @@ class End:
 
     def _view(
         self, tools: Any, ordered: Any, buffers: Sequence[Any], index: Any
-    ) -> tuple[int, list[tuple[int, Any, Any, Any]]]:
+    ) -> tuple[int, list[tuple[int, Any, Any]]]:
         moved, pieces = 0, []
-        for at, starts, sizes, piece, offset in ordered:
+        for at, box, sizes, piece, offset in ordered:
             buffer, begin = (0, offset) if index is None else index[piece]
             dtype = self._orders["dtypes"][at]
-            pieces.append((at, starts, sizes, tools.view(buffers[buffer], dtype, begin, sizes)))
+            pieces.append((at, box, tools.view(buffers[buffer], dtype, begin, sizes)))
             moved += nbytes(tools, sizes, dtype)
         return moved, pieces
 
@@ -428,7 +428,7 @@ class End:
         self, tools: Any, source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
     ) -> Iterator[tuple[str, int]]:
         """Yield the name and the source of each piece whose bytes are not those that were sent."""
-        for (at, _, _, piece, _), (_, _, _, value) in zip(ordered, pieces, strict=True):
+        for (at, _, _, piece, _), (_, _, value) in zip(ordered, pieces, strict=True):
             if digest(tools, value, self._orders["dtypes"][at]) != sent[piece]:
                 yield self._orders["names"][at], source
 
@@ -444,8 +444,8 @@ class End:
                 await self._call(worker, apply, chunk)
                 self._reach("committing")
         else:
-            for at, starts, sizes, value in self._pieces:
-                tools.copy(part(self._values[names[at]], starts, sizes), value)
+            for at, box, value in self._pieces:
+                tools.copy(part(self._values[names[at]], box), value)
                 self._reach("committing")
         if not self._is_unchanged():
             raise BufferError("the memory of a source was written during the commit")
@@ -454,8 +454,8 @@ class End:
         """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
         orders = self._orders
         pieces: dict[int, list[Any]] = {}
-        for at, starts, sizes, value in self._pieces:
-            pieces.setdefault(at, []).append((starts, sizes, value))
+        for at, box, value in self._pieces:
+            pieces.setdefault(at, []).append((box, value))
         chunk: dict[str, Any] = {}
         size = 0
         for at, parts in sorted(pieces.items()):
@@ -465,8 +465,8 @@ class End:
                 yield chunk
                 chunk, size = {}, 0
             whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
-            for starts, sizes, value in parts:
-                tools.copy(part(whole, starts, sizes), value)
+            for box, value in parts:
+                tools.copy(part(whole, box), value)
             size += length
         if chunk:
             yield chunk

@@ -114,14 +114,14 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
     if numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype.kind not in "biufcV" or value.dtype.fields:
             raise TypeError(f"arrays of dtype {value.dtype} cannot be transferred; numbers and bool can")
-        return ("numpy", str(value.dtype), value.shape, value.strides, value.__array_interface__["data"][0]), value
+        return ("numpy", value.dtype, value.shape, value.strides, value.__array_interface__["data"][0]), value
     if torch is not None and isinstance(value, torch.Tensor):
         placements = getattr(value, "placements", None)
         with torch.no_grad():
             local = value.detach() if placements is None else value.to_local().detach()
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise TypeError("only dense tensors can be transferred, not sparse, quantized or meta ones")
-        mark = "torch", str(local.dtype), tuple(local.shape), local.stride(), local.data_ptr(), str(local.device)
+        mark = "torch", local.dtype, local.shape, local.stride(), local.data_ptr(), local.device
         if placements is None:
             return mark, local
         return (*mark, tuple(value.shape), tuple(map(repr, placements)), id(value.device_mesh)), local
@@ -193,11 +193,9 @@ def _check_strided(value: Any) -> None:
             )
 
 
-def part(tensor: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
+def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     """Return a box of a tensor, which shares its memory; a scalar has one part."""
-    if len(tensor.shape) == 0:
-        return tensor.reshape(1)
-    return tensor[tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))]
+    return tensor[box] if tensor.ndim else tensor.reshape(1)
 
 
 def digest(tools: Any, tensor: Any, dtype: str) -> int:
