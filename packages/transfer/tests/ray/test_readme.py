@@ -15,5 +15,5 @@ def test_example(tmp_path):
     script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # whatever else runs here
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "version 3: 384 B moved" in done.stdout
+    assert "version 3: 192 B moved" in done.stdout
     assert "{0: 3, 1: 3}" in done.stdout
