@@ -49,7 +49,10 @@ def call_where(group: RayWorkerGroup) -> list[tuple[int, str, str, str]]:
 
 
 def test_group_over_two_nodes(three_nodes):
-    """Ranks follow physical order, node ranks count the group's nodes, and only the master's node runs an agent."""
+    """Ranks follow physical order, node ranks count the group's nodes, and one agent runs on each of these nodes.
+
+    The group publishes there who its workers are. The node of the driver has an agent too, for the calls that it makes.
+    """
     axes = NamedSharding.from_shape(dp=2, tp=3)
     with RayVirtualCluster([3, 3], use_gpus=False) as cluster:
         slots = cluster.slots()
@@ -60,11 +63,12 @@ def test_group_over_two_nodes(three_nodes):
             assert [ranks for *_, ranks, _ in found] == ["0:0:3", "0:1:3", "0:2:3", "1:0:3", "1:1:3", "1:2:3"]
             assert {master for *_, master in found} == {slots[0].node_ip}
             agents = [
-                row
+                row["Address"]["NodeID"]
                 for row in ray._private.state.actors().values()
                 if row["State"] != "DEAD" and row["ActorClassName"] == "AgentProcess"
             ]
-            assert len(agents) == 1  # Only the first node holds a port.
+            driver = ray.get_runtime_context().get_node_id()
+            assert sorted(agents) == sorted({slot.node_id for slot in slots} | {driver})
 
 
 def test_restart_without_free_slots(three_nodes):
