@@ -97,8 +97,8 @@ class Words:
         return self
 
 
-def leaves(batch: Batch) -> None:
-    words: Leaf = Words()
+def leaves(batch: Batch, words: Leaf) -> None:
+    leaves(batch, Words())
     ragged = RaggedLeaf([np.ones((2, 3)), np.ones((1, 3))])
     for leaf in (words, ragged):
         assert_type(len(leaf), int)

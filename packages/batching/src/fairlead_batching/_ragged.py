@@ -60,10 +60,13 @@ class RaggedLeaf:
         self.__setstate__((buffer, shapes.reshape(len(segments), given[0].ndim if given else 0), segment_of))
 
     def __setstate__(self, state: tuple[Any, IntArray, IntArray]) -> None:
-        self.buffer, self.shapes, self.rows = state
-        if isinstance(self.buffer, np.ndarray):
-            self.buffer = self.buffer.view()
-            self.buffer.flags.writeable = False
+        buffer, shapes, rows = state
+        if isinstance(buffer, np.ndarray):
+            buffer = buffer.view()
+            buffer.flags.writeable = False
+        self.buffer: Any = buffer
+        self.shapes: IntArray = shapes
+        self.rows: IntArray = rows
         self.offsets: IntArray = np.append(0, np.cumsum(self.shapes.prod(axis=1))).astype(np.int64)
 
     @classmethod
@@ -90,8 +93,6 @@ class RaggedLeaf:
         if not isinstance(other, RaggedLeaf):
             return NotImplemented
         return len(self) == len(other) and all(map(_leaf.is_same, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
         compact = self.compact()

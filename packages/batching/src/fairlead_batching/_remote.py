@@ -30,8 +30,8 @@ class BatchLostError(RuntimeError):
 
     def __init__(self, message: str, keys: Sequence[str] = (), rows: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.keys = tuple(keys)
-        self.rows = tuple(rows)
+        self.keys: tuple[str, ...] = tuple(keys)
+        self.rows: tuple[int, ...] = tuple(rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.keys, self.rows)

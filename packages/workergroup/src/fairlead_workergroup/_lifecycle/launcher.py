@@ -72,6 +72,7 @@ class Launcher:
         master: address and port of the store of the workers' process group; set by the first start.
     """
 
+    spec: GroupSpec
     worker_class: WorkerClass
     master: tuple[str, int]
 
