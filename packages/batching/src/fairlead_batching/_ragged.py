@@ -124,15 +124,16 @@ class RaggedLeaf:
         leaves = [leaf for leaf in leaves if len(leaf)] or list(leaves[:1])
         for leaf in leaves[1:]:
             _check_row(0, leaf[0], leaves[0][0])
-        first: dict[int, int] = {}
+        first: dict[tuple[int, int], int] = {}
         owners: list[Self] = []
-        for leaf in leaves:
-            memory = _address(leaf.buffer)
-            if memory not in first:
-                first[memory] = sum(len(owner.shapes) for owner in owners)
+        # Parts of one leaf have its buffer and its shapes. Empty buffers of different leaves may have one address.
+        segments = [(_address(leaf.buffer), id(leaf.shapes)) for leaf in leaves]
+        for leaf, shared in zip(leaves, segments, strict=True):
+            if shared not in first:
+                first[shared] = sum(len(owner.shapes) for owner in owners)
                 owners.append(leaf)
         buffer = owners[0].buffer if len(owners) == 1 else _concatenate([owner.buffer for owner in owners])
-        rows = np.concatenate([leaf.rows + first[_address(leaf.buffer)] for leaf in leaves])
+        rows = np.concatenate([leaf.rows + first[shared] for leaf, shared in zip(leaves, segments, strict=True)])
         return cls._make(buffer, np.concatenate([owner.shapes for owner in owners]), rows)
 
     def to(self, device: Any, /) -> Self:

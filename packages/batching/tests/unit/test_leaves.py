@@ -296,6 +296,10 @@ def test_ragged_tensors():
     assert received.dtype == torch.bfloat16
     assert received.nbytes == (6 + 3) * 2
     assert leaf.to("meta").buffer.device.type == "meta"
+    # Empty tensors have the address 0, and meta tensors too.
+    empty = RaggedLeaf([torch.zeros(0)]), RaggedLeaf([torch.zeros(0), torch.zeros(0)])
+    for one, other in (empty, (leaf.to("meta"), RaggedLeaf([row]).to("meta"))):
+        assert [part.shape for part in RaggedLeaf.concat([one, other])] == [part.shape for part in (*one, *other)]
     with pytest.raises(TypeError, match="Rows must be all arrays or all tensors: row 1 is a Tensor"):
         RaggedLeaf([np.ones(2), torch.ones(2)])
     with pytest.raises(ValueError, match="row 1 has device cpu, the first row meta"):
