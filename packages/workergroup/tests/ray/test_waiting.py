@@ -251,6 +251,15 @@ class TestErrors:
 
 
 class TestCancel:
+    def test_a_call_that_waits_for_an_argument(self, group):
+        """A call that Ray has not delivered, as its argument is not ready, is dropped and delays no later call."""
+        argument = group.at(dp=1, tp=3).call("sleep", 1.5, collect=())
+        call = group.at(dp=0, tp=0).call("echo", argument)
+        assert call.cancel() == []
+        assert group.at(dp=0, tp=0).call("rank", collect=()).result(timeout=10) == 5
+        with pytest.raises(CallCancelledError):
+            call.result()
+
     def test_queued_requests_are_dropped(self, group):
         """A queued request is never run, and `cancel` returns exactly the ranks that run the method."""
         blocking = group.at(dp=0, tp=0).call("sleep", 2.0, tag="blocks 5")

@@ -265,7 +265,8 @@ class Sender:
             The ranks that were running it.
         """
         now = self.roster.snapshot()
-        running = cancel_calls([(now[rank].facts, future) for rank, future in futures.items()])
+        calls = [(now[rank].facts, future) for rank, future in futures.items()]
+        running = cancel_calls(calls, in_order=not self.launcher.worker_class.concurrent)
         now = self.roster.snapshot()
         if force and running and not now.ended:  # a shutdown kills them anyway
             for rank in running:

@@ -107,19 +107,27 @@ def find_ended(workers: Sequence[WorkerFacts]) -> list[bool]:
     return [bool(answer) for answer in ask_nodes(workers, find_ended_processes, within_s=1.0)]
 
 
-def cancel_calls(calls: Sequence[tuple[WorkerFacts, Any]], *, within_s: float | None = None) -> list[int]:
+def cancel_calls(
+    calls: Sequence[tuple[WorkerFacts, Any]], *, in_order: bool = False, within_s: float | None = None
+) -> list[int]:
     """Cancel each worker's part of a call, given by its future.
 
-    Ray drops the value of a cancelled task, and cancels coroutines. It would still run a method that is queued behind
-    another one; the record of the worker prevents that.
+    The record of a worker prevents that a method starts. Ray cancels coroutines, and drops values of cancelled tasks.
+
+    Args:
+        calls: the worker and the future of each part.
+        in_order: whether the workers run one method after another, so that only methods that run need Ray to cancel
+            them. If Ray 2.60 cancels a call to such a worker before it is delivered, the worker waits 30 s for that
+            call and then refuses the calls behind it.
+        within_s: how long the agents may take; None for their usual time.
 
     Returns:
         The ranks that had started the method and still run it.
     """
-    tasks = {}
-    for worker, future in calls:
-        ray.cancel(future)
-        tasks[worker.rank] = (worker.process, task_of_future(future))
+    tasks = {worker.rank: (worker.process, task_of_future(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
+    for (_, future), runs in zip(calls, running, strict=True):
+        if runs is not False or not in_order:  # also if the node has not answered
+            ray.cancel(future)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]
