@@ -28,10 +28,13 @@ ME = (os.getpid(), start_tick(os.getpid()))
 @pytest.fixture(params=[Record])
 def record(request, monkeypatch):
     """A record of this process, and a function that reads its timeline."""
+    # A class that was pickled by value and loaded in this process again has copies of the globals of its module.
+    own = Record.__init__.__globals__
+    monkeypatch.setitem(own, "_task_reader", lambda: lambda: b"t" * 24)
     # Records of other tests are open in this process too.
-    for name in ("CALLS_FILE", "STEPS_FILE"):
+    for make, name in (("make_call_ring", "CALLS_FILE"), ("make_step_ring", "STEPS_FILE")):
         monkeypatch.setattr(ring, name, f"{getattr(ring, name)}-{random.random()}")
-    monkeypatch.setattr("fairlead_workergroup._remote.progress._task_reader", lambda: lambda: b"t" * 24)
+        monkeypatch.setitem(own[make].__globals__, name, getattr(ring, name))
     made = request.param(["__init__", "train", "save"])
 
     def calls():
