@@ -158,7 +158,7 @@ def multihost(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
 
-    With 300 seconds or more, the tests of the diagnosis and of stragglers are repeated 100 times too.
+    With 300 seconds or more, the diagnosis, stragglers, plans and faults of transfers are repeated too.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
@@ -169,9 +169,9 @@ def soak(session: nox.Session) -> None:
     if int(seconds) >= 300:
         inspected = [f"{package('workergroup')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
-    session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
-    faults = {**RAY_ENV, "FAIRLEAD_FAULTS": "20" if int(seconds) >= 300 else "2"}
-    session.run("pytest", "packages/transfer/tests/ray/test_faults.py", "--timeout=1200", env=faults)
+        session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
+        faults = {**RAY_ENV, "FAIRLEAD_FAULTS": "20"}
+        session.run("pytest", "packages/transfer/tests/ray/test_faults.py", "--timeout=1200", env=faults)
 
 
 @nox.session
