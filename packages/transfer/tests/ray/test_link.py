@@ -279,11 +279,11 @@ def test_deadline(groups):
     policy, generation = groups
     policy.call("fill", 8.0).result()
     with Link(policy, generation, source="weights", target="weights") as link:
-        busy = policy.call(lambda worker: time.sleep(3))
+        busy = policy.call(lambda worker: time.sleep(4))
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"did not reply by the deadline\. It is in") as caught:
             link.send(0, timeout=1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3.5
         assert {problem.rank for problem in caught.value.problems} == {0, 1, 2, 3}
         assert caught.value.phase == "collect"
         busy.result()
