@@ -68,7 +68,7 @@ class DynamicBatchingArgs:
     - sequence_length_round: padded lengths are multiples of it, but never exceed the width of the tensor;
     - input_key: the leaf with the sequences, (samples, width, ...);
     - input_lengths_key: the leaf with their lengths, (samples,), whole numbers;
-    - cost: what a sequence costs a rank: ``(a, b)`` for ``a * length + b * length**2``, or a function that returns the
+    - cost: the cost of a sequence: ``(a, b)`` for ``a * length + b * length**2``, or a function that returns the
       costs of an array of lengths. Samples of similar length are then dealt so that all ranks cost the same. The
       microbatches have the same shapes as without.
 

@@ -63,7 +63,7 @@ class RemoteBatch:
     - lengths_key, lengths: the leaf with the lengths of sequences, and its values; None if `put` was not told;
     - widths: dim 1 of each leaf that has one;
     - meta, padding: as those of a `BatchedDataDict`;
-    - plan: what a plan sets on the batch that `fetch` returns.
+    - plan: the bookkeeping of a plan, which `fetch` sets on the batch that it returns.
     """
 
     stored: tuple[_Stored, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_placement`: what a cluster has, whether a request would fit, and what is wrong with it."""
+"""`python -m fairlead_placement`: show the nodes of a cluster, explain a request, and find faults."""
 
 import sys
 

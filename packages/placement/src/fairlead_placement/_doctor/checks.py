@@ -61,7 +61,7 @@ class Facts:
         head_s: how long Ray's head took to answer, the median of several requests.
         refused: pairs of nodes, as (from, to, port, error), of which the first could not connect to the second.
         pairs: how many pairs were tried.
-        expected: what the cluster should have.
+        expected: the resources that the cluster should have.
     """
 
     nodes: Sequence[NodeFacts]
@@ -96,7 +96,7 @@ class Check:
     Attributes:
         name: the check.
         found: what was found, as a line for people.
-        faults: what is wrong.
+        faults: the faults that it found.
     """
 
     name: str

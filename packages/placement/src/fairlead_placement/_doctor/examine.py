@@ -30,7 +30,7 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     """Return the outcome of every check of the cluster that this process is attached to.
 
     Args:
-        expected: what the cluster should have.
+        expected: the resources that the cluster should have.
         timeout_s: seconds that all nodes together may take for each request, including the start of their agents.
     """
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)

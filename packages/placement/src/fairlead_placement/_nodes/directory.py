@@ -37,7 +37,7 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
     """Publish values under one key at the agents of this job on some nodes, without waiting for them.
 
     A value is there until it is withdrawn, or this process or the agent ends. An agent that cannot be reached is left
-    out, with a line in the log: what is published is for people who look at the job.
+    out, with a line in the log: only people who look at the job need the published values.
 
     Args:
         key: unique among all processes.
