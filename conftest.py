@@ -198,6 +198,37 @@ def eventually() -> Callable[..., bool]:
     return wait
 
 
+@contextlib.contextmanager
+def stop_for_a_while(pid: int) -> Iterator[Callable[[], None]]:
+    """Stop a process (SIGSTOP), wait until it has stopped, and continue it at the end.
+
+    `os.kill` returns before the process has stopped: on a busy machine it still answers requests for a while.
+
+    Yields:
+        A function that continues the process earlier.
+    """
+
+    def resume() -> None:
+        os.kill(pid, signal.SIGCONT)
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"process {pid} has not stopped within 20 s of SIGSTOP")
+            time.sleep(0.001)
+        yield resume
+    finally:
+        resume()
+
+
+@pytest.fixture(scope="session")
+def stop_process() -> Callable[[int], contextlib.AbstractContextManager[Callable[[], None]]]:
+    """Return `stop_for_a_while`."""
+    return stop_for_a_while
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a script in a fresh interpreter, and returns its output.

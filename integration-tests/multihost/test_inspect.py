@@ -123,7 +123,7 @@ def hung_job():
         call.cancel(force=True)
 
 
-def test_hung_over_hosts(namespaces, shifted, tmp_path):
+def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
     """While the driver is stopped, `why`, `stacks` and `trace` work over hosts whose clocks are seconds apart."""
     with Hosts() as hosts:
         hosts.start_host(num_cpus=0)
@@ -133,13 +133,10 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path):
             pid = driver.step()
             driver.step()
             time.sleep(1.5)
-            os.kill(pid, signal.SIGSTOP)
-            try:
+            with stop_process(pid):
                 why = hosts.run("fairlead_workergroup", "why", "--after", "1", "--json")
                 stacks = hosts.run("fairlead_workergroup", "stacks", "--json")
                 trace = hosts.run("fairlead_workergroup", "trace", "-o", str(tmp_path / "trace.json"))
-            finally:
-                os.kill(pid, signal.SIGCONT)
     for done, status in ((why, 1), (stacks, 0), (trace, 0)):
         assert (done.returncode, done.stderr) == (status, "")
         assert "secret" not in done.stdout

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray head (GCS) that does not answer: errors in time, and nothing left behind once it answers again."""
 
-import contextlib
-import os
-import signal
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +20,12 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture
-def stop_head(monkeypatch):
+def stop_head(monkeypatch, stop_process):
     """Stop the head during a `with` statement. Requests get at least half a second."""
     monkeypatch.setattr(_head, "LEAST_S", 0.5)
     process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
-
-    @contextlib.contextmanager
-    def stopped():
-        os.kill(process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            resume()
-
-    def resume():
-        os.kill(process.pid, signal.SIGCONT)
-
-    stopped.resume = resume
     with assert_no_leaks(timeout_s=30):
-        yield stopped
+        yield functools.partial(stop_process, process.pid)
 
 
 def test_one_request(stop_head):
@@ -61,14 +46,14 @@ def test_one_request(stop_head):
 @pytest.mark.parametrize("read", [read_nodes, read_holders, alive_nodes])
 def test_a_deadline_for_a_block(stop_head, read):
     """All requests of a block end by its deadline. Without a deadline, a request waits until the head answers."""
-    with stop_head():
+    with stop_head() as resume:
         with pytest.raises(HeadTimeoutError), head_deadline(0.5):
             read()
         with ThreadPoolExecutor() as pool:
             late = pool.submit(read)
             time.sleep(1)
             assert not late.done()
-            stop_head.resume()
+            resume()
             assert late.result(20) is not None
 
 

@@ -137,38 +137,30 @@ def test_ports_on_several_nodes(ids):
 
 
 @pytest.fixture
-def stop_agent(cluster, ids):
-    """Stop the agent of the first node; `resume` continues it."""
-    pid = NodeAgent(ids[0]).run(os.getpid)
-    os.kill(pid, signal.SIGSTOP)
-
-    def resume():
-        os.kill(pid, signal.SIGCONT)
-
-    yield resume
-    resume()
+def resume_agent(cluster, ids, stop_process):
+    """Stop the agent of the first node, and return a function that continues it."""
+    with stop_process(NodeAgent(ids[0]).run(os.getpid)) as resume:
+        yield resume
 
 
-def test_ports_where_an_agent_hangs(ids, stop_agent, eventually):
+def test_ports_where_an_agent_hangs(ids, stop_process, eventually):
     """An agent that does not answer delays no other agent's release, and releases its ports when it answers."""
-    stop_agent()
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
-        os.kill(NodeAgent(ids[0]).run(os.getpid), signal.SIGSTOP)
-        with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 1 s"):
-            release_ports(leases, timeout_s=1.0)
-        assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
-        stop_agent()
+        with stop_process(NodeAgent(ids[0]).run(os.getpid)):
+            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 1 s"):
+                release_ports(leases, timeout_s=1.0)
+            assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
         assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
 
 
-def test_ports_that_are_leased_too_late(ids, stop_agent, eventually, monkeypatch):
+def test_ports_that_are_leased_too_late(ids, resume_agent, eventually, monkeypatch):
     """Ports that an agent leases after the deadline are released (seam: the deadline)."""
     monkeypatch.setattr("fairlead_placement._nodes.ports.ANSWER_S", 1.0)
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 1 s"):
             lease_ports(cluster.slots())
-        stop_agent()
+        resume_agent()
         assert eventually(lambda: NodeAgent(ids[0]).requests() is not None)
         assert eventually(lambda: [NodeAgent(node_id).leased() for node_id in ids] == [[], [], []])
 

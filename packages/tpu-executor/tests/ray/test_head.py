@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's head (GCS) does not answer: a typed error in time, no host counts as lost, and nothing is left behind."""
 
+import functools
 import logging
 import os
-import signal
 import threading
 import time
 
@@ -19,22 +19,11 @@ TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def stopped():
+def stop_head(stop_process):
     """Stop the head of a cluster with one slice, for the duration of a `with` statement."""
     with PretendSlices() as slices:
         slices.add_slice(kind="v4-8", topology="2x2x1", workers=[0])
-        yield Stopped(slices.head_pid)
-
-
-class Stopped:
-    def __init__(self, pid):
-        self.pid = pid
-
-    def __enter__(self):
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def __exit__(self, *_):
-        os.kill(self.pid, signal.SIGCONT)
+        yield functools.partial(stop_process, slices.head_pid)
 
 
 def until(path):
@@ -68,29 +57,29 @@ def in_background(function, *args):
     return outcome
 
 
-def test_a_short_outage_is_survived(stopped, tmp_path, eventually):
+def test_a_short_outage_is_survived(stop_head, tmp_path, eventually):
     """A run continues, and no loss is counted; results that arrive during an outage are returned."""
     with SlicePool("v4-8", head_timeout_s=20, max_retries_failure=0, max_retries_preemption=0) as pool:
         outcome = in_background(pool.run, until, tmp_path / "end")
         assert eventually(lambda: len(started(tmp_path / "end")) == 1, 60)
-        with stopped:
+        with stop_head():
             time.sleep(3)
         time.sleep(1)
         assert not outcome
-        with stopped:
+        with stop_head():
             (tmp_path / "end").touch()
             assert eventually(lambda: outcome, 10)
         assert outcome[0][0] == ["done"]
         assert (pool.statistics().attempts, pool.statistics().preemptions) == (1, 0)
 
 
-def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog, eventually):
+def test_a_long_outage_ends_a_run(stop_head, tmp_path, caplog, eventually):
     """The run raises a typed error; `close()` returns, names what it holds, and returns it when the head answers."""
     with assert_no_leaks(timeout_s=30):
         pool = SlicePool("v4-8", head_timeout_s=TIMEOUT_S).reserve()
         outcome = in_background(pool.run, until, tmp_path / "never")
         assert eventually(lambda: len(started(tmp_path / "never")) == 1, 60)
-        with caplog.at_level(logging.WARNING), stopped:
+        with caplog.at_level(logging.WARNING), stop_head():
             began = time.monotonic()
             assert eventually(lambda: outcome, 30)
             error, ended = outcome[0]
@@ -107,13 +96,13 @@ def test_a_long_outage_ends_a_run(stopped, tmp_path, caplog, eventually):
         assert pool.slices == ()
 
 
-def test_a_long_outage_ends_a_call(stopped, tmp_path, eventually):
+def test_a_long_outage_ends_a_call(stop_head, tmp_path, eventually):
     """A call of `device_remote` raises the typed error, and so does a run that has to reserve slices first."""
     config = TpuAcceleratorConfig("v4-8", head_timeout_s=TIMEOUT_S)
     with assert_no_leaks(timeout_s=30), device_remote(accelerator_config=config)(until) as function:
         outcome = in_background(function, tmp_path / "end")
         assert eventually(lambda: len(started(tmp_path / "end")) == 1, 60)
-        with stopped:
+        with stop_head():
             assert eventually(lambda: outcome, 30)
             assert isinstance(outcome[0][0], HeadUnreachableError), outcome
             with pytest.raises(HeadUnreachableError):
@@ -121,7 +110,7 @@ def test_a_long_outage_ends_a_call(stopped, tmp_path, eventually):
         (tmp_path / "end").touch()
 
 
-def test_no_request_to_a_silent_head(stopped, monkeypatch):
+def test_no_request_to_a_silent_head(stop_head, monkeypatch):
     """No request is made during an outage: Ray aborts a process if a head without its old state answers."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     with pytest.raises(HeadUnreachableError):
@@ -130,7 +119,7 @@ def test_no_request_to_a_silent_head(stopped, monkeypatch):
     assert Head(20, probe=lambda _: next(later)).call(lambda: "asked") == "asked"
 
 
-def test_late_results_are_reversed(stopped, monkeypatch, eventually):
+def test_late_results_are_reversed(stop_head, monkeypatch, eventually):
     """A request that ends after its deadline is reversed as soon as it ends."""
     monkeypatch.setattr(_health, "_PROBE_S", 0.05)
     come, undone = threading.Event(), []
@@ -151,7 +140,7 @@ def test_late_results_are_reversed(stopped, monkeypatch, eventually):
     assert ray.is_initialized()
 
 
-def test_errors_of_the_function_during_an_outage(stopped):
+def test_errors_of_the_function_during_an_outage(stop_head):
     """The function's own exception is raised as it is, even if the head is silent at that time."""
     head = Head(0.1, probe=lambda _: False)
 

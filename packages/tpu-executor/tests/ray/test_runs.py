@@ -2,7 +2,6 @@
 """Runs on healthy slices: on which hosts, in which order, with which variables, and how often."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -365,17 +364,13 @@ def test_closing_ends_a_wait(slices):
     assert not isinstance(raised[0], InsufficientSlicesError)
 
 
-def test_closing_with_an_agent_that_hangs(slices, monkeypatch):
+def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process):
     """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
     monkeypatch.setattr(leases, "_RELEASE_S", 1.0)
     agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
-    pid = agent.run(os.getpid)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stop_process(agent.run(os.getpid)):
         assert pool.close()
-    finally:
-        os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while agent.leased():
         assert time.monotonic() < deadline

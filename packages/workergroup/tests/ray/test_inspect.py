@@ -93,14 +93,6 @@ class Driver:
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "ok\n"
 
-    @contextlib.contextmanager
-    def stopped(self):
-        os.kill(self.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.pid, signal.SIGCONT)
-
     def close(self):
         self._process.stdin.close()
         assert self._process.wait(60) == 0
@@ -167,11 +159,11 @@ def test_idle(driver):
     assert "policy" in run("groups").stdout
 
 
-def test_driver_stopped_and_worker_hung(driver, tmp_path):
+def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
     """While the driver is stopped and a worker hangs in native code that holds the GIL, `why` names it in time."""
     driver.do("hang")
     time.sleep(1.5)
-    with driver.stopped():
+    with stop_process(driver.pid):
         began = time.monotonic()
         run("groups")
         alone = time.monotonic() - began  # Python's and Ray's own start
@@ -204,14 +196,11 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path):
         assert run("top", "-n", "2", "--interval", "0.1").stdout.count("8 busy") == 2
 
 
-def test_stopped_worker(driver):
+def test_stopped_worker(driver, stop_process):
     """A worker that is stopped is named, and those that wait for it are explained by it."""
     pid = next(one["pid"] for one in read("status")["workers"] if one["rank"] == 1)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stop_process(pid):
         found = read("why", "--after", "1")["groups"][0]["findings"]
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert [(one["kind"], one["ranks"]) for one in found][:1] == [("stopped", [1])]
 
 
@@ -225,10 +214,10 @@ def test_restarted(driver):
     assert [one["state"] for one in after] == ["idle"] * 8
 
 
-def test_dead_worker(driver):
+def test_dead_worker(driver, stop_process):
     """A dead worker is reported with what it died of, also while its driver does not know it."""
     driver.do("kill")
-    with driver.stopped():
+    with stop_process(driver.pid):
         deadline = time.monotonic() + 15
         while (found := read("why")["groups"][0]["findings"]) and "process" not in found[0]["text"]:
             assert time.monotonic() < deadline, found

@@ -3,7 +3,6 @@
 
 import os
 import pathlib
-import signal
 import struct
 import time
 
@@ -146,16 +145,13 @@ def test_unreadable_record(group):
     assert states(group) == ["idle"] * 8
 
 
-def test_silent_node(group, monkeypatch, caplog):
+def test_silent_node(group, monkeypatch, caplog, stop_process):
     """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
     agent = NodeAgent(group.worker_metadata[4]["node_id"])
     pid = agent.run(os.getpid)
     monkeypatch.setattr(_inspect, "ANSWER_S", 1.0)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stop_process(pid):
         assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert f"Cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
     monkeypatch.undo()
     assert states(group) == ["idle"] * 8

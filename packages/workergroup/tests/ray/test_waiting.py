@@ -2,10 +2,8 @@
 """Tests of waiting for a call, also in a coroutine, of its errors, and of its cancellation."""
 
 import asyncio
-import os
 import pickle
 import re
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -131,18 +129,14 @@ class TestWaiting:
             group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
-    def test_a_head_that_hangs(self, group, monkeypatch, eventually):
+    def test_a_head_that_hangs(self, group, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; it cannot name the methods of the late workers."""
         monkeypatch.setattr(_inspect, "ANSWER_S", 0.5)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
         call = group.call("sleep", 3.0, ranks=[5], timeout=0.5)
         assert eventually(lambda: len(call._execution.pending()) == 1)
-        os.kill(head, signal.SIGSTOP)
-        try:
-            with pytest.raises(CallTimeoutError) as caught:
-                call.result()
-        finally:
-            os.kill(head, signal.SIGCONT)
+        with stop_process(head), pytest.raises(CallTimeoutError) as caught:
+            call.result()
         assert [(late.rank, late.method) for late in caught.value.late] == [(5, None)]
         assert eventually(call.done)
 
