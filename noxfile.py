@@ -207,7 +207,9 @@ def survive(session: nox.Session) -> None:
 @nox.session
 def grpo(session: nox.Session) -> None:
     """Run reinforcement learning on two groups that share their slots; the reward must rise."""
-    install(session, *map(package, [*SIBLINGS["transfer"], "transfer", "batching"]), "torch", "matplotlib")
+    install(
+        session, *map(package, [*SIBLINGS["transfer"], "transfer", "batching"]), "torch", "transformers", "matplotlib"
+    )
     session.run("python", "examples/grpo.py", *session.posargs, env=RAY_ENV)
 
 
