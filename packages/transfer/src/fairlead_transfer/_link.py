@@ -2,6 +2,7 @@
 """`Link`: tensors of one group of workers go to another one, version by version."""
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal, get_args
 
+from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
 
 from ._attempt import Attempt, Staged
@@ -101,6 +103,8 @@ class Link:
         self._staged: Staged | None = None
         self._closed = False
         self._lock = threading.Lock()
+        sides = self._source, self._target
+        release_when_dropped(self, functools.partial(_describe_leak, *sides), functools.partial(_release, *sides))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version {self._version}"
@@ -214,13 +218,15 @@ class Link:
             return self._router.explain(attempt.describe())
 
     def close(self) -> None:
-        """Drop everything that the link holds in the workers. Can be repeated; workers that are gone do not matter."""
+        """Drop everything that the link holds in the workers. Can be repeated; workers that are gone do not matter.
+
+        A link that is dropped without it is closed in the background, with a ResourceWarning.
+        """
         if self._closed:
             return
         self._closed = True
         self._staged = None
-        for side in (self._source, self._target, Side("replica", self._target.group, self._id, None)):
-            side.close()
+        _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
         return self
@@ -257,6 +263,23 @@ class Link:
             yield deadline
         finally:
             self._lock.release()
+
+
+def _describe_leak(source: Side, target: Side) -> str:
+    """Return the warning for a link that is dropped while workers hold something for it; "" if they hold nothing."""
+    if not (source.is_used or target.is_used):
+        return ""
+    return (
+        f"The link from {source.group.name_prefix!r} to {target.group.name_prefix!r} was dropped without close(). What "
+        "it holds in their workers is released in the background. Use the link in a with statement, or call close()."
+    )
+
+
+def _release(source: Side, target: Side) -> None:
+    """Have the workers drop what they hold for a link."""
+    if source.is_used or target.is_used:
+        for side in (source, target, Side("replica", target.group, target.link, None)):
+            side.close()
 
 
 class _Names(dict[str, str]):

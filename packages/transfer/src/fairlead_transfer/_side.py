@@ -94,6 +94,15 @@ class Side:
         """The node of each rank."""
         return [member.facts.node_id for member in self.members]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether workers may hold something for the link: it has asked them, and the group has not ended."""
+        try:
+            read_members(self.group)
+        except WorkerGroupError:
+            return False
+        return bool(self.ends)
+
     def ask(
         self,
         ranks: Iterable[int],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links between groups of real workers."""
 
+import gc
 import os
 import threading
 import time
@@ -255,6 +256,23 @@ def test_nothing_is_left(groups):
         assert open_segments(policy) >= 4
     policy.call("note").result()
     assert open_segments(policy) == open_segments(generation) == 0
+
+
+def test_dropped_link_releases_its_memory(groups, eventually, recwarn):
+    """A link that is dropped without `close()` is closed in the background, with a warning; a closed one without."""
+    policy, generation = groups
+    link = Link(policy, generation, source="weights", target="weights")
+    link.send(0, timeout=60)
+    closed = Link(generation, policy, source="weights", target="weights")
+    closed.send(0, timeout=60)
+    closed.close()
+    unused = Link(policy, generation, source="weights", target="weights")
+    assert open_segments(policy) >= 4
+    del link, closed, unused
+    gc.collect()
+    assert eventually(lambda: open_segments(policy) == open_segments(generation) == 0)
+    texts = [str(one.message) for one in recwarn if one.category is ResourceWarning]
+    assert ["dropped" in text and "from 'policy' to 'generation'" in text for text in texts] == [True]
 
 
 def test_one_transfer_at_a_time(groups):
