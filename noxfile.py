@@ -33,6 +33,8 @@ if os.environ.get("PIP_FIND_LINKS"):
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     UV_ENV["UV_COMPILE_BYTECODE"] = "1"
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# Of tests that build environments from an index.
+TEST_ENV = {**RAY_ENV, **CERTIFICATES}
 
 
 def siblings(name: str) -> list[str]:
@@ -115,7 +117,7 @@ each_package = nox.parametrize("name", list(SIBLINGS), ids=list(SIBLINGS))
 def tests(session: nox.Session, name: str) -> None:
     """Run the tests of one package, with only its declared dependencies installed."""
     install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
-    session.run("pytest", f"packages/{name}", *session.posargs, env=RAY_ENV)
+    session.run("pytest", f"packages/{name}", *session.posargs, env=TEST_ENV)
 
 
 @nox.session
@@ -140,8 +142,7 @@ def canary(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray."""
     install(session, *map(package, SIBLINGS), "nox", "psutil", "pytest", "pytest-timeout")
-    env = {**RAY_ENV, **CERTIFICATES}
-    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=env)
+    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=TEST_ENV)
 
 
 @nox.session
@@ -185,8 +186,9 @@ def interop(session: nox.Session) -> None:
     tests += [f"workergroup/tests/{name}.py" for name in ("unit/test_describe", "ray/test_watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
     session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
-    transfer = [f"packages/transfer/tests/{name}.py" for name in ("unit/test_torch", "ray/test_torch_groups")]
-    session.run("pytest", *transfer, *session.posargs, env=RAY_ENV)
+    names = "unit/test_torch", "ray/test_torch_groups", "ray/test_environments"
+    transfer = [f"packages/transfer/tests/{name}.py" for name in names]
+    session.run("pytest", *transfer, "-k", "not environments or torch", *session.posargs, env={**RAY_ENV, **UV_ENV})
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
 
 
@@ -310,7 +312,7 @@ def wheels(session: nox.Session, name: str) -> None:
     for more in [test_requirements(name), *([["torch"]] if name == "batching" else [])]:
         session.run(*pip, *more)
         with session.chdir(here):
-            session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
+            session.run(python, "-m", "pytest", "packages", *session.posargs, env=TEST_ENV, external=True)
 
 
 @nox.session
@@ -326,7 +328,7 @@ def minimums(session: nox.Session, name: str) -> None:
     session.run(*uv, "-c", "constraints.txt", *test_requirements(name), env=UV_ENV)
     session.run("uv", "pip", "list", "--python", python)
     with session.chdir(copy_tests(session, name)):
-        session.run(python, "-m", "pytest", "packages", *session.posargs, env=RAY_ENV, external=True)
+        session.run(python, "-m", "pytest", "packages", *session.posargs, env=TEST_ENV, external=True)
 
 
 @nox.session
