@@ -190,13 +190,19 @@ def interop(session: nox.Session) -> None:
     transfer = [f"packages/transfer/tests/{name}.py" for name in names]
     session.run("pytest", *transfer, "-k", "not environments or torch", *session.posargs, env={**RAY_ENV, **UV_ENV})
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
+    # What `nox -s demo -- torch` runs, shortened.
+    session.run("python", "examples/train_digits_torch.py", "--epochs", "2", "--address", "local", env=RAY_ENV)
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a data- and tensor-parallel classifier on real data, the main example."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
-    session.run("python", "examples/train_digits.py", *session.posargs, env=RAY_ENV)
+    """Train a data- and tensor-parallel classifier with numpy; `nox -s demo -- torch` trains it with torch."""
+    with_torch = session.posargs[:1] == ["torch"]
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "scikit-learn")
+    if with_torch:
+        install(session, "torch")
+    script = "examples/train_digits_torch.py" if with_torch else "examples/train_digits.py"
+    session.run("python", script, *session.posargs[with_torch:], env=RAY_ENV)
 
 
 @nox.session

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the model of train_digits.py twice, the second time with a worker killed in the middle.
+"""Train the model of train_digits_torch.py twice, the second time with a worker killed in the middle.
 
 A collective fails if any of its members dies, so the whole group restarts (`restart_scope="group"`) on a new port, and
 every worker reloads the last checkpoint that all workers have written (`on_restart`). The driver continues from the
@@ -17,14 +17,15 @@ from pathlib import Path
 import numpy as np
 import ray
 from rich.progress import Progress
-from train_digits import DigitsWorker, digits, shards
+from train_digits import BATCH, digits, shards
+from train_digits_torch import DigitsWorker
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import kill
 
-DP, TP, BATCH = 2, 2, 96
+DP, TP = 2, 2
 
 
 class CheckpointingWorker(DigitsWorker):
