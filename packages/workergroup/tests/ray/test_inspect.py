@@ -172,12 +172,13 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
             found = read("why", "--after", "1")
             assert time.monotonic() - began < alone + 2.0
             assert found["wrong"] is True
-            late, stopped = found["groups"][0]["findings"]
+            findings = found["groups"][0]["findings"]
+            assert [(one["kind"], one["ranks"]) for one in findings] == [("late", [5]), ("driver", [])], findings
+            late = findings[0]
             assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
             assert late["method"] == "train"
             assert late["where"].endswith("in train")
             assert late["waiting"] == [0, 1, 2, 3, 4, 6, 7]
-            assert stopped["kind"] == "driver"
         shown = run("why", "--after", "1", "--group", "policy")
         assert shown.returncode == 1
         assert "Rank 5 (dp=2, tp=1)" in shown.stdout

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fairlead_placement.spi import Agent
 from fairlead_sharding import NamedSharding
+from fairlead_workergroup._inspect import command
 from fairlead_workergroup._inspect.command import main
 from fairlead_workergroup._inspect.diagnosis import diagnose
 from fairlead_workergroup._inspect.groups import RegisteredGroup, SeenGroup, SeenWorker, merge_boards
@@ -98,6 +99,26 @@ def test_unknown_wait():
     """Without a collective that is known, most workers at one line wait for the one that is elsewhere."""
     (found,) = findings([busy(0, OWN_WAIT), busy(1, OWN_WAIT), busy(2, OWN_WAIT), busy(3, COMPUTING)])
     assert (found.kind, found.ranks) == ("late", (3,))
+
+
+def test_polling_worker(monkeypatch):
+    """A worker that polls in another line of its barrier is looked at again; one that stays where it is, is late."""
+    polling = OWN_WAIT.replace("line 3", "line 4")
+    asked = []
+
+    def look(groups, *, ranks, **_):
+        asked.append(set(ranks))
+        return [group([busy(rank, COMPUTING if rank == 3 else OWN_WAIT, mesh=wide) for rank in ranks], mesh=wide)]
+
+    monkeypatch.setattr(command, "look_at_groups", look)
+    wide = NamedSharding.from_shape(dp=4, tp=2)
+    stacks = [OWN_WAIT, polling, OWN_WAIT, COMPUTING, OWN_WAIT, OWN_WAIT, OWN_WAIT, OWN_WAIT]
+    seen = group([busy(rank, there, mesh=wide) for rank, there in enumerate(stacks)], mesh=wide)
+    assert [one.ranks for one in diagnose(seen, stuck_after_s=10.0)] == [(1,), (3,)]
+    again = command.look_again(seen, 10.0)
+    assert asked == [{1, 3}, {3}]
+    (found,) = diagnose(again, stuck_after_s=10.0)
+    assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2, 4, 5, 6, 7))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from .trace import write_trace
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
+# How often workers that seem late are looked at again.
+LOOKS = 2
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
@@ -231,6 +233,21 @@ def _trace(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def look_again(seen: SeenGroup, after_s: float) -> SeenGroup:
+    """Return a group with another look at the workers that seem late, if there are any.
+
+    A worker that waits in a loop of its own is now and then in another line of it than the others.
+    """
+    for _ in range(LOOKS):
+        late = {rank for one in diagnose(seen, stuck_after_s=after_s) if one.kind == "late" for rank in one.ranks}
+        if not late:
+            break
+        (again,) = look_at_groups([seen.group], stuck_after_s=after_s, dump=True, ranks=late)
+        latest = {one.rank: one for one in again.workers}
+        seen = replace(seen, workers=tuple(latest.get(one.rank, one) for one in seen.workers))
+    return seen
+
+
 def _why(options: argparse.Namespace, output: Output) -> int:
     if options.group is None and not options.at:
         groups = find_groups()
@@ -242,7 +259,8 @@ def _why(options: argparse.Namespace, output: Output) -> int:
     found = []
     for one in seen:
         stragglers = find_stragglers(read_timeline(one.group)).stragglers
-        found.append((one, diagnose(one, stuck_after_s=options.after, stragglers=stragglers)))
+        confirmed = look_again(one, options.after)
+        found.append((confirmed, diagnose(confirmed, stuck_after_s=options.after, stragglers=stragglers)))
     wrong = any(finding.wrong for _, findings in found for finding in findings)
     if options.json:
         rows = [{**_group_fields(one), "findings": list(map(asdict, findings))} for one, findings in found]
