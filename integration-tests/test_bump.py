@@ -154,7 +154,8 @@ def test_version_outside_range_fails_dependents(tree):
     """A version outside the range that a dependent declares fails the test of that dependent."""
     tree.bump("placement", "99.0.0")
     assert tree.list_changed_files() == PLACEMENT
-    assert tree.run_version_tests() == ["test_ranges[tpu-executor]", "test_ranges[workergroup]"]
+    dependents = "tpu-executor", "transfer", "workergroup"
+    assert tree.run_version_tests() == [f"test_ranges[{one}]" for one in dependents]
 
 
 def test_release(tree):
