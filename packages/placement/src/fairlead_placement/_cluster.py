@@ -19,7 +19,7 @@ from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
-from ._reserve.lifecycle import Holding, groups_of
+from ._reserve.lifecycle import Holding
 from ._show import Report, as_html, count_noun, draw
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -282,7 +282,7 @@ class RayVirtualCluster:
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Return the placement groups, one per logical node in use (one in all when unified). Reserves."""
-        return groups_of(self.slots())
+        return self._holding.groups_of(self.slots())
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.

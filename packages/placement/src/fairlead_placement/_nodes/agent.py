@@ -219,25 +219,10 @@ class NodeAgent:
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        agent: Any = None
-        died = True
-        try:
-            with head_deadline(limit):
-                for attempt, pause in enumerate((*PAUSES_S, 0.0)):
-                    if died:
-                        agent = _handle(self.node_id, instead_of=agent)
-                    try:
-                        return ray.get(_send(agent, method, *args), timeout=max(0.0, deadline - time.monotonic()))
-                    except _GONE as error:
-                        if attempt == len(PAUSES_S) or isinstance(error, ray.exceptions.RayTaskError):
-                            raise
-                        died = not isinstance(error, ray.exceptions.ActorUnavailableError)
-                    time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        except ray.exceptions.RayTaskError:
-            raise  # the function's own, whatever its class
-        except ray.exceptions.RayError as error:
-            raise _explain(self.node_id, method, limit, error) from error
+        answer, error = _ask_nodes(method, {self.node_id: args}, limit)[self.node_id]
+        if error is not None:
+            raise error
+        return answer
 
 
 def notify_node(node_id: str, method: str, *args: Any) -> None:
@@ -292,41 +277,63 @@ def usage_on_nodes(
 
 def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
     """Send the same request to several agents at once; return by node id the answer, or the exception."""
+    answers = _ask_nodes(method, arguments, timeout_s)
+    return {node_id: answer if error is None else error for node_id, (answer, error) in answers.items()}
+
+
+def _ask_nodes(
+    method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float
+) -> dict[str, tuple[Any, Exception | None]]:
+    """Send the same request to several agents at once; return by node id the answer and the exception.
+
+    Where an agent is gone, its node may still be there, and a new agent gets the request.
+    """
     deadline = time.monotonic() + timeout_s
-    with head_deadline(timeout_s):
-        sent = {node_id: _send(_handle(node_id), method, *args) for node_id, args in arguments.items()}
-    if sent:
-        ray.wait(list(sent.values()), num_returns=len(sent), timeout=timeout_s)
-    answers: dict[str, Any] = {}
-    for node_id, ref in sent.items():
+    answers: dict[str, tuple[Any, Exception | None]] = {}
+    # By node id, the agent to replace.
+    left: dict[str, Any] = dict.fromkeys(arguments)
+    for pause in (*PAUSES_S, 0.0):
         try:
-            answers[node_id] = ray.get(ref, timeout=0)
-        except ray.exceptions.RayTaskError as error:
-            answers[node_id] = error  # the function's own, whatever its class
-        except _GONE:
-            # The agent was gone. Its node may still be there, and a new agent too.
-            left = max(0.0, deadline - time.monotonic())
+            with head_deadline(max(0.0, deadline - time.monotonic())):
+                agents = {node_id: _handle(node_id, instead_of=dead) for node_id, dead in left.items()}
+        except Exception as error:
+            if not answers:
+                raise
+            # It must not hide what the other agents have answered.
+            return answers | dict.fromkeys(left, (None, error))
+        sent = {node_id: _send(agent, method, *arguments[node_id]) for node_id, agent in agents.items()}
+        if sent:
+            ray.wait(list(sent.values()), num_returns=len(sent), timeout=max(0.0, deadline - time.monotonic()))
+        left = {}
+        for node_id, ref in sent.items():
             try:
-                answers[node_id] = NodeAgent(node_id)._ask(method, *arguments[node_id], timeout_s=left)
-            except Exception as error:  # noqa: BLE001  whatever the function raises
-                answers[node_id] = error
-        except ray.exceptions.RayError as error:
-            explained = _explain(node_id, method, timeout_s, error)
-            explained.__cause__ = error
-            answers[node_id] = explained
+                answers[node_id] = ray.get(ref, timeout=0), None
+            except ray.exceptions.RayTaskError as error:
+                answers[node_id] = None, error  # the function's own, whatever its class
+            except ray.exceptions.RayError as error:
+                answers[node_id] = None, _explain(node_id, method, timeout_s, error)
+                if isinstance(error, _GONE):
+                    is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                    left[node_id] = agents[node_id] if is_dead else None
+        if not left:
+            break
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
     return answers
 
 
-def _explain(node_id: str, method: str, limit: float, error: BaseException) -> PlacementError:
-    if isinstance(error, ray.exceptions.GetTimeoutError):
-        return PlacementTimeoutError(
+def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> PlacementError:
+    if isinstance(cause, ray.exceptions.GetTimeoutError):
+        error: PlacementError = PlacementTimeoutError(
             f"The agent of node {node_id} did not answer {method!r} within {limit:g} s. "
             "Its process may be starting on a very busy node: try again, or look at the node."
         )
-    return PlacementError(
-        f"The agent of node {node_id} could not do {method!r}: {error}. If the node is gone, "
-        "`replace_lost_nodes()` of its cluster reserves others."
-    )
+    else:
+        error = PlacementError(
+            f"The agent of node {node_id} could not do {method!r}: {cause}. If the node is gone, "
+            "`replace_lost_nodes()` of its cluster reserves others."
+        )
+    error.__cause__ = cause
+    return error
 
 
 def known_agents() -> list[NodeAgent]:

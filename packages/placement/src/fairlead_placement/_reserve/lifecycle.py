@@ -50,6 +50,8 @@ class Holding:
         # The slots by numbers that stay the same when slots are added, replaced and released. Views keep the numbers.
         self.places: Mapping[int, Slot] = {}
         self._next_place = 0
+        # Numbers the placement groups that have replaced parts of others, by id.
+        self._replacements: dict[ray.PlacementGroupID, int] = {}
         # Each reservation has a list of its own, so that a late lease does not go into the next reservation's.
         self._leases: list[PortLease] = []
         self._leasing = threading.RLock()
@@ -71,8 +73,13 @@ class Holding:
 
     @property
     def groups(self) -> list[PlacementGroup]:
-        """The placement groups of the slots, in the order of the logical nodes."""
-        return groups_of(self.slots)
+        """The placement groups of the slots; see `groups_of`."""
+        return self.groups_of(self.slots)
+
+    def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
+        """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
+        ordered = sorted(slots, key=lambda slot: (slot.node_idx, self._replacements.get(slot.placement_group.id, 0)))
+        return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
@@ -136,7 +143,7 @@ class Holding:
                         self._check_same(mine)
                         self._add(asks, counts, slots)
                 except BaseException:
-                    remove(groups_of(slots))
+                    remove(self.groups_of(slots))
                     raise
                 self._watch()
             return tuple(ask.node_idx for ask in asks)
@@ -202,7 +209,7 @@ class Holding:
                 self._watch()
                 release_ports(leases)
             finally:
-                returned = remove(groups_of(gone), timeout_s=GIVE_BACK_S)
+                returned = remove(self.groups_of(gone), timeout_s=GIVE_BACK_S)
         return returned
 
     def _check_whole(self, wanted: AbstractSet[int]) -> None:
@@ -256,6 +263,8 @@ class Holding:
                 raise
             before = self.groups
             self.places = replace_slots(self.places, list(lost), new)
+            made = (slot.placement_group.id for slot in new)
+            self._replacements |= dict.fromkeys(made, len(self._replacements) + 1)
             # Groups that have lost all their bundles: no slot is in them.
             kept = {group.id for group in self.groups}
             remove([group for group in before if group.id not in kept])
@@ -363,12 +372,6 @@ class Holding:
             f"placement group(s) and {len(leases)} port(s). They are returned in the background. Use the cluster in a "
             "with statement, or call shutdown()."
         )
-
-
-def groups_of(slots: Iterable[Slot]) -> list[PlacementGroup]:
-    """Return the placement groups of slots, in the order of the logical nodes."""
-    ordered = sorted(slots, key=lambda slot: slot.node_idx)
-    return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
 
 
 def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to several node agents at once, of which some are gone. The seams are Ray and the handles of agents."""
+
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import NodeAgent, PlacementError, PlacementTimeoutError
+from fairlead_placement._nodes import agent as _agent
+from fairlead_placement._nodes.agent import ask_nodes
+
+GONE = ray.exceptions.ActorDiedError()
+AWAY = ray.exceptions.ActorUnavailableError("away", None)
+LATE = ray.exceptions.GetTimeoutError("late")
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    """Return the answers that each node's agents give in order; the last one is repeated. Sleeping is recorded."""
+    answers, replaced, slept = {}, [], []
+
+    def handle(node_id, *, instead_of=None):
+        replaced.extend([node_id] if instead_of else [])
+        return node_id
+
+    def send(node_id, *_):
+        left = answers[node_id]
+        return left.pop(0) if left[1:] else left[0]
+
+    def get(ref, timeout):
+        if isinstance(ref, BaseException):
+            raise ref
+        return ref
+
+    monkeypatch.setattr(_agent, "_handle", handle)
+    monkeypatch.setattr(_agent, "_send", send)
+    monkeypatch.setattr(ray, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    return answers, replaced, slept
+
+
+def test_dead_agents_are_replaced_at_once(agents):
+    """However many agents have died, the request waits once for all of them before each new attempt."""
+    answers, replaced, slept = agents
+    answers |= {f"n{at}": [GONE, GONE, AWAY, at] for at in range(5)} | {"fine": ["fine"]}
+    assert ask_nodes("memory", dict.fromkeys(answers, ()), 60.0) == {
+        "fine": "fine",
+        **{f"n{at}": at for at in range(5)},
+    }
+    assert replaced == [f"n{at}" for at in range(5)] * 2  # one that is only away is asked again
+    assert slept == list(_agent.PAUSES_S[:3])
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "attempts"), [(GONE, PlacementError, len(_agent.PAUSES_S)), (LATE, PlacementTimeoutError, 0)]
+)
+def test_the_cause_of_an_agents_failure(agents, failure, kind, attempts):
+    """The error of an agent names the node, and has Ray's error as its cause, for one node and for several."""
+    answers, _, slept = agents
+    answers |= {"n0": [failure], "n1": ["fine"]}
+    found = ask_nodes("memory", {"n0": (), "n1": ()}, 60.0)
+    assert found["n1"] == "fine"
+    assert type(found["n0"]) is kind
+    assert "node n0" in str(found["n0"])
+    assert found["n0"].__cause__ is failure
+    assert len(slept) in (attempts, attempts + 1)
+    with pytest.raises(kind, match="node n0") as raised:
+        NodeAgent("n0").leased()
+    assert raised.value.__cause__ is failure
+
+
+def test_a_head_that_hangs_while_an_agent_is_replaced(agents, monkeypatch):
+    """The answers of the other agents are kept."""
+    answers, _, _ = agents
+    answers |= {"n0": [GONE], "n1": ["fine"]}
+    handle = _agent._handle
+
+    def hang(node_id, *, instead_of=None):
+        if instead_of:
+            raise PlacementTimeoutError("no answer of the head")
+        return handle(node_id)
+
+    monkeypatch.setattr(_agent, "_handle", hang)
+    found = ask_nodes("memory", {"n0": (), "n1": ()}, 60.0)
+    assert (str(found["n0"]), found["n1"]) == ("no answer of the head", "fine")
