@@ -40,6 +40,9 @@ def test_commands(page):
                 assert wanted <= SESSIONS, command
             case ["pip", "install", *_, "nox"] | ["pip", "install", "nox"]:
                 assert "pip install --quiet nox && nox -s ci" in (ROOT / ".ci/run").read_text()
+            case ["pip", "install", *folders] if command.startswith("pip install ./packages/"):
+                # nox installs the folders of a package and of its siblings in one call, as such a command does.
+                assert {folder.removeprefix("./packages/") for folder in folders} <= PACKAGES, command
             case ["pip", "install", *_, name]:
                 assert re.sub(r"\[.*", "", name).removeprefix("fairlead-") in PACKAGES, command
             case ["python", "-m", module, *more]:

@@ -16,7 +16,7 @@ def test_example(tmp_path):
     script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # Ignore other clusters.
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[6.0, 10.0]"
+    assert done.stdout.splitlines()[-1] == "[2. 2. 2. 2.]"
 
 
 def pages() -> list[Path]:

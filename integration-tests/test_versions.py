@@ -131,14 +131,17 @@ def test_pythons():
 
 
 def test_every_package_is_listed():
-    """Each package is listed in the import contracts and in the table of README.md."""
+    """Each package is listed in the import contracts and in the table of README.md, with its operating system."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     imports = sorted(f"fairlead_{name.replace('-', '_')}" for name in NAMES)
     assert sorted(linter["root_packages"]) == imports
     layers = next(contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers")
     assert sorted(" | ".join(layers).split(" | ")) == imports
-    rows = re.findall(r"\| \[fairlead-(\S+)\]\(packages/(\S+)/README\.md\) \|", (ROOT / "README.md").read_text(), re.M)
-    assert sorted(rows) == [(name, name) for name in NAMES]
+    row = r"\| \[fairlead-(\S+)\]\(packages/(\S+)/README\.md\) \|.*\| (.*) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    systems = {"Operating System :: POSIX :: Linux": "Linux", "Operating System :: OS Independent": "any system"}
+    supported = {name: [systems[one] for one in project(name)["classifiers"] if one in systems] for name in NAMES}
+    assert sorted(rows) == [(name, name, *supported[name]) for name in NAMES]
 
 
 def test_release_workflow():
