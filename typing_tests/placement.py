@@ -59,6 +59,7 @@ from fairlead_placement.spi import (
     process_is_alive,
     publish,
     read_boards,
+    read_newer,
     read_holders,
     read_nodes,
     release_when_dropped,
@@ -325,6 +326,7 @@ def look_from_outside() -> None:
     assert_type((agents[0].job_id, agents[0].node_id), tuple[str, str])
     assert_type(agents[0].handle, Any)
     assert_type(read_boards(agents, timeout_s=5.0), dict[Agent, dict[str, Any] | Exception])
+    assert_type(read_newer(agents[0], "key", 1, timeout_s=5.0), tuple[int, Any] | Exception)
     assert_type(run_on_agents(len, {agents[0]: ("abc",)}, timeout_s=5.0), dict[Agent, int | Exception])
     assert_type(process_is_alive("worker"), bool | None)
 

@@ -52,3 +52,41 @@ def test_published(start_script):
     assert publisher.line() == "withdrawn"
     out, _ = reader.finish()
     assert out.strip() == "[{'second': {'rank': 4}}]"
+
+
+def test_agent_that_dies(start_script):
+    """What an agent has lost is published again at the agent that takes its place, within seconds and unasked."""
+    script = start_script(
+        """
+        import time
+        import ray
+        from fairlead_placement import init_ray
+        from fairlead_placement.spi import find_agents, publish, read_boards, read_newer, withdraw
+        init_ray(address="local", num_cpus=1)
+        node_id = ray.get_runtime_context().get_node_id()
+        publish("first", 3, {node_id: "kept"})
+        publish("second", 1, {node_id: "withdrawn"})
+
+        def read():
+            return [board for board in read_boards(find_agents(), timeout_s=10).values() if isinstance(board, dict)]
+
+        def wait_for(board):
+            deadline = time.monotonic() + 40
+            while (boards := read()) != [board] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            print(boards, flush=True)
+
+        wait_for({"first": "kept", "second": "withdrawn"})
+        (agent,) = find_agents()
+        ray.kill(agent.handle)
+        withdraw("second", [node_id])
+        wait_for({"first": "kept"})
+        (agent,) = [one for one in find_agents() if not isinstance(read_boards([one], timeout_s=10)[one], Exception)]
+        print(read_newer(agent, "first", 2, timeout_s=10), read_newer(agent, "first", 3, timeout_s=10), flush=True)
+        withdraw("first", [node_id])
+        """
+    )
+    assert script.line() == "[{'first': 'kept', 'second': 'withdrawn'}]"
+    assert script.line() == "[{'first': 'kept'}]"
+    assert script.line() == "(3, 'kept') (3, None)"
+    script.finish()

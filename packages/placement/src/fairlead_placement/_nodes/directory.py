@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of all jobs of a cluster, and what is published at them."""
 
+import atexit
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
 
+from .._ray_private import block_shutdown, never_connect
 from ..exceptions import HeadTimeoutError, PlacementError
-from .agent import AGENT_NAME_PREFIX, NAMESPACE, notify_node, this_process
-from .head import ask_head, head_deadline
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_nodes, notify_node, start_agents, this_process
+from .head import ask_head, choose_alive, head_deadline
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 # An agent that is not there yet is requested from Ray's head.
 PUBLISH_S = 10.0
+# How often a process checks that the agents still have what it has published, and how many nodes it asks a second.
+CHECK_EVERY_S = 5.0
+CHECKED_PER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,9 @@ class Agent:
 def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
     """Publish values under one key at the agents of this job on some nodes, without waiting for them.
 
-    A value is there until it is withdrawn, or this process or the agent ends. An agent that cannot be reached is left
-    out, with a line in the log: only people who look at the job need the published values.
+    A value is there until it is withdrawn or this process ends. An agent that dies loses it; within seconds this
+    process creates another agent and publishes the value there. An agent that cannot be reached is left out, with a
+    line in the log.
 
     Args:
         key: unique among all processes.
@@ -45,16 +52,92 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
         values: plain data, by node id.
     """
     me = this_process()
+    _publications.add(me, key, version, values)
     _notify({node_id: ("publish", key, version, value, me) for node_id, value in values.items()})
 
 
 def withdraw(key: str, node_ids: Iterable[str]) -> None:
     """Withdraw for good what this process has published under a key on some nodes, without waiting for it."""
+    _publications.remove(key)
     _notify(dict.fromkeys(node_ids, ("withdraw", key)))
+
+
+class _Publications:
+    """What this process has published, and the thread that publishes it again where an agent has died.
+
+    The thread exists only while something is published.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        # By key: this process's worker id, the version, and the values by node id.
+        self._values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._values[key] = owner, version, values
+            if self._thread is None and not self._end.is_set():
+                self._thread = threading.Thread(target=self._run, name="fairlead-publications", daemon=True)
+                self._thread.start()
+
+    def remove(self, key: str) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        """End the thread before Ray ends, at the exit of the interpreter."""
+        self._end.set()
+        if (thread := self._thread) is not None:
+            thread.join(timeout=PUBLISH_S)
+
+    def _run(self) -> None:
+        never_connect()
+        while True:
+            nodes = {node_id for _, _, values in list(self._values.values()) for node_id in values}
+            if self._end.wait(max(CHECK_EVERY_S, len(nodes) / CHECKED_PER_S)):
+                return
+            with block_shutdown():
+                self._check()
+            with self._lock:
+                if not self._values:
+                    self._thread = None
+                    return
+
+    def _check(self) -> None:
+        """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
+        me = this_process() if ray.is_initialized() else ""
+        with self._lock:
+            self._values = {key: value for key, value in self._values.items() if value[0] == me}
+            values = dict(self._values)
+        try:
+            with head_deadline(PUBLISH_S):
+                alive = choose_alive({node_id for _, _, by_node in values.values() for node_id in by_node})
+                answers = ask_nodes("versions", dict.fromkeys(alive, (me,)), PUBLISH_S)
+        except (PlacementError, ray.exceptions.RayError) as error:
+            logger.debug("Cannot check what the agents have: %s", error)
+            return
+        for key, (_, version, by_node) in values.items():
+            lost = {
+                node_id: ("publish", key, version, by_node[node_id], me)
+                for node_id, answer in answers.items()
+                if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
+            }
+            _notify(lost)
+
+
+_publications = _Publications()
+atexit.register(_publications.close)
 
 
 def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:
     with head_deadline(PUBLISH_S):
+        try:
+            start_agents(requests)
+        except (HeadTimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("Cannot start the agents of %d nodes: %s", len(requests), error)
+            return
         for node_id, (method, *args) in requests.items():
             try:
                 notify_node(node_id, method, *args)
@@ -91,6 +174,16 @@ def _find_agents() -> list[Agent]:
 def read_boards(agents: Sequence[Agent], *, timeout_s: float) -> dict[Agent, dict[str, Any] | Exception]:
     """Return what is published at each agent, or why it did not answer."""
     return _collect({agent: agent.handle.published.remote() for agent in agents}, timeout_s)
+
+
+def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tuple[int, Any] | Exception:
+    """Return the version of what is published under a key at an agent, and the value if it is newer than `version`.
+
+    Returns:
+        (0, None) if nothing is published there; an exception if the agent did not answer.
+    """
+    answer: tuple[int, Any] | Exception = _collect({agent: agent.handle.newer.remote(key, version)}, timeout_s)[agent]
+    return answer
 
 
 def run_on_agents(
