@@ -313,7 +313,8 @@ def test_without_ray(run_python):
         except (ImportError, RuntimeError) as error:
             print(type(error).__name__, error)
     """
-    assert "ImportError RemoteBatch needs Ray" in run_python(script, block=["ray"])
-    assert "pip install 'fairlead-batching[ray]'" in run_python(script, block=["ray"])
+    without = run_python(script, block=["ray"])
+    assert "ImportError RemoteBatch needs Ray" in without
+    assert "pip install 'fairlead-batching[ray]'" in without
     pytest.importorskip("ray")
     assert run_python(script).startswith("RuntimeError RemoteBatch needs a connection to Ray: call ray.init()")
