@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,12 +14,14 @@ from . import _leaf
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaf import IntArray
 from ._packing import algorithms
-from ._packing.even import Costs, fill_evenly, split_evenly
+from ._packing.even import Costs, exchange_shards, fill_evenly, split_by_cost, split_evenly
 from ._packing.packer import get_packer
 from ._plan import ShardPlan
 
 # Beyond this number of samples x bins, the bins of a shard are not evened out.
 _MOST_WORK = 1 << 29
+# Shards of equal numbers of sequences may differ so much in cost, the most expensive from the mean.
+_BALANCED = 1.01
 
 
 def plan_shards(
@@ -286,6 +289,9 @@ def _deal_by_cost(
 ) -> list[list[list[list[int]]]]:
     """Return the bins of each shard, for each group: shards cost the same, and have as many bins.
 
+    Shards get equal numbers of sequences. Where their costs would differ then, the numbers differ instead, if that
+    needs no more bins.
+
     Raises:
         ValueError: a group has too few samples to fill the bins of all shards.
     """
@@ -297,14 +303,32 @@ def _deal_by_cost(
     descending = np.zeros((groups, rows * shards))
     descending[:, :group] = np.take_along_axis(costs, ranked, 1)
     of_place = split_evenly(descending.reshape(groups, rows, shards)).reshape(groups, -1)[:, :group]
-    dealt: list[list[list[list[int]]]] = [[] for _ in range(shards)]
-    for number in range(groups):
-        of_sample = np.empty(group, dtype=np.int64)
-        of_sample[ranked[number]] = of_place[number]
-        bins = _fill_bins(of_sample, padded[number], costs[number], shards, args)
-        for shard, mine in enumerate(bins):
-            dealt[shard].append([[number * group + index for index in bin_] for bin_ in mine])
+    of_sample = np.empty_like(ranked)
+    np.put_along_axis(of_sample, ranked, of_place, 1)
+    filled = [_fill_bins(*one, shards, args) for one in zip(of_sample, padded, costs, strict=True)]
+    for number, own in enumerate(costs):
+        if _measure_imbalance(own, of_sample[number], shards) > _BALANCED:
+            other = np.empty_like(of_sample[number])
+            other[ranked[number]] = split_by_cost(descending[number, :group], shards)
+            with contextlib.suppress(_EmptyBinError):
+                bins = _fill_bins(other, padded[number], own, shards, args)
+                if len(bins[0]) <= len(filled[number][0]):
+                    of_sample[number], filled[number] = other, bins
+    dealt: list[list[list[list[int]]]] = [[[] for _ in range(groups)] for _ in range(shards)]
+    for number, numbers in enumerate(exchange_shards(costs, of_sample, shards).tolist()):
+        for shard, own_bins in zip(numbers, filled[number], strict=True):
+            dealt[shard][number] = [[number * group + index for index in bin_] for bin_ in own_bins]
     return dealt
+
+
+def _measure_imbalance(costs: Costs, of_sample: IntArray, shards: int) -> float:
+    """Return the cost of the most expensive shard in means."""
+    sums = np.bincount(of_sample, costs, shards)
+    return float(sums.max() / sums.mean()) if sums.any() else 1.0
+
+
+class _EmptyBinError(ValueError):
+    """A shard has fewer sequences than another one needs bins."""
 
 
 def _fill_bins(
@@ -319,7 +343,7 @@ def _fill_bins(
     packed = [packer.pack(padded[mine]) for mine in samples]
     count = max(map(len, packed))
     if counts.min() < count:
-        raise ValueError(
+        raise _EmptyBinError(
             f"{counts.min()} sequences cannot fill {count} bins without leaving one empty, and another shard needs as "
             f"many: use pad_to_multiple({shards}), or more tokens."
         )

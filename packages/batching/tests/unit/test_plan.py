@@ -257,3 +257,21 @@ def test_microbatches_of_a_rank_cost_the_same():
         assert costs == [sorted(of_rank, reverse=True) for of_rank in costs]
         spread[algorithm] = max(max(of_rank) / np.mean(of_rank) for of_rank in costs)
     assert spread["balanced"] < spread["first_fit_decreasing"]
+
+
+@pytest.mark.parametrize("each", [16, 65])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_few_sequences_of_very_different_costs(each, groups):
+    """Packing gives a shard with an expensive sequence fewer sequences, within as many microbatches and tokens."""
+    lengths = lognormal(64 * each * groups)
+    args = packing(16_384, "balanced", cost=(0.0, 1.0))
+    plan = plan_shards(lengths, 64, batch_size=64 * each, sequence_packing_args=args)
+    costs = plan.costs.reshape(groups, -1)
+    # A shard cannot cost less than its most expensive sequence.
+    assert plan.imbalance < 1.02 * max(1.0, (64 * costs.max(axis=1)).sum() / costs.sum())
+    assert sorted(plan.order.tolist()) == list(range(len(lengths)))
+    bins = [[len(group) for group in shard] for shard in plan.micro_batch_indices]
+    assert bins == bins[:1] * 64
+    assert max(tokens for shard in plan.micro_batch_lengths for group in shard for tokens in group) <= 16_384
+    fewest = [-(-int(group.sum()) // (16_384 * 64)) for group in lengths.reshape(groups, -1)]
+    assert all(count <= least + 1 for count, least in zip(bins[0], fewest, strict=True))

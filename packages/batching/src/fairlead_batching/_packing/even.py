@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,46 @@ def split_evenly(costs: Costs) -> Integers:
     """
     groups, rows, shards = costs.shape
     first = np.argsort(-costs, axis=-1, kind="stable")
-    sums, within = _merge_all(np.take_along_axis(costs, first, -1))
-    # The groups are solutions too. Merging them exchanges shards within a group, and balances the total.
-    _, between = _merge_all(sums.reshape(1, groups, shards))
-    of_column = np.take_along_axis(between.reshape(groups, 1, shards), within.reshape(groups, 1, -1), -1)
+    _, within = _merge_all(np.take_along_axis(costs, first, -1))
     result = np.empty_like(first)
-    np.put_along_axis(result, first, of_column.reshape(groups, rows, shards), -1)
-    return result
+    np.put_along_axis(result, first, within.reshape(groups, rows, shards), -1)
+    result = result.reshape(groups, -1)
+    exchanged = exchange_shards(costs.reshape(groups, -1), result, shards)
+    return np.take_along_axis(exchanged, result, 1).reshape(costs.shape)
+
+
+def split_by_cost(costs: Costs, shards: int) -> Integers:
+    """Return the shard of each sample, so that all shards cost about the same, however many samples each gets.
+
+    Args:
+        costs: of the samples, descending. Each goes to the shard that is the cheapest so far.
+        shards: the number of shards.
+    """
+    # Of shards that cost the same, the one with the fewest samples is first.
+    heap = [(0.0, 0, shard) for shard in range(shards)]
+    chosen = []
+    for cost in costs.tolist():
+        total, samples, shard = heap[0]
+        chosen.append(shard)
+        heapq.heapreplace(heap, (total + cost, samples + 1, shard))
+    return np.array(chosen)
+
+
+def exchange_shards(costs: Costs, of_sample: Integers, shards: int) -> Integers:
+    """Return the new number of each shard of each group, so that all shards cost about the same in total.
+
+    Args:
+        costs: (groups, samples).
+        of_sample: the shard of each sample in its group, of the same shape.
+        shards: the number of shards.
+    """
+    sums: Costs = np.stack([np.bincount(own, each, shards) for own, each in zip(of_sample, costs, strict=True)])
+    first = np.argsort(-sums, axis=1, kind="stable")
+    # Each group is a partial solution, too.
+    _, merged = _merge_all(np.take_along_axis(sums, first, 1)[None])
+    exchanged = np.empty_like(first)
+    np.put_along_axis(exchanged, first, merged.reshape(first.shape), 1)
+    return exchanged
 
 
 def _merge_all(sums: Costs) -> tuple[Costs, Integers]:
