@@ -214,6 +214,7 @@ def remote(batch: Batch, dynamic: DynamicBatchingArgs, plan: ShardPlan, error: B
     assert_type(len(handle.stored), int)
     assert_type(handle.select("tokens"), RemoteBatch)
     assert_type(handle.drop(["tokens"]), RemoteBatch)
+    assert_type(handle.rename({"tokens": "prompts"}), RemoteBatch)
     assert_type(handle.slice(0, 2), RemoteBatch)
     assert_type(handle.select_indices([1, 0]), RemoteBatch)
     assert_type(handle.shuffle(0), RemoteBatch)

@@ -110,7 +110,11 @@ def is_same(one: Any, other: Any) -> bool:
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
     """Return an array or tensor of ``value``, of the kind and on the device of ``like``."""
     if isinstance(like, np.ndarray):
-        return np.full(shape, value, dtype=dtype)
+        if dtype.kind != "O":
+            return np.full(shape, value, dtype=dtype)
+        objects = np.empty(shape, dtype=object)
+        objects.fill(value)  # np.full would spread a sequence over the array
+        return objects
     return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 

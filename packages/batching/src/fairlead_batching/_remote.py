@@ -18,7 +18,9 @@ from ._leaf import BoolArray, IntArray
 from ._plan import ShardPlan
 from ._planner import choose_args, plan_shards
 from ._ragged import RaggedLeaf
-from ._samples import PLANNED, find_keys
+from ._samples import PLANNED, find_keys, rename_keys
+
+_INPUTS = ("input_key", "input_lengths_key")
 
 
 class BatchLostError(RuntimeError):
@@ -171,14 +173,29 @@ class RemoteBatch:
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        found = find_keys(self.keys(), keys)
-        stored = tuple(_Stored({key: piece.refs[key] for key in found}, piece.size) for piece in self.stored)
-        return replace(self, stored=stored, meta=dict(self.meta))
+        return self._name({key: key for key in find_keys(self.keys(), keys)})
 
     def drop(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle without the named leaves; ValueError if there is no such leaf. A plan is kept."""
         dropped = set(find_keys(self.keys(), keys))
         return self.select([key for key in self.keys() if key not in dropped])
+
+    def rename(self, names: Mapping[str, str]) -> RemoteBatch:
+        """Return the handle to leaves with the new names, by the old ones. A plan follows them, as in a batch.
+
+        Raises:
+            ValueError: there is no such leaf, or two leaves would have the same name.
+        """
+        renamed = dict(zip(self.keys(), rename_keys(self.keys(), names), strict=True))
+        plan = {name: renamed.get(key, key) if name in _INPUTS else key for name, key in self.plan.items()}
+        return replace(self._name(renamed), plan=plan)
+
+    def _name(self, names: dict[str, str]) -> RemoteBatch:
+        """Return the handle to some leaves, with the given names by their present ones."""
+        stored = [_Stored({new: piece.refs[key] for key, new in names.items()}, piece.size) for piece in self.stored]
+        widths = {names[key]: width for key, width in self.widths.items() if key in names}
+        lengths_key = names.get(self.lengths_key or "", self.lengths_key)
+        return replace(self, stored=tuple(stored), widths=widths, lengths_key=lengths_key, meta=dict(self.meta))
 
     @overload
     def shard_by_batch_size(
@@ -299,7 +316,7 @@ class RemoteBatch:
         refs = [(number, key, ref) for number, piece in enumerate(wanted.stored) for key, ref in piece.refs.items()]
         read: list[dict[str, Any]] = [{} for _ in wanted.stored]
         for (number, key, _), batch in zip(refs, self._get(refs, timeout_s), strict=True):
-            read[number][key] = batch[key]
+            (read[number][key],) = batch.values()  # under the name that it had when it was stored
         where = [np.flatnonzero(self.pieces == number) for number in range(len(read))]
         parts = [
             SlicedDataDict({key: _copy_rows(leaf, self.rows[mine]) for key, leaf in leaves.items()})

@@ -212,6 +212,14 @@ def test_pad_values_of_another_kind(leaf, value):
         BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value} if value != 0 else None)
 
 
+@pytest.mark.parametrize("value", [(1, 2), [3], "xy", {"key": 1}, None, range(2)])
+def test_pad_values_of_objects(value):
+    """An array of objects is padded with the value itself, also if that is a sequence."""
+    leaf = np.array([["a", 1, 2]], object)
+    joined = BatchedDataDict.from_batches([{"x": leaf}, {"x": leaf[:, :1]}], {"x": value})["x"]
+    assert joined.tolist() == [["a", 1, 2], ["a", value, value]]
+
+
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [

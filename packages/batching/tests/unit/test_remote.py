@@ -146,6 +146,8 @@ def test_a_handle_is_the_batch(lengths, rows_per_object, how, rng):
         assert_same(handle.select_indices(indices).fetch(), batch.select_indices(indices))
         assert_same(handle.slice(1, 3).fetch(), batch.slice(1, 3))
         assert_same(handle.shuffle(5).drop("name").fetch(), batch.shuffle(5).drop("name"))
+        names = {"tokens": "name", "name": "tokens", "length": "lengths"}
+        assert_same(handle.rename(names).fetch(), batch.rename(names))
         order = rng.sample(range(batch.size), batch.size)
         assert_same(handle.reorder_data(order).fetch(), batch.copy().reorder_data(order))
         try:
@@ -230,6 +232,8 @@ def test_a_handle_shows_itself(store):
             "rows_per_object must be at least 1",
         ),
         (lambda handle: handle.select("x"), ValueError, "Unknown key 'x'; the batch has"),
+        (lambda handle: handle.rename({"x": "y"}), ValueError, r"Unknown keys \['x'\]; the batch has"),
+        (lambda handle: handle.rename({"name": "tokens"}), ValueError, "Two leaves would have the same name"),
         (lambda handle: handle.fetch(["x"]), ValueError, "Unknown key 'x'; the batch has"),
         (lambda handle: handle.slice(2, 9), ValueError, "There is no slice from 2 to 9 of 4 samples"),
         (lambda handle: handle.select_indices([4]), ValueError, r"There are 4 samples, so none at \[4\]"),
@@ -302,6 +306,24 @@ def test_a_late_store_is_a_timeout(store):
         TimeoutError, match=r"Leaves \['length'\] of 2 rows did not arrive in 0.5 s. Give fetch\(\) more"
     ):
         handle.fetch("length", timeout_s=0.5)
+
+
+def test_a_plan_follows_new_names(store):
+    """Renamed shards keep their plan, and the renamed lengths still plan a batch."""
+    batch = make([1, 2, 3, 4])
+    handle = RemoteBatch.put(batch, lengths_key="length")
+    names = {"tokens": "prompts", "length": "lengths"}
+    shards, _ = handle.shard_by_batch_size(2, **DYNAMIC)
+    expected, _ = batch.shard_by_batch_size(2, **DYNAMIC)
+    for shard, one in zip(shards, expected, strict=True):
+        assert_same(shard.rename(names).fetch(), one.rename(names))
+        assert (shard.rename(names).fetch().input_key, shard.rename(names).fetch().input_lengths_key) == (
+            "prompts",
+            "lengths",
+        )
+    args = {**DYNAMIC["dynamic_batching_args"], "input_key": "prompts", "input_lengths_key": "lengths"}
+    again, order = handle.rename(names).shard_by_batch_size(2, dynamic_batching_args=args)
+    assert_same(RemoteBatch.concat(again).reorder_data(order).fetch(), batch.rename(names))
 
 
 def test_without_ray(run_python):

@@ -406,6 +406,10 @@ def gather(rank, path):
     padded = batch.pad_to_multiple(3).all_gather()
     assert padded.size == 6
     assert padded.drop_padding()["name"] == everything["name"]
+    assert everything.padding is None
+    one_sided = batch.pad_to_multiple(1 + rank * 2)
+    one_sided.padding = one_sided.padding if rank else None
+    assert one_sided.all_gather().padding.tolist() == [False, False, False, True]
     with pytest.raises(ValueError, match=r"Ranks have different keys: \[\['r0'\], \['r1'\]\]"):
         BatchedDataDict({f"r{rank}": [1]}).all_gather(torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match=r"Ranks have different leaves 'x': .*\(1, 1\)"):
