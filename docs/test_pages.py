@@ -91,6 +91,17 @@ def test_figures(page):
     assert [figure for figure in MEASURED[page] if figure not in text or figure not in results] == []
 
 
+def test_sources():
+    """Each row of the comparison names the source of what it says about another system, and each source is used."""
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text.split("\n## ", 1)[1], re.MULTILINE)
+    others = [(system, said) for system, said in rows if system not in ("system", "Fairlead") and "---" not in system]
+    assert len(others) > 60
+    assert [row for row in others if not re.search(r"\(\[[A-Z]\d+\]", row[1])] == []
+    linked, used = (set(re.findall(pattern, text, re.M)) for pattern in (r"^\[([A-Z]\d+)\]:", r"\[([A-Z]\d+)\](?!:)"))
+    assert linked == used
+
+
 class Checked(ast.NodeTransformer):
     """`expression  # value` becomes a comparison, also in `with` and `try`; not in functions, which run elsewhere."""
 
