@@ -9,6 +9,7 @@ prints. A block that cannot run here stands after a line `<!-- not run: reason -
 import ast
 import contextlib
 import doctest
+import importlib
 import io
 import os
 import re
@@ -77,6 +78,7 @@ def test_few_blocks_are_not_run():
 
 
 MEASURED = {
+    "faq.md": ["1.24 ms"],
     "failure-model.md": ["32.4 ms", "25 ms, at worst 26 ms", "0.58 s", "0.5 s before Ray says so"],
     "design.md": ["3.6 ms", "1.08x", "538 ms", "76.7 ms", "2.7x faster", "2.7 us", "1.27 us", "17.1 ms", "1.24 ms"],
     "guides/sharding.md": ["2.7 us"],
@@ -100,6 +102,75 @@ def test_sources():
     assert [row for row in others if not re.search(r"\(\[[A-Z]\d+\]", row[1])] == []
     linked, used = (set(re.findall(pattern, text, re.M)) for pattern in (r"^\[([A-Z]\d+)\]:", r"\[([A-Z]\d+)\](?!:)"))
     assert linked == used
+
+
+PACKAGES = sorted(path.parent.parent for path in DOCS.parent.glob("packages/*/src/*/__init__.py"))
+
+
+def public_errors() -> dict[str, Path]:
+    """Return the public error classes by name, each with the folder of its package."""
+    found = {}
+    for folder in PACKAGES:
+        package = importlib.import_module(next(folder.glob("*/__init__.py")).parent.name)
+        for name in package.__all__:
+            one = getattr(package, name)
+            if isinstance(one, type) and issubclass(one, BaseException):
+                found[name] = folder
+    return found
+
+
+def texts_of(folder: Path) -> list[str]:
+    """Return the texts in the code of a package, with `...` for each value that is formatted into them."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+    found = []
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(one.value if isinstance(one, ast.Constant) else "..." for one in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_every_error_has_an_entry():
+    """Troubleshooting has an entry for each public error, with a cause, a remedy, and messages that the code has."""
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read("troubleshooting.md"), re.MULTILINE | re.DOTALL))
+    errors = public_errors()
+    assert list(sections) == sorted(errors)
+    for name, section in sections.items():
+        assert section.count("**Cause:**") == section.count("**Remedy:**") == 1, name
+        messages = re.findall(r"^- \*\*Message:\*\* `(.+)`$", section, re.MULTILINE)
+        assert bool(messages) is (name not in ("TpuExecutorError", "VenvError")), name
+        for message in messages:
+            assert any(has_message(text, message) for text in texts_of(errors[name])), f"{name}: {message}"
+
+
+def test_every_variable_is_listed():
+    """The page of environment variables lists each variable that the code names, and no variable that it does not."""
+    pattern = r"\b(?:FAIRLEAD|EXECUTOR|MEGASCALE|TPU)_[A-Z_]*[A-Z]\b|\bCOORD_PORT\b"
+    listed = set(re.findall(pattern, read("environment-variables.md")))
+    code = "".join(path.read_text() for folder in PACKAGES for path in folder.rglob("*.py"))
+    named = set(re.findall(rf'"({pattern})"', code)) - {"MEGASCALE_DEFAULT_PORT"}  # A constant of this name.
+    assert named - listed == set()
+    tests = "".join(path.read_text() for path in DOCS.parent.glob("*/**/tests/**/*.py"))
+    tests += (DOCS.parent / "noxfile.py").read_text()
+    assert [name for name in sorted(listed) if name not in code + tests] == []
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def has_message(text: str, message: str) -> bool:
+    """Return whether a text of the code contains the parts of a message, in their order."""
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+    return re.search(".*".join(parts), text, re.DOTALL) is not None
+
+
+def test_a_wrong_message_is_found():
+    """A message that the code does not have is found, also if its parts are in another order."""
+    assert has_message("rank ... raised ...: ...", "rank ... raised ...")
+    assert not has_message("rank ... raised ...: ...", "raised ... rank ...")
+    assert not has_message("rank ... raised ...: ...", "rank ... died")
 
 
 class Checked(ast.NodeTransformer):
