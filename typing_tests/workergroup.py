@@ -14,12 +14,14 @@ from ray.util.placement_group import PlacementGroup
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
+    BrokenEpochError,
     Call,
     CallCancelledError,
     CallExplanation,
     CallStatistics,
     CallTimeoutError,
     CurrentWorker,
+    EpochError,
     GroupStatistics,
     GroupView,
     LateWorker,
@@ -29,6 +31,7 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     RemoteError,
+    ResizeTimeoutError,
     ResultStream,
     Shard,
     StragglerReport,
@@ -70,6 +73,7 @@ class Worker:
         assert_type(me.name, str)
         assert_type(me.coords, Mapping[str, int])
         assert_type(me.incarnation, int)
+        assert_type(me.epoch, int)
         assert_type(me.communication_backend, Literal["nccl", "gloo"] | None)
         assert_type(me.gradient_compression, Literal["fp16", "bf16", "powersgd"] | None)
         assert_type(me.layout, Mapping[str, Any])
@@ -103,6 +107,9 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.dp_leader_worker_indices, list[int])
         assert_type(group.get_dp_leader_worker_idx(0), int)
         assert_type(group.restart_failed_workers(), list[int])
+        assert_type(group.epoch, int)
+        assert_type(group.resize(dp=3), int)
+        assert_type(group.resize(dp=4, slots=slots, timeout=60), int)
         assert_type(group.shutdown("save", timeout=None), bool)
     RayWorkerGroup(slots, "package.module.Worker", [1, 2], "prefix", call_timeout_s=60)
     RayWorkerGroup(
@@ -117,6 +124,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
     RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")
+    RayWorkerGroup(slots, Worker, on_resize="join")
 
 
 def build(group: PlacementGroup) -> None:
@@ -134,6 +142,7 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     made = group.call("step", Shard([[1], [2]], "dp"), lr=0.1, collect=("dp",), first_along="tp", timeout=60)
     assert_type(made, Call)
     assert_type(made.refs, list[Any])
+    assert_type(made.epoch, int)
     assert_type(made.result(timeout=1), Any)
     assert_type(made.outcomes(timeout=1), list[Outcome])
     assert_type(made.done(), bool)
@@ -349,13 +358,37 @@ def errors(group: RayWorkerGroup) -> None:
             assert_type(worker.running_s, float)
         late: TimeoutError = error
         raise late from None
+    except ResizeTimeoutError as error:
+        assert_type(error.what, str)
+        assert_type(error.waited_s, float)
+        assert_type(error.late, tuple[LateWorker, ...])
+        assert_type(error.reason, str)
+        late_resize: TimeoutError = error
+        raise late_resize from None
+    except EpochError as error:
+        assert_type(error.reason, str)
+        assert_type(error.epoch, int)
+    except BrokenEpochError as error:
+        assert_type(error.failures, tuple[WorkerFailure, ...])
+        assert_type(error.remedy, str)
+        assert_type(error.epoch, int)
     except WorkerFailureError as error:
         assert_type(error.failures, tuple[WorkerFailure, ...])
         assert_type(error.remedy, str)
         for failure in error.failures:
             assert_type(failure.rank, int)
             assert_type(
-                failure.kind, Literal["killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled"]
+                failure.kind,
+                Literal[
+                    "killed",
+                    "node-lost",
+                    "out-of-memory",
+                    "preempted",
+                    "start-failed",
+                    "cancelled",
+                    "resize-failed",
+                    "left",
+                ],
             )
             assert_type(failure.coords, Mapping[str, int])
             assert_type(failure.node_id, str)
@@ -385,7 +418,14 @@ def errors(group: RayWorkerGroup) -> None:
 def build_on_groups(group: RayWorkerGroup) -> None:
     snapshot = spi.read_members(group)
     assert_type(snapshot, spi.Snapshot)
-    assert_type(snapshot.epoch, int)
+    assert_type((snapshot.epoch, snapshot.version), tuple[int, int])
+    assert_type(snapshot.sharding, NamedSharding)
+    assert_type(snapshot.departed, Mapping[int, spi.Member])
+    assert_type(snapshot.is_broken, bool)
+    assert_type(snapshot.has([0, 1]), bool)
+    for resize in snapshot.resizes:
+        assert_type(resize, spi.Resize)
+        assert_type((resize.epoch, resize.axis, resize.before, resize.after), tuple[int, str, int, int])
     assert_type(snapshot.ended, bool)
     assert_type(snapshot.lost, Mapping[int, WorkerFailure])
     assert_type(snapshot.restarting, tuple[int, ...])

@@ -54,7 +54,7 @@ class Side:
         method: the method that returns the tensors; None if tensors are applied by a method.
         ends: what is known of the ends, by rank.
         members: the group's members at the last look.
-        epoch: the roster's epoch at the last look.
+        version: the roster's version at the last look.
     """
 
     name: SideName
@@ -63,7 +63,7 @@ class Side:
     method: str | None
     ends: dict[int, EndState] = field(default_factory=dict)
     members: tuple[Member, ...] = ()
-    epoch: int = -1
+    version: int = -1
     _code: Any = None
 
     def look(self) -> list[int]:
@@ -73,9 +73,9 @@ class Side:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         now = read_members(self.group)
-        if now.epoch == self.epoch:
+        if now.version == self.version:
             return []
-        self.epoch, self.members = now.epoch, now.members
+        self.version, self.members = now.version, now.members
         changed = []
         for member in now.members:
             known = self.ends.get(member.rank)
@@ -164,4 +164,4 @@ class Side:
             return
         self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
         self.ends.clear()
-        self.epoch = -1
+        self.version = -1

@@ -30,10 +30,13 @@ from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
 from ._start.options import recursive_merge_options
 from .exceptions import (
+    BrokenEpochError,
     CallCancelledError,
     CallTimeoutError,
+    EpochError,
     LateWorker,
     RemoteError,
+    ResizeTimeoutError,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
@@ -43,12 +46,14 @@ from .exceptions import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BrokenEpochError",
     "Call",
     "CallCancelledError",
     "CallExplanation",
     "CallStatistics",
     "CallTimeoutError",
     "CurrentWorker",
+    "EpochError",
     "GroupStatistics",
     "GroupView",
     "LateWorker",
@@ -58,6 +63,7 @@ __all__ = [
     "RayWorkerBuilder",
     "RayWorkerGroup",
     "RemoteError",
+    "ResizeTimeoutError",
     "ResultStream",
     "Shard",
     "StragglerReport",

@@ -24,6 +24,7 @@ class CurrentWorker:
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         incarnation: how often its rank has been started before.
+        epoch: the number of changes of membership (restarts, resizes and replacements) that it knows of.
         communication_backend: the backend that the cluster chose for its workers: "nccl", "gloo", or None.
         gradient_compression: the compression that `wrap_ddp` uses: "fp16", "bf16", "powersgd", or None.
         layout: the group's sharding as plain data.
@@ -34,6 +35,7 @@ class CurrentWorker:
     name: str
     coords: Mapping[str, int]
     incarnation: int
+    epoch: int
     communication_backend: Literal["nccl", "gloo"] | None
     gradient_compression: Compression | None
     layout: Mapping[str, Any]

@@ -53,3 +53,6 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the deadline has passed, with a millisecond of tolerance for waits that end early."""
         return self.at is not None and time.monotonic() >= self.at - 0.001
+
+
+NEVER = Deadline()

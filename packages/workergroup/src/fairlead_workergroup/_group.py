@@ -19,6 +19,7 @@ from fairlead_venvs import VenvSpec
 from ._builder import ClassLike, RayWorkerBuilder
 from ._calls.call import dispatch
 from ._calls.classic import ClassicCalls
+from ._calls.execution import Execution
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import CallOptions, Mesh, Recipients
 from ._calls.results import ClassicFutures
@@ -27,13 +28,14 @@ from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
+from ._elastic.resize import Resizer
 from ._inspect.groups import find_own_group
 from ._inspect.stragglers import StragglerReport, find_stragglers
 from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver, write_trace
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
-from ._lifecycle.restart import Restarter, RestartPolicy
+from ._lifecycle.restart import Restarter, RestartPolicy, UserMethods
 from ._lifecycle.shutdown import clean_up
 from ._members import Roster
 from ._observe.failures import Verdicts
@@ -77,6 +79,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             lost.
         on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
             a checkpoint.
+        on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
+            as one that sets up the collectives again.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
@@ -102,8 +106,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     Attributes:
         cluster: as given.
         name_prefix: the first part of the workers' names; the class's name if none was given.
-        world_size: the number of workers.
-        sharding_annotations: the axes over the ranks.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         max_restarts: int = 3,
         restart_scope: Literal["worker", "group"] = "worker",
         on_restart: str | None = None,
+        on_resize: str | None = None,
         memory_limit: int | str | None = None,
         async_communication: bool = False,
         enable_load_balancing: bool = False,
@@ -152,10 +155,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             bundle_indices_list=bundle_indices_list,
         )
         self.cluster = cluster
-        self.world_size: int = len(places)
-        self.sharding_annotations: NamedSharding = _check_sharding(sharding_annotations, self.world_size)
-        self._mesh = Mesh(self.sharding_annotations)
-        self._roster = Roster(self.name_prefix, places, self.sharding_annotations)
+        self._roster = Roster(self.name_prefix, places, _check_sharding(sharding_annotations, len(places)))
         self._resources = Resources(self._roster)
         self._counters = Counters()
         self._observer = Observer(self._roster)
@@ -171,7 +171,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
-            sharding=self.sharding_annotations,
             facts=facts,
             memory_limit=limit,
             token=token,
@@ -189,7 +188,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             RequestLog(token),
             save_trace=TraceSaver(partial(_read_timeline, self._resources)).save_for,
             call_timeout_s=call_timeout_s,
-            after_restart=partial(_run_after_restart, on_restart, float(start_timeout_s)),
+            methods=partial(_user_methods, on_restart, on_resize, float(start_timeout_s)),
         )
         self._classic_futures = ClassicFutures(self._sender)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -197,14 +196,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         self._cleaning = threading.RLock()
         self._shut: bool | None = None
 
-        self._resources.claim_slots(places)
+        self._resizer = Resizer(self._sender, self._launcher)
+        self._resources.claim_slots([place.slot for place in places])
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._launcher.prepare(places)
-            if on_restart is not None:
-                self._sender.method(on_restart)
+            for method in (on_restart, on_resize):
+                if method is not None:
+                    self._sender.method(method)
             self._launcher.store()
-            self._launcher.start(range(self.world_size))
+            self._launcher.start(range(self.world_size), epoch=0)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -241,7 +242,26 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     @property
     def _target(self) -> Target:
         # It is not stored: it refers to the group, which must be released when its last reference is.
-        return Target(self._sender, self, self._mesh, self._map_options)
+        sharding = self.sharding_annotations
+        return Target(self._sender, self, Mesh(sharding), sharding, self._map_options)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return len(self._roster.snapshot().members)
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """The axes over the ranks."""
+        return self._roster.snapshot().sharding
+
+    @property
+    def epoch(self) -> int:
+        """The number of changes of membership so far: restarts, resizes and replacements.
+
+        Every call runs in one epoch: no worker sees it with the facts of another one.
+        """
+        return self._roster.snapshot().epoch
 
     @property
     def dp_size(self) -> int:
@@ -409,6 +429,38 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         """
         return self._sender.restart()
 
+    def resize(self, /, *, slots: Sequence[Slot] | None = None, timeout: float | None = None, **sizes: int) -> int:
+        """Change the number of workers along the slowest-varying axis: `group.resize(dp=6)`.
+
+        The workers that stay keep their ranks and their state. New coordinates start in slots that the group does not
+        use; the last coordinates leave. First the new workers start completely, while calls go on. Then calls of other
+        threads wait until those before have ended, all workers get the facts of the new epoch (`world_size`, the mesh,
+        `MASTER_PORT`, other rank variables), and run `on_resize`. Workers that leave finish their calls first.
+        Lost workers that stay are started again.
+
+        Args:
+            slots: the slots of the new workers, in order; None for the first free ones of the cluster, which
+                `cluster.extend` adds.
+            timeout: the seconds that all of this may take; None for `start_timeout_s`. Workers that leave and have not
+                finished by then are ended.
+            sizes: the axis and its new size.
+
+        Returns:
+            The epoch of the group.
+
+        Raises:
+            TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
+                slots; or a tied group would be cut. Nothing has changed, as with the next three.
+            ResourceInsufficientError: a given slot has no room for another group.
+            WorkerStartError: a new worker did not start.
+            ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
+            BrokenEpochError: a worker failed or was late after the epoch had begun, which cannot be undone, because
+                others have given up their collectives. `restart_failed_workers()` or another `resize` repairs it.
+            WorkerFailureError: a lost worker that stays cannot be restarted.
+            WorkerGroupError: the group, or its Ray, has been shut down; or this process is one of its workers.
+        """
+        return self._resizer.resize(sizes, slots, check_timeout("timeout", timeout))
+
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.
 
@@ -477,14 +529,26 @@ def _read_timeline(resources: Resources) -> Timeline:
     return read_timeline(find_own_group(resources.registration))
 
 
-def _run_after_restart(method: str | None, timeout_s: float, sender: Sender, ranks: list[int]) -> None:
-    """Run the `on_restart` method of a group on restarted ranks, and wait for it."""
-    if method is None:
-        return
-    options = CallOptions(timeout=timeout_s, discard=True)
-    recipients = Recipients(ranks, [], [False] * len(ranks))
-    # The calls that wait do so for this restart, so this one must not wait behind them.
-    dispatch(sender, None, method, recipients, [], {}, options, may_wait=False).result()
+def _user_methods(on_restart: str | None, on_resize: str | None, timeout_s: float, sender: Sender) -> UserMethods:
+    """Return what runs the methods of a group that its membership changes call."""
+
+    def send(method: str | None, ranks: Sequence[int]) -> Execution | None:
+        if method is None:
+            return None
+        options = CallOptions(timeout=timeout_s, discard=True)
+        recipients = Recipients(list(ranks), [], [False] * len(ranks))
+        # The calls that wait do so for this change, so this one must not wait behind them.
+        return dispatch(sender, None, method, recipients, [], {}, options, may_wait=False)
+
+    def run_on_restart(ranks: list[int]) -> None:
+        if (call := send(on_restart, ranks)) is not None:
+            call.result()
+
+    def send_on_resize(ranks: Sequence[int]) -> dict[int, Any]:
+        call = send(on_resize, ranks)
+        return {} if call is None else dict(zip(call.ranks, call.completions.values(), strict=True))
+
+    return UserMethods(run_on_restart, send_on_resize)
 
 
 def _check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:

@@ -149,21 +149,73 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Resize:
+    """A change of the size of one axis.
+
+    Attributes:
+        epoch: the epoch that it began.
+        axis: the axis.
+        before: its size before.
+        after: its size since then.
+    """
+
+    epoch: int
+    axis: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"from {self.axis}={self.before} to {self.axis}={self.after} in epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker whose constructor has finished.
+
+    Attributes:
+        actor_id: the id of its actor.
+        handle: the actor.
+        place: its place.
+        facts: its identity.
+    """
+
+    actor_id: str
+    handle: Any
+    place: Place
+    facts: WorkerFacts
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """All members at one moment: one consistent state that never changes.
 
     Attributes:
-        epoch: the number of transitions before it.
+        version: the number of transitions before it.
+        epoch: the number of changes of membership before it: restarts, resizes and replacements.
+        sharding: the axes over the ranks.
         members: the members by rank.
+        departed: the last member of each rank that the group does not have any more.
+        resizes: the resizes so far.
+        is_broken: whether a resize failed after it had begun to change the workers, and nothing has repaired that.
         ended: whether the group had been shut down.
     """
 
+    version: int
     epoch: int
+    sharding: NamedSharding
     members: tuple[Member, ...]
+    departed: Mapping[int, Member] = field(default_factory=dict)
+    resizes: tuple[Resize, ...] = ()
+    is_broken: bool = False
     ended: bool = False
 
     def __getitem__(self, rank: int) -> Member:
-        return self.members[rank]
+        """Return the member of a rank, also of one that has left."""
+        return self.members[rank] if rank < len(self.members) else self.departed[rank]
+
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of these ranks are in the group now."""
+        return all(rank < len(self.members) for rank in ranks)
 
     @cached_property
     def facts(self) -> tuple[WorkerFacts, ...]:
@@ -198,7 +250,6 @@ class Roster:
 
     Attributes:
         name_prefix: the name of the group.
-        shape: the sizes of its axes.
         handles: the actor handles by rank, changed in place by restarts; empty after the end.
         worker_metadata: the description of each worker for users; empty after the end.
         ending: whether a shutdown has begun.
@@ -206,7 +257,6 @@ class Roster:
 
     def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding) -> None:
         self.name_prefix = name
-        self.shape: dict[str, int] = dict(sharding.shape)
         self.handles: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
@@ -214,16 +264,12 @@ class Roster:
         self._lock = threading.Lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerFacts] = {}
-        coords = [sharding.get_worker_coords(place.rank) for place in places]
-        self._now = Snapshot(
-            0,
-            tuple(Member(place, at, place.facts(at)) for place, at in zip(places, coords, strict=True)),
-        )
+        self._now = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
         _rosters.add(self)
 
     def __repr__(self) -> str:
         state = f"{len(self._now.members)} workers" if self.handles else "shut down"
-        return f"RayWorkerGroup({self.name_prefix!r}, {self.shape}, {state})"
+        return f"RayWorkerGroup({self.name_prefix!r}, {dict(self._now.sharding.shape)}, {state})"
 
     def snapshot(self) -> Snapshot:
         """Return the members as they are now."""
@@ -276,8 +322,15 @@ class Roster:
         member = self._now[who.rank]
         return member.failure is not None or member.facts is not who
 
-    def record_start(self, workers: Iterable[tuple[str, Any, Place, WorkerFacts]]) -> None:
-        """Record new incarnations, each with the id of its actor and its handle.
+    def next_incarnation(self, rank: int) -> int:
+        """Return the incarnation of a rank that is about to start, which may not be in the group yet."""
+        now = self._now
+        if rank < len(now.members):
+            return now[rank].incarnation
+        return now.departed[rank].incarnation + 1 if rank in now.departed else 0
+
+    def record_start(self, workers: Sequence[Started], *, epoch: int) -> None:
+        """Record new incarnations of members, which begin an epoch.
 
         Raises:
             WorkerGroupError: the group is being shut down.
@@ -285,19 +338,82 @@ class Roster:
         with self._lock:
             if self.ending:
                 raise self.ended_error()
-            changed = {}
-            for actor_id, handle, place, facts in workers:
-                self._by_actor[actor_id] = facts
-                changed[place.rank] = replace(
-                    self._now[place.rank], place=place, facts=facts, handle=handle, failure=None
-                )
-            self._change(changed)
-            # Users may hold these lists, so they change in place.
-            self.handles[:] = [member.handle for member in self._now.members]
-            shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
-            shown |= {rank: member.place.metadata() for rank, member in changed.items()}
-            self.worker_metadata[:] = [shown[rank] for rank in sorted(shown)]
-            self._show_changed()
+            changed = {one.place.rank: self._enter(self._now[one.place.rank], one) for one in workers}
+            self._change(changed, epoch=epoch)
+            self._show_members(changed)
+
+    def record_resize(
+        self, resize: Resize, sharding: NamedSharding, places: Sequence[Place], started: Sequence[Started]
+    ) -> None:
+        """Record the members of another size of the group, which begins an epoch.
+
+        Args:
+            resize: the change.
+            sharding: the axes over the ranks.
+            places: the place of each rank.
+            started: the new members, and new incarnations of old ones.
+
+        Raises:
+            WorkerGroupError: the group is being shut down.
+        """
+        with self._lock:
+            if self.ending:
+                raise self.ended_error()
+            now = self._now
+            members = [replace(member, place=place) for member, place in zip(now.members, places, strict=False)]
+            members += [
+                _new_member(place, sharding, self.next_incarnation(place.rank)) for place in places[len(members) :]
+            ]
+            for one in started:
+                members[one.place.rank] = self._enter(members[one.place.rank], one)
+            cause = f"the group was resized {resize}, and this rank left it"
+            left = {
+                member.rank: replace(member, failure=member.failure or member.facts.failure("left", cause))
+                for member in now.members[len(places) :]
+            }
+            self._now = replace(
+                now,
+                version=now.version + 1,
+                epoch=resize.epoch,
+                sharding=sharding,
+                members=tuple(members),
+                departed={rank: one for rank, one in now.departed.items() if rank >= len(places)} | left,
+                resizes=(*now.resizes, resize),
+            )
+            self._show_members({one.place.rank: members[one.place.rank] for one in started})
+
+    def _enter(self, member: Member, started: Started) -> Member:
+        self._by_actor[started.actor_id] = started.facts
+        return replace(member, place=started.place, facts=started.facts, handle=started.handle, failure=None)
+
+    def _show_members(self, changed: Mapping[int, Member]) -> None:
+        """Bring the lists of handles and descriptions up to date. The caller holds the lock."""
+        # Users may hold these lists, so they change in place.
+        self.handles[:] = [member.handle for member in self._now.members]
+        shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
+        shown |= {rank: member.place.metadata() for rank, member in changed.items()}
+        self.worker_metadata[:] = [shown[rank] for rank in sorted(shown) if rank < len(self._now.members)]
+        self._show_changed()
+
+    def mark_broken(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+        """Record that the change to the present epoch has failed at some members, which are lost by that.
+
+        Returns:
+            The report of each of these members, which is the first one if its loss was known before.
+        """
+        with self._lock:
+            changed = {
+                failure.rank: replace(member, failure=failure)
+                for failure in failures
+                if (member := self._now[failure.rank]).failure is None
+            }
+            self._change(changed, is_broken=True)
+            return tuple(self._now[failure.rank].failure or failure for failure in failures)
+
+    def mark_repaired(self) -> None:
+        """Record that all members have the facts of the present epoch."""
+        with self._lock:
+            self._change({}, is_broken=False)
 
     def record_losses(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         """Record losses, except of incarnations that have been replaced.
@@ -351,7 +467,7 @@ class Roster:
         with self._lock:
             for shown in self.worker_metadata:
                 rank = shown["global_rank"]
-                if self._now[rank].facts is seen[rank].facts:
+                if rank in states and self._now[rank].facts is seen[rank].facts:
                     shown["state"] = states[rank]
 
     def begin_end(self) -> None:
@@ -364,12 +480,12 @@ class Roster:
             self.begin_end()
             self.handles = []
             self.worker_metadata = []
-            self._now = replace(self._now, epoch=self._now.epoch + 1, ended=True)
+            self._now = replace(self._now, version=self._now.version + 1, ended=True)
 
-    def _change(self, changed: Mapping[int, Member]) -> None:
+    def _change(self, changed: Mapping[int, Member], **others: Any) -> None:
         """Make the next snapshot, and show its states. The caller holds the lock."""
         members = tuple(changed.get(member.rank, member) for member in self._now.members)
-        self._now = replace(self._now, epoch=self._now.epoch + 1, members=members)
+        self._now = replace(self._now, version=self._now.version + 1, members=members, **others)
         self._show_changed()
 
     def _show_changed(self) -> None:
@@ -377,6 +493,12 @@ class Roster:
             state = self._now[shown["global_rank"]].state
             if state != "alive" or shown["state"] in ("restarting", "dead"):
                 shown["state"] = state
+
+
+def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
+    """Return a member that has not started."""
+    coords = sharding.get_worker_coords(place.rank)
+    return Member(place, coords, place.facts(coords), incarnation=incarnation)
 
 
 _rosters: weakref.WeakSet[Roster] = weakref.WeakSet()

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "BrokenEpochError",
     "CallCancelledError",
     "CallTimeoutError",
+    "EpochError",
     "LateWorker",
     "RemoteError",
+    "ResizeTimeoutError",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",
@@ -25,7 +28,9 @@ __all__ = [
 MOST_SHOWN = 16
 
 
-FailureKind = Literal["killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled"]
+FailureKind = Literal[
+    "killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled", "resize-failed", "left"
+]
 
 
 class WorkerGroupError(Exception):
@@ -38,7 +43,8 @@ class WorkerFailure:
 
     Attributes:
         rank: its number in the group.
-        kind: "killed", "node-lost", "out-of-memory", "preempted", "start-failed" or "cancelled".
+        kind: "killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled", "resize-failed" (it did
+            not take part in a resize), or "left" (a resize has removed its rank).
         coords: its coordinates, by axis.
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
@@ -88,6 +94,79 @@ class WorkerFailureError(WorkerGroupError):
         lost = format_lines(self.failures)
         remedy = self.remedy or "Look at the logs of these workers. `restart_failed_workers()` starts them again."
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
+
+
+class BrokenEpochError(WorkerFailureError):
+    """A resize failed after it had begun to change the workers, so the group cannot be used until it is repaired.
+
+    `restart_failed_workers()` starts the failed ranks again and runs `on_resize` on all workers once more; so does
+    another `resize`. With `restart_on_failure` the next call does it.
+
+    Attributes:
+        epoch: the epoch that the resize began.
+        failures: one `WorkerFailure` for each worker that failed or was late; kind "resize-failed" if it is alive.
+    """
+
+    def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "", epoch: int = 0) -> None:
+        super().__init__(failures, remedy)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.failures, self.remedy, self.epoch)
+
+    def __str__(self) -> str:
+        remedy = self.remedy or (
+            "No call is sent until the group is repaired: `restart_failed_workers()` starts these ranks again and runs "
+            "on_resize on all workers once more, and so does another `resize`."
+        )
+        return (
+            f"Epoch {self.epoch} is broken, because {len(self.failures)} worker(s) did not complete the resize:"
+            f"{format_lines(self.failures)}\n{remedy}"
+        )
+
+
+class EpochError(WorkerGroupError):
+    """A view, or a call that waited to be sent, belongs to an epoch of the group that has ended.
+
+    Attributes:
+        reason: what has changed.
+        epoch: the epoch in which it changed.
+    """
+
+    def __init__(self, reason: str, epoch: int) -> None:
+        super().__init__(reason, epoch)
+        self.reason = reason
+        self.epoch = epoch
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class ResizeTimeoutError(WorkerGroupError, TimeoutError):
+    """A resize or a replacement could not begin in time. Nothing has changed.
+
+    Attributes:
+        what: what was asked for.
+        waited_s: the seconds that it has waited.
+        late: the workers that had not finished their calls.
+        reason: what it waited for.
+    """
+
+    def __init__(self, what: str, waited_s: float, late: "tuple[LateWorker, ...]" = (), reason: str = "") -> None:
+        super().__init__(what, waited_s, late, reason)
+        self.what = what
+        self.waited_s = waited_s
+        self.late = late
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # An OSError, which a TimeoutError is, keeps only two of its arguments.
+        return type(self), (self.what, self.waited_s, self.late, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.what} had not begun after {self.waited_s:.1f} s, and nothing has changed. {self.reason}" + (
+            format_lines(self.late)
+        )
 
 
 @dataclass(frozen=True)

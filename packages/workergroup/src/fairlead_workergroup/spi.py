@@ -13,13 +13,23 @@ from typing import Any
 import ray
 
 from ._group import RayWorkerGroup
-from ._members import Member, Roster, Snapshot, WorkerFacts, find_worker
+from ._members import Member, Resize, Roster, Snapshot, WorkerFacts, find_worker
 from ._observe.failures import as_failure
 from ._observe.query import cancel_calls, late_workers
 from ._ray_private import actor_id_of
 from .exceptions import LateWorker, WorkerFailure, WorkerGroupError
 
-__all__ = ["Member", "Reply", "Snapshot", "WorkerFacts", "cancel", "collect", "read_members", "send_function"]
+__all__ = [
+    "Member",
+    "Reply",
+    "Resize",
+    "Snapshot",
+    "WorkerFacts",
+    "cancel",
+    "collect",
+    "read_members",
+    "send_function",
+]
 
 # How long the nodes may take to say what late workers do. The caller's deadline has passed by then.
 LOOK_S = 0.7

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic
 import ray
 from ray import ObjectRef
 
+from fairlead_sharding import NamedSharding
+
 from .._arguments import Answer, Arguments, Gathered, PassedOn
 from .._deadline import Deadline, check_timeout
 from .._display import table_html
@@ -40,6 +42,7 @@ def dispatch(
     kwargs: Mapping[str, Column],
     options: CallOptions,
     *,
+    sharding: NamedSharding | None = None,
     may_wait: bool = True,
 ) -> Execution:
     """Store the values that have to be stored, and send a call.
@@ -52,11 +55,13 @@ def dispatch(
         args: the positional arguments.
         kwargs: the keyword arguments.
         options: the timeout, retries and shape of the result.
+        sharding: the axes that the call was planned on; None if its ranks were given by number.
         may_wait: on an event loop, send the call later instead of blocking the loop.
 
     Raises:
         AttributeError, TypeError, ValueError: the method or its arguments are wrong.
         CallTimeoutError, WorkerFailureError, WorkerGroupError: the call could not be sent.
+        EpochError: the group has been resized since the call was planned.
     """
     began = time.monotonic()
     sender.check_retries(options.retries)
@@ -74,6 +79,7 @@ def dispatch(
         Deadline(None if timeout_s is None else began + timeout_s),
         {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
         stored.sources,
+        sharding,
     )
     sent = sender.send_or_queue(order) if may_wait and is_on_event_loop() else sender.send(order)
     return Execution(sender, owner, order, sent, recipients.returned, options)
@@ -135,6 +141,15 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     def futures(self) -> list[Any]:  # type: ignore[override]
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         return self._execution.futures
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the group in which the workers run the call; see `RayWorkerGroup.epoch`.
+
+        If the call is not sent yet, wait for that until its deadline. Of a call that was repeated after a restart, it
+        is the epoch of the last repetition.
+        """
+        return self._execution.epoch
 
     @property
     def refs(self) -> list[Any]:

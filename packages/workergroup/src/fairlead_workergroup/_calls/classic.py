@@ -11,7 +11,7 @@ from .errors import short_traceback
 from .execution import Execution
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
-from .view import AddressedWorkers
+from .view import AddressedWorkers, Target
 
 
 class ClassicCalls(AddressedWorkers):
@@ -41,14 +41,15 @@ class ClassicCalls(AddressedWorkers):
             WorkerFailureError: the worker is known to be dead, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        size = self._target.mesh.sharding.size
+        target = self._target
+        size = target.mesh.sharding.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
         recipients = Recipients([worker_idx], [worker_idx], None)
         future: ObjectRef[Any]
-        (future,) = self._dispatch(method_name, recipients, args, kwargs, _replicate).futures
+        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, _replicate).futures
         return future
 
     def run_all_workers_single_data(
@@ -71,8 +72,9 @@ class ClassicCalls(AddressedWorkers):
             ValueError: an axis does not exist.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        plan = plan_call(self._target.mesh, first_along=run_rank_0_only_axes)
-        return self._dispatch(method_name, plan, args, kwargs, _replicate).futures
+        target = self._target
+        plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
+        return self._dispatch(target, method_name, plan, args, kwargs, _replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -100,14 +102,15 @@ class ClassicCalls(AddressedWorkers):
             ValueError: a list has too few or too many values, or a name is in both `kwargs` and `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        plan = plan_call(self._target.mesh, first_along=run_rank_0_only_axes)
+        target = self._target
+        plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
 
         def column(what: str, values: Any) -> Column:
             # Unlike `PerWorker`, the original accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(what, list(values) if is_series else values, len(plan.called))
 
-        return self._dispatch(method_name, plan, args, kwargs, column, common_kwargs).futures
+        return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -143,7 +146,8 @@ class ClassicCalls(AddressedWorkers):
                 at any depth; or a name is in both `kwargs` and `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        plan = self._target.mesh.sharding.plan(
+        target = self._target
+        plan = target.mesh.sharding.plan(
             in_sharded_axes=as_axes(in_sharded_axes),
             replicate_on_axes=as_axes(replicate_on_axes),
             output_is_replicated=as_axes(output_is_replicated),
@@ -155,7 +159,7 @@ class ClassicCalls(AddressedWorkers):
         def column(_: str, nested: Any) -> Column:
             return Column(plan.pieces(nested), index)
 
-        return Call(self._dispatch(method_name, recipients, args, kwargs, column, common_kwargs))
+        return Call(self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs))
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -187,6 +191,7 @@ class ClassicCalls(AddressedWorkers):
 
     def _dispatch(
         self,
+        target: Target,
         method_name: str,
         recipients: Recipients,
         args: Sequence[Any],
@@ -195,12 +200,15 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> Execution:
         """Send a call, and remember when its futures were made."""
-        target, common = self._target, common_kwargs or {}
+        common = common_kwargs or {}
         columns, named = make_columns(args, kwargs, column, method_name)
         if both := sorted(set(named) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
-        execution = dispatch(target.sender, target.owner, method_name, recipients, columns, named, CallOptions())
+        options, sharding = CallOptions(), target.sharding
+        execution = dispatch(
+            target.sender, target.owner, method_name, recipients, columns, named, options, sharding=sharding
+        )
         self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
         return execution
 

@@ -22,7 +22,7 @@ from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureErro
 from .errors import describe_missing, explain_failure, retrieve_late, short_traceback
 from .plan import CallOptions
 from .results import REPORT_EVERY_S, drain, end_of, get_values, split_positions, wait_for_some
-from .sender import Order, Sender
+from .sender import Order, Sender, Sent
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Execution:
     sender: Sender
     owner: object
     order: Order
-    sent: list[Any] | Future[list[Any]]
+    sent: Sent | Future[Sent]
     returned: list[int]
     options: CallOptions
     submit_s: float = 0.0
@@ -76,6 +76,7 @@ class Execution:
     _counted: set[int] = field(default_factory=set)
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
+    _repeated_in: int | None = None
     # Held by the thread that repeats the call: others that wait for the call must not repeat it too.
     _repeating: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,14 +90,26 @@ class Execution:
             self.order = replace(self.order, requests=())
 
     @property
-    def sending(self) -> Future[list[Any]] | None:
-        """The future of the list of futures, for a call that had to wait; None for one that was sent at once."""
+    def sending(self) -> Future[Sent] | None:
+        """The future of what has been sent, for a call that had to wait; None for one that was sent at once."""
         return self.sent if isinstance(self.sent, Future) else None
 
     @cached_property
     def futures(self) -> list[Any]:
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         self.wait_until_sent(self.order.deadline)
+        return self._result_of_sending.futures
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the workers run the call, of the latest attempt; wait as for `futures`."""
+        if self._repeated_in is not None:
+            return self._repeated_in
+        self.wait_until_sent(self.order.deadline)
+        return self._result_of_sending.epoch
+
+    @property
+    def _result_of_sending(self) -> Sent:
         return self.sent.result() if isinstance(self.sent, Future) else self.sent
 
     @property
@@ -137,10 +150,10 @@ class Execution:
             self.cancelled = tuple(self.ranks)
         if not sending.cancel():  # it is being sent now
 
-            def drop(sent: Future[list[Any]]) -> None:
+            def drop(sent: Future[Sent]) -> None:
                 if sent.exception() is None:
-                    retrieve_late(sent.result(), self)
-                    futures = dict(zip(self.ranks, sent.result(), strict=True))
+                    retrieve_late(sent.result().futures, self)
+                    futures = dict(zip(self.ranks, sent.result().futures, strict=True))
                     self.sender.cancel(futures, self.method.name, force=force)
 
             sending.add_done_callback(drop)
@@ -215,7 +228,9 @@ class Execution:
                 deadline=limit,
                 counts={},
             )
-            for at, future in zip(lost, self.sender.send(again), strict=True):
+            sent = self.sender.send(again)
+            self._repeated_in = sent.epoch
+            for at, future in zip(lost, sent.futures, strict=True):
                 self.futures[at] = future
                 self.items.pop(at, None)
                 self._handed_out.pop(at, None)

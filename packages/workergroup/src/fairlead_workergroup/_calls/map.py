@@ -14,7 +14,7 @@ from ray import ObjectRef
 from .._arguments import Arguments
 from .._display import Bar
 from .._start.worker_class import Method
-from ..exceptions import CallTimeoutError, WorkerFailureError
+from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import dispatch
 from .errors import retrieve_late, short_traceback
 from .execution import Execution
@@ -210,6 +210,7 @@ class _Balancer:
         Returns:
             Whether an item is unfinished.
         """
+        self._drop_departed()
         while (self._again or (self._position < until and not self._failed)) and (rank := self._choose()) is not None:
             if self._again:
                 position, value = self._again.popleft()
@@ -221,6 +222,16 @@ class _Balancer:
                 position, self._position = self._position, self._position + 1
             self._send(_Item(position, value, rank), may_wait=may_wait)
         return bool(self._sent or self._unsent)
+
+    def _drop_departed(self) -> None:
+        """Send no more items to ranks that a resize has removed; items that they have are finished there."""
+        now = self._sender.roster.snapshot()
+        if now.has(self._loads):
+            return
+        self._loads = {rank: load for rank, load in self._loads.items() if now.has([rank])}
+        if not self._loads:
+            gone = now.resizes[-1]
+            raise EpochError(f"The group was resized {gone}, and all workers of this map have left it.", gone.epoch)
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
@@ -243,6 +254,10 @@ class _Balancer:
         columns, each = [Column([item.value])], self._options.each
         try:
             call = dispatch(self._sender, self._owner, self.method, recipients, columns, {}, each, may_wait=may_wait)
+        except EpochError:  # the worker has left since it was chosen
+            self._again.appendleft((item.position, item.value))
+            self._drop_departed()
+            return
         except WorkerFailureError as error:
             self._unsent += self._handle_loss(item, error)
             return

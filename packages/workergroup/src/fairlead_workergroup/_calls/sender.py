@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
 
 from fairlead_placement.spi import never_connect
+from fairlead_sharding import NamedSharding
 
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
 from .._lifecycle.launcher import Launcher
-from .._lifecycle.restart import Restarter, RestartPolicy
+from .._lifecycle.restart import Restarter, RestartPolicy, UserMethods
 from .._members import Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
@@ -28,7 +28,7 @@ from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
-from ..exceptions import CallTimeoutError, LateWorker, WorkerFailureError
+from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailureError
 from .plan import Column, Recipients
 
 
@@ -53,6 +53,7 @@ class Order:
         deadline: when the call has to be done.
         counts: the numbers that the call adds to the statistics of the group besides the requests.
         sources: the calls whose results are arguments of this one.
+        sharding: the axes that the call was planned on; None if its ranks were given by number.
     """
 
     method: Method
@@ -62,6 +63,14 @@ class Order:
     deadline: Deadline
     counts: Mapping[str, int]
     sources: Sequence[Source]
+    sharding: NamedSharding | None = None
+
+
+class Sent(NamedTuple):
+    """A call that has been sent: the future of each worker, and the epoch in which they run it."""
+
+    futures: list[Any]
+    epoch: int
 
 
 class _Queue:
@@ -117,7 +126,7 @@ class Sender:
         log: the latest calls of the group.
         save_trace: adds a trace of the group to an error, if that is wanted.
         call_timeout_s: the timeout of calls without one of their own.
-        after_restart: called with this sender and the restarted ranks before a restart ends.
+        methods: returns the user's methods that run when the membership changes.
         queue: the calls that wait to be sent.
     """
 
@@ -129,7 +138,7 @@ class Sender:
     log: RequestLog
     save_trace: Callable[[BaseException], None]
     call_timeout_s: float | None
-    after_restart: Callable[["Sender", list[int]], object]
+    methods: Callable[["Sender"], UserMethods]
     queue: _Queue = field(default_factory=_Queue)
 
     @property
@@ -147,7 +156,7 @@ class Sender:
 
     def restart(self) -> list[int]:
         """Restart the dead workers; return their ranks."""
-        return self.restarter.restart(partial(self.after_restart, self))
+        return self.restarter.restart(self.methods(self))
 
     def check_retries(self, retries: int) -> None:
         """Refuse retries in a group that does not restart workers.
@@ -168,14 +177,17 @@ class Sender:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         now = self.roster.check_alive()
-        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now.lost.values(), called)):
+        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
+            if now.is_broken:
+                raise BrokenEpochError(lost, epoch=now.epoch)
             raise WorkerFailureError(lost, self.restarter.remedy(lost))
         return now
 
-    def send(self, order: Order) -> list[Any]:
+    def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures.
 
         Raises:
+            EpochError: the group has been resized since the call was planned; nothing has been sent.
             CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
         """
         with self._turn(order) as now:
@@ -184,16 +196,16 @@ class Sender:
             ]
         self.log.begin(order.method.name, order.began, futures)
         self.counters.add(requests=len(futures), **order.counts)
-        return futures
+        return Sent(futures, now.epoch)
 
-    def send_or_queue(self, order: Order) -> list[Any] | Future[list[Any]]:
+    def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         if not self.queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(replace(order, deadline=Deadline.after(0.0)))
 
-        def send_later() -> list[Any]:
+        def send_later() -> Sent:
             if order.deadline.passed:
                 raise self.unsent_error(order)
             return self.send(order)
@@ -217,19 +229,20 @@ class Sender:
                 raise self.unsent_error(order)
             try:
                 now = self.check_callable(order.ranks)
-                lost = self.policy.blocking(now.lost.values(), order.ranks)
+                check_epoch(order, now)
+                lost = self.policy.blocking(now, order.ranks)
                 if not lost:
                     yield now
                     return
                 if self.restarter.began is not None:  # this thread is restarting them, and a worker was lost again
                     raise WorkerFailureError(lost, self.restarter.remedy(lost))
-                if deadline.at is None:
-                    self.restart()
-                    continue
             finally:
                 turn.release()
+            if deadline.at is None:
+                self.restart()
+                continue
             # A restart may take longer than this call may wait, and must run to its end.
-            restart = self.restarter.restart_in_background(partial(self.after_restart, self))
+            restart = self.restarter.restart_in_background(self.methods(self))
             if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
                 raise self.unsent_error(order)
             restart.result()
@@ -274,6 +287,21 @@ class Sender:
             cause = f"its call of {method!r} was cancelled with force"
             self.verdicts.note([now[rank].facts.failure("cancelled", cause) for rank in running])
         return running
+
+
+def check_epoch(order: Order, now: Snapshot) -> None:
+    """Refuse to send a call that was planned on another size of the group.
+
+    Raises:
+        EpochError: the group has been resized since then.
+    """
+    if (order.sharding is None or order.sharding is now.sharding) and now.has(order.ranks):
+        return
+    raise EpochError(
+        f"{order.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "
+        "the call again.",
+        now.resizes[-1].epoch,
+    )
 
 
 def is_on_event_loop() -> bool:

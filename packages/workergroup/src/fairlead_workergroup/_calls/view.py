@@ -8,9 +8,12 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
+from .._arguments import PerWorker, Shard
+from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
 from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, make_columns, plan_call
+from .selection import Selection, select
 from .sender import Sender
 from .wait import ResultStream
 
@@ -39,23 +42,55 @@ class Target:
         sender: the sender of the group.
         owner: the group, which stays alive as long as a caller waits for a call.
         mesh: the workers on their axes.
+        sharding: the axes of the whole group that the mesh was made from.
         map_options: the options of `map` that hold for the whole group.
         options: the options that `with_options` has set; None without.
+        path: the selections that lead from the group to these workers.
     """
 
     sender: Sender
     owner: object
     mesh: Mesh
+    sharding: NamedSharding
     map_options: MapOptions
     options: CallOptions | None = None
+    path: tuple[Selection, ...] = ()
+
+    def at(self, coords: dict[str, int | slice]) -> "Target":
+        """Return the target of the workers at some coordinates."""
+        mesh = self.mesh.at(coords)
+        return replace(self, mesh=mesh, path=(*self.path, select(self.mesh, coords)))
+
+    def follow(self) -> "Target":
+        """Return the same workers on the present axes of the group.
+
+        Raises:
+            EpochError: the group does not have some of them any more.
+        """
+        now = self.sender.roster.snapshot()
+        if now.sharding is self.sharding:
+            return self
+        mesh = Mesh(now.sharding)
+        for selection in self.path:
+            mesh = selection.apply(mesh, now.resizes)
+        return replace(self, mesh=mesh, sharding=now.sharding)
 
     def call(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`."""
-        plan = self.plan(options)
-        columns, named = make_columns(args, kwargs, plan.column)
-        return Call(dispatch(self.sender, self.owner, method, plan, columns, named, options))
+        target = self
+        while True:
+            plan = target.plan(options)
+            columns, named = make_columns(args, kwargs, plan.column)
+            sharding = target.sharding
+            try:
+                return Call(dispatch(self.sender, self.owner, method, plan, columns, named, options, sharding=sharding))
+            except EpochError:
+                # Another thread has resized the group. Values that were split for its size before cannot be sent.
+                if any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values())):
+                    raise
+                target = target.follow()
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -99,7 +134,7 @@ class AddressedWorkers(ABC):
             ValueError: an axis does not exist, or a slice selects no worker.
             IndexError: a coordinate is outside its axis; the message names the axis and its size.
         """
-        return GroupView(replace(self._target, mesh=self._target.mesh.at(coords)))
+        return GroupView(self._target.at(coords))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -116,9 +151,10 @@ class AddressedWorkers(ABC):
         Raises:
             TypeError, ValueError: an axis does not exist, or options contradict each other.
         """
-        all_options = replace(self._target.options or CallOptions(), **options)
-        self._target.plan(all_options)
-        return GroupView(replace(self._target, options=all_options))
+        target = self._target
+        all_options = replace(target.options or CallOptions(), **options)
+        target.plan(all_options)
+        return GroupView(replace(target, options=all_options))
 
     def map(
         self,
@@ -175,8 +211,8 @@ class AddressedWorkers(ABC):
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        places = target.sender.roster.snapshot().places
-        ranks = [rank for rank in self.ranks if places[rank].tied_rank == 0] or self.ranks
+        now, all_ranks = target.sender.roster.snapshot(), target.mesh.ranks
+        ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
         map_options = replace(
             target.map_options,
@@ -193,6 +229,10 @@ class GroupView(AddressedWorkers):
     """Some workers of a group, or all of them with options, with the same calling methods as the group.
 
     `at` and `with_options` return it. It holds no resources, and ends with its group.
+
+    A view follows the resizes of its group: it keeps its coordinates, and a slice without an end, such as
+    `slice(1, None)`, includes the coordinates that are added. While the group lacks one of its coordinates, everything
+    that needs the workers raises `EpochError`.
     """
 
     def __init__(self, target: Target) -> None:
@@ -200,10 +240,15 @@ class GroupView(AddressedWorkers):
 
     @property
     def _target(self) -> Target:
+        self._own_target = self._own_target.follow()
         return self._own_target
 
     def __repr__(self) -> str:
-        target, ranks = self._target, self.ranks
+        try:
+            target = self._target
+        except EpochError as error:
+            return f"GroupView({self._own_target.sender.roster.name_prefix!r}, {error})"
+        ranks = target.mesh.ranks
         options = "" if target.options is None else f", {target.options}"
         shape = {} if target.mesh.single else target.mesh.sharding.shape
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The groups that are registered at the node agents, and what their workers are doing."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ class RegisteredGroup:
         layout: the axes over its ranks, as of `NamedSharding.to_dict`.
         created: when it was made, in seconds since the epoch by its driver's clock.
         namespace: Ray's namespace of its actors.
-        epoch: the number of changes of its workers that the publication includes.
+        epoch: the number of restarts, resizes and replacements of its workers so far.
         driver: the process that owns it: `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started`.
         members: the workers that are known, by ascending rank. Those of a node that is lost are missing.
         agents: the agent of each node, by node id.
@@ -222,9 +223,10 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
                 found.setdefault(key, []).append((agent, value))
     groups = []
     for published in found.values():
-        published.sort(key=lambda one: one[1]["epoch"])
+        published.sort(key=lambda one: one[1]["version"])
         members = {row["rank"]: RegisteredWorker(**row) for _, value in published for row in value["members"]}
         latest = published[-1][1]
+        size = math.prod(latest["shape"].values())  # a node may not have heard yet that its ranks have left
         groups.append(
             RegisteredGroup(
                 group_id=latest["id"],
@@ -236,7 +238,7 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
                 namespace=latest["namespace"],
                 epoch=latest["epoch"],
                 driver=latest["driver"],
-                members=tuple(members[rank] for rank in sorted(members)),
+                members=tuple(members[rank] for rank in sorted(members) if rank < size),
                 agents={agent.node_id: agent for agent, _ in published},
             )
         )

@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement import PortLease, RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._arguments import Arguments, NotPicklableError
-from .._members import Place
+from .._deadline import NEVER, Deadline
+from .._members import Place, Started
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.environment import prepare_python, start_variables
+from .._start.environment import RANK_VARIABLES, prepare_python, start_variables
 from .._start.launch import WorkerPlan, create_actor, plan_workers, wait_started
 from .._start.options import recursive_merge_options
 from .._start.worker_class import WorkerClass, describe_class
@@ -36,7 +37,6 @@ class GroupSpec:
         kwargs: keyword arguments of its constructor.
         python: the Python of the workers; None for the driver's own.
         env_vars: the user's variables.
-        sharding: the axes over the ranks.
         facts: the facts that `current_worker` returns in every worker.
         memory_limit: the limit that the node agents enforce; None without one.
         token: identifies the group among all groups of all drivers.
@@ -50,7 +50,6 @@ class GroupSpec:
     kwargs: Mapping[str, Any]
     python: str | VenvSpec | None
     env_vars: Mapping[str, str]
-    sharding: NamedSharding
     facts: Mapping[str, Any]
     memory_limit: MemoryLimit | None
     token: str
@@ -81,11 +80,15 @@ class Launcher:
         self.resources = resources
         self._roster = resources.roster
         self._counters = counters
-        self._plans: list[WorkerPlan] = []
+        self._plan: LaunchPlan | None = None
         self._arguments: _StoredArguments | None = None
 
     def prepare(self, places: Sequence[Place]) -> None:
         """Describe the class where the workers will run, and plan each worker; nothing changes if that fails."""
+        self.adopt(self.plan(places, self._roster.snapshot().sharding))
+
+    def plan(self, places: Sequence[Place], sharding: NamedSharding) -> "LaunchPlan":
+        """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
         spec = self.spec
         nodes = [place.slot.node_id for place in places]
         python = prepare_python(spec.python, nodes, timeout_s=spec.start_timeout_s)
@@ -100,9 +103,13 @@ class Launcher:
             timeout_s=spec.start_timeout_s,
             concurrent=spec.concurrent,
         )
-        coords = [member.coords for member in self._roster.snapshot().members]
-        self._plans = plan_workers(places, described, coords=coords, env_vars=spec.env_vars, python=python)
-        self.worker_class = described
+        plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
+        return LaunchPlan(described, plans, sharding)
+
+    def adopt(self, plan: "LaunchPlan") -> None:
+        """Use a plan for all starts from now on."""
+        self._plan = plan
+        self.worker_class = plan.worker_class
 
     def store(self) -> None:
         """Store the constructor's arguments, and the facts that are the same for all workers.
@@ -111,86 +118,197 @@ class Launcher:
             TypeError: an argument of the constructor cannot be pickled.
         """
         spec = self.spec
-        self._arguments = arguments = _StoredArguments(spec, self.worker_class)
+        self._arguments = arguments = _StoredArguments(spec, self.worker_class, self._counters)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(spec, args=(), kwargs={})
-        self.resources.registration = Registration(self._roster, spec.token, self.worker_class.name, spec.sharding)
+        self.resources.registration = Registration(self._roster, spec.token, self.worker_class.name)
         self._counters.add(puts=arguments.stored.puts, bytes_put=arguments.stored.bytes_put)
 
     def release(self) -> None:
         """Release the stored arguments, because nothing is started any more."""
         self._arguments = None
 
-    def start(self, ranks: Sequence[int]) -> None:
-        """Start the workers of these ranks, and wait until every constructor has finished.
+    def start(self, ranks: Sequence[int], *, epoch: int) -> None:
+        """Start the workers of these ranks, wait until every constructor has finished, and begin an epoch.
 
         Raises:
             WorkerStartError: a constructor failed or took too long.
             WorkerGroupError: the group is being shut down.
         """
-        spec, arguments, registration = self.spec, self._arguments, self.resources.registration
-        if arguments is None or registration is None:
-            raise self._roster.ended_error()
-        plans = [self._plans[rank] for rank in ranks]
-        marks = [mark_of(spec.token, rank) for rank in ranks]
-        incarnations = [self._roster.snapshot()[rank].incarnation for rank in ranks]
-        actors = [
-            create_actor(plan, self.worker_class, f"{spec.token[:6]}-{plan.place.rank}-{incarnation}")
-            for plan, incarnation in zip(plans, incarnations, strict=True)
-        ]
-        for plan, actor, mark in zip(plans, actors, marks, strict=True):
-            self.resources.add({plan.place.rank: RunningWorker(actor, plan.place.slot.node_id, mark)})
-        registration.publish(dict(zip(ranks, actors, strict=True)))
-        # Lease the port now: the agent that holds it starts at the same time as the processes of the workers.
-        ports = spec.cluster.port_range if isinstance(spec.cluster, RayVirtualCluster) else None
-        lease = self.resources.lease_port(self._plans[0].place, ports)
+        plan = self._planned
+        # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
+        actors = self._create_actors(plan, ranks)
+        lease = self.resources.lease_port(plan.workers[0].place, self._port_range)
+        started = self._construct(plan, actors, lease, epoch=epoch)
         self.master = lease.address, lease.port
+        self._roster.record_start(started, epoch=epoch)
+        self._finish_start(started)
 
-        configured = Arguments()
+    def start_next(self, plan: "LaunchPlan", ranks: Sequence[int], *, epoch: int, deadline: Deadline) -> list[Started]:
+        """Start workers of an epoch that has not begun, with the master port of that epoch; change nothing else.
+
+        Raises:
+            WorkerStartError, WorkerGroupError: as of `start`.
+        """
+        actors = self._create_actors(plan, ranks)
+        lease = self.resources.lease_next_port(plan.workers[0].place, self._port_range)
+        return self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
+
+    def begin(self, plan: "LaunchPlan", started: Sequence[Started]) -> None:
+        """Use the plan and the master port of an epoch that has begun."""
+        self.adopt(plan)
+        lease = self.resources.take_next_port()
+        self.master = lease.address, lease.port
+        self._finish_start(started)
+
+    def facts_of(self, rank: int, *, epoch: int) -> dict[str, Any]:
+        """Return the facts about a worker that change with the size of its group."""
+        plan = self._planned
+        variables = plan.workers[rank].environment.variables
+        env = {name: variables[name] for name in RANK_VARIABLES if name in variables}
+        return {
+            "world_size": plan.sharding.size,
+            "epoch": epoch,
+            "env": {**env, "MASTER_PORT": variables.get("MASTER_PORT", str(self.master[1]))},
+        }
+
+    def layout(self) -> Any:
+        """Return the axes over the ranks as plain data, or a reference to them."""
+        return self._stored.layout_of(self._planned.sharding)
+
+    @property
+    def _planned(self) -> "LaunchPlan":
+        if self._plan is None:
+            raise self._roster.ended_error()
+        return self._plan
+
+    @property
+    def _stored(self) -> "_StoredArguments":
+        if self._arguments is None:
+            raise self._roster.ended_error()
+        return self._arguments
+
+    @property
+    def _port_range(self) -> tuple[int, int] | None:
+        cluster = self.spec.cluster
+        return cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
+
+    def _create_actors(self, plan: "LaunchPlan", ranks: Sequence[int]) -> "list[_Starting]":
+        token, registration = self.spec.token, self.resources.registration
+        if registration is None:
+            raise self._roster.ended_error()
         starting = []
-        for plan, actor, mark, incarnation in zip(plans, actors, marks, incarnations, strict=True):
+        for rank in ranks:
+            worker = plan.workers[rank]
+            incarnation = self._roster.next_incarnation(rank)
+            actor = create_actor(worker, plan.worker_class, f"{token[:6]}-{rank}-{incarnation}")
+            starting.append(_Starting(worker, actor, mark_of(token, rank), incarnation))
+        for one in starting:
+            self.resources.add({one.plan.place.rank: RunningWorker(one.actor, one.plan.place.slot.node_id, one.mark)})
+        registration.publish({one.plan.place.rank: one.actor for one in starting})
+        return starting
+
+    def _construct(
+        self,
+        plan: "LaunchPlan",
+        actors: "Sequence[_Starting]",
+        lease: PortLease,
+        *,
+        epoch: int,
+        deadline: Deadline = NEVER,
+    ) -> list[Started]:
+        """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
+        spec, arguments = self.spec, self._stored
+        configured = Arguments()
+        shared = {**spec.facts, "world_size": plan.sharding.size, "layout": arguments.layout_of(plan.sharding)}
+        refs = []
+        for one in actors:
+            worker = one.plan
             facts = {
-                **arguments.facts,
-                "rank": plan.place.rank,
-                "name": plan.place.name,
-                "coords": dict(plan.coords),
-                "incarnation": incarnation,
-                "tree": f"{mark}{incarnation}",
-                "env": {**plan.environment.variables, "MASTER_PORT": str(lease.port)},
-                "path": list(plan.environment.path),
+                **shared,
+                "epoch": epoch,
+                "rank": worker.place.rank,
+                "name": worker.place.name,
+                "coords": dict(worker.coords),
+                "incarnation": one.incarnation,
+                "tree": f"{one.mark}{one.incarnation}",
+                "env": {**worker.environment.variables, "MASTER_PORT": str(lease.port)},
+                "path": list(worker.environment.path),
             }
-            kwargs = {name: configured.prepare(value) for name, value in plan.init_kwargs.items()}
+            kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.
-            starting.append(
-                actor._fairlead_start.remote(facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs})
+            refs.append(
+                one.actor._fairlead_start.remote(
+                    facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}
+                )
             )
-        self._counters.add(requests=len(starting), puts=configured.puts, bytes_put=configured.bytes_put)
-        answers = wait_started(starting, plans, name=self._roster.name_prefix, timeout_s=spec.start_timeout_s)
+        self._counters.add(requests=len(refs), puts=configured.puts, bytes_put=configured.bytes_put)
+        plans = [one.plan for one in actors]
+        timeout_s = deadline.left(at_most=spec.start_timeout_s) or 0.0
+        answers = wait_started(refs, plans, name=self._roster.name_prefix, timeout_s=timeout_s)
         started = []
-        for plan, actor, mark, answer in zip(plans, actors, marks, answers, strict=True):
+        for one, answer in zip(actors, answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
-            worker = dataclasses.replace(plan.facts, **process)
-            self.resources.add({worker.rank: RunningWorker(actor, answer["node_id"], mark, **process)})
-            started.append((actor_id_of(actor), actor, plan.place, worker))
-        self._roster.record_start(started)
-        registration.publish()
-        if spec.memory_limit is not None:
-            spec.memory_limit.guard([worker for *_, worker in started])
+            facts_of_it = dataclasses.replace(one.plan.facts, **process)
+            rank = one.plan.place.rank
+            self.resources.add({rank: RunningWorker(one.actor, answer["node_id"], one.mark, **process)})
+            started.append(Started(actor_id_of(one.actor), one.actor, one.plan.place, facts_of_it))
+        return started
+
+    def _finish_start(self, started: Sequence[Started]) -> None:
+        if self.resources.registration is not None:
+            self.resources.registration.publish()
+        if self.spec.memory_limit is not None:
+            self.spec.memory_limit.guard([one.facts for one in started])
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that the workers of a group on one set of axes are started from.
+
+    Attributes:
+        worker_class: the class, as described where the workers run.
+        workers: the plan of each worker, by rank.
+        sharding: the axes over the ranks.
+    """
+
+    worker_class: WorkerClass
+    workers: Sequence[WorkerPlan]
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """A worker whose actor has been requested: its plan, its actor, its mark, and its incarnation."""
+
+    plan: WorkerPlan
+    actor: Any
+    mark: str
+    incarnation: int
 
 
 class _StoredArguments:
     """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
 
-    def __init__(self, spec: GroupSpec, worker_class: WorkerClass) -> None:
+    def __init__(self, spec: GroupSpec, worker_class: WorkerClass, counters: Counters) -> None:
         self.stored = Arguments()
+        self._counters = counters
         self._class_name = worker_class.name
         self.target = self.stored.prepare(worker_class.target)
         self.args = [self._prepare(at, value) for at, value in enumerate(spec.args)]
         self.kwargs = {name: self._prepare(name, value) for name, value in spec.kwargs.items()}
-        layout: Any = spec.sharding.to_dict()
-        if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
-            layout = self.stored.prepare(layout)
-        self.facts = {**spec.facts, "world_size": spec.sharding.size, "layout": layout}
+        self._layout: tuple[NamedSharding, Any] | None = None
+
+    def layout_of(self, sharding: NamedSharding) -> Any:
+        """Return axes over ranks as plain data, or a reference to them; the latest ones are kept."""
+        if self._layout is None or self._layout[0] is not sharding:
+            layout: Any = sharding.to_dict()
+            if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
+                stored = Arguments()
+                layout = stored.prepare(layout)
+                self._counters.add(puts=stored.puts, bytes_put=stored.bytes_put)
+            self._layout = sharding, layout
+        return self._layout[1]
 
     def _prepare(self, name: object, value: Any) -> Any:
         try:

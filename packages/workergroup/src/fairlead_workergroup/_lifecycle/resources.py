@@ -3,12 +3,12 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
 
-from fairlead_placement import PlacementError, PortLease, lease_ports
+from fairlead_placement import PlacementError, PortLease, Slot, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots
 
 from .._members import Place, Roster
@@ -24,46 +24,86 @@ class Resources:
 
     Attributes:
         roster: the roster of the group.
-        claim: the claim of the group on its slots.
         lease: the lease of the master port.
+        next_lease: the lease of the master port of the next epoch, while a resize starts it.
         registration: what the group publishes about itself.
         gave_all_back: whether everything has been released so far without a failure.
     """
 
     roster: Roster
-    claim: SlotClaim | None = None
     lease: PortLease | None = None
+    next_lease: PortLease | None = None
     registration: Registration | None = None
     gave_all_back: bool = True
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
+    _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, workers: Mapping[int, RunningWorker]) -> None:
         """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
         self._workers.update(workers)
 
-    def claim_slots(self, places: Sequence[Place]) -> None:
-        """Claim the slots of all ranks, in place of those claimed before.
+    def claim_slots(self, slots: Iterable[Slot]) -> None:
+        """Claim these slots in addition to those that are claimed already; all of them, or none.
 
         Raises:
             ResourceInsufficientError: a slot has no room for another group.
         """
-        if self.claim is not None:
-            self.claim.release()
-        self.claim = claim_slots([place.slot for place in places], self.roster.name_prefix, group=self.roster)
+        new = {key_of(slot): slot for slot in slots if key_of(slot) not in self._claims}
+        made: dict[tuple[str, int], SlotClaim] = {}
+        try:
+            for key, slot in new.items():
+                made[key] = claim_slots([slot], self.roster.name_prefix, group=self.roster)
+        except PlacementError:
+            for claim in made.values():
+                claim.release()
+            raise
+        self._claims.update(made)
+
+    def keep_slots(self, slots: Iterable[Slot]) -> None:
+        """Release the claims of all slots except these."""
+        kept = {key_of(slot) for slot in slots}
+        for key in [key for key in self._claims if key not in kept]:
+            self._claims.pop(key).release()
 
     def lease_port(self, place: Place, ports: tuple[int, int] | None) -> PortLease:
         """Return the lease of the master port; lease one on the node of a place if there is none."""
         if self.lease is None:
-            bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
-            ((self.lease,),) = lease_ports([place.slot], **bounds)
+            self.lease = _lease(place, ports)
         return self.lease
+
+    def lease_next_port(self, place: Place, ports: tuple[int, int] | None) -> PortLease:
+        """Lease the master port of the next epoch on the node of a place, beside the present one."""
+        self.next_lease = _lease(place, ports)
+        return self.next_lease
+
+    def take_next_port(self) -> PortLease:
+        """Return the master port of the next epoch as the present one, and release the one before."""
+        if self.next_lease is None:  # a shutdown of another thread has released it
+            raise self.roster.ended_error()
+        before, lease = self.lease, self.next_lease
+        self.lease, self.next_lease = lease, None
+        if before is not None:
+            before.release()
+        return lease
+
+    def drop_next_port(self) -> None:
+        """Release the master port of an epoch that has not begun."""
+        if self.next_lease is not None:
+            lease, self.next_lease = self.next_lease, None
+            lease.release()
 
     def release_port(self) -> None:
         """Release the master port, even if its node, and with it the lease, is lost."""
+        self.drop_next_port()
         if self.lease is not None:
             lease, self.lease = self.lease, None
             lease.release()
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Drop workers that have ended, with their processes, and whose ranks have left the group."""
+        for rank in ranks:
+            self._workers.pop(rank, None)
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
@@ -89,17 +129,26 @@ class Resources:
                     logger.warning("Cannot %s of a group: %s", name, error)
                     is_done = False
                 self.gave_all_back = self.gave_all_back and is_done
-            self.lease = None
-            if self.claim is not None:
-                self.claim.release()
-                self.claim = None
+            self.lease = self.next_lease = None
+            self.keep_slots(())
 
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""
-        claim = self.claim
-        if claim is None or not self.roster.connected:
+        if not self._claims or not self.roster.connected:
             return ""
         return (
-            f"The worker group {claim.holder!r} was dropped without shutdown(). Its {len(self._workers)} worker(s) are "
-            "ended in the background. Use the group in a with statement, or call shutdown()."
+            f"The worker group {self.roster.name_prefix!r} was dropped without shutdown(). Its "
+            f"{len(self._workers)} worker(s) are ended in the background. Use the group in a with statement, or call "
+            "shutdown()."
         )
+
+
+def key_of(slot: Slot) -> tuple[str, int]:
+    """Return what identifies a slot."""
+    return slot.placement_group.id.hex(), slot.bundle_index
+
+
+def _lease(place: Place, ports: tuple[int, int] | None) -> PortLease:
+    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
+    ((lease,),) = lease_ports([place.slot], **bounds)
+    return lease

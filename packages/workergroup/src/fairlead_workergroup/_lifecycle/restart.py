@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The restart of lost workers: the same ranks, in the same slots, or in other slots if their nodes are lost."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import PlacementError, RayVirtualCluster, Slot
 from fairlead_placement.spi import alive_nodes, never_connect
 
+from .._deadline import NEVER, Deadline
+from .._members import Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
 from .._start.layout import move_places
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
+from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
+from .resources import key_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,19 @@ CLUSTER_GONE = (
 NOTICED_S = 2.0
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
 NO_CAUSE = f"Ray reports that it is dead, and has not reported the cause within {CAUSE_S:g} s"
+
+
+@dataclass(frozen=True)
+class UserMethods:
+    """The methods of the user's class that run when the membership changes.
+
+    Attributes:
+        on_restart: runs the method `on_restart` on the given ranks, and waits for it.
+        send_on_resize: sends the method `on_resize` to the given ranks.
+    """
+
+    on_restart: Callable[[list[int]], object]
+    send_on_resize: SendOnResize
 
 
 @dataclass(frozen=True)
@@ -63,10 +80,10 @@ class RestartPolicy:
         """Whether all workers are restarted together."""
         return self.scope == "group"
 
-    def blocking(self, lost: Iterable[WorkerFailure], called: Collection[int]) -> tuple[WorkerFailure, ...]:
+    def blocking(self, now: Snapshot, called: Collection[int]) -> tuple[WorkerFailure, ...]:
         """Return the lost workers that a call has to wait for: those it calls, or all if they restart together."""
-        together = self.on_failure and self.restarts_all
-        return tuple(failure for failure in lost if together or failure.rank in called)
+        together = now.is_broken or (self.on_failure and self.restarts_all)
+        return tuple(failure for failure in now.lost.values() if together or failure.rank in called)
 
 
 class Restarter:
@@ -80,13 +97,15 @@ class Restarter:
 
     Attributes:
         policy: as given.
-        turn: the lock of the thread that sends a call or restarts workers. Reentrant, because a restart calls `after`,
+        changing: the lock of the thread that changes the membership. It is acquired before `turn`.
+        turn: the lock of the thread that sends a call or begins an epoch. Reentrant, because a restart calls `after`,
             which sends a call.
-        began: when the restart that is running began; None if none is running.
+        began: when the change that holds `turn` began; None if there is none.
     """
 
     def __init__(self, launcher: Launcher, verdicts: Verdicts, policy: RestartPolicy, *, slots: Sequence[Slot]) -> None:
         self.policy = policy
+        self.changing: threading.RLock = threading.RLock()
         self.turn: threading.RLock = threading.RLock()
         self.began: float | None = None
         self._launcher = launcher
@@ -99,28 +118,41 @@ class Restarter:
         # The restart on a thread of its own, for calls with a deadline.
         self._background: Future[list[int]] | None = None
 
-    def restart(self, after: Callable[[list[int]], object]) -> list[int]:
+    def restart(self, methods: UserMethods) -> list[int]:
         """Restart the dead workers; see `RayWorkerGroup.restart_failed_workers`.
 
         Args:
-            after: called with the ranks that were started, before the restart is over.
+            methods: the user's methods, which run before the restart is over.
 
         Returns:
             The ranks that were started.
         """
-        with self.turn:
-            self.began = time.monotonic()
-            try:
-                return self._restart(after)
-            finally:
-                self.began = None
+        with self.changing, self.take_turn():
+            return self._restart(methods)
 
-    def restart_in_background(self, after: Callable[[list[int]], object]) -> Future[list[int]]:
+    @contextlib.contextmanager
+    def take_turn(self, deadline: Deadline = NEVER) -> Iterator[bool]:
+        """Keep other threads from sending calls while this thread changes the membership.
+
+        Yields:
+            Whether the turn could be taken by the deadline.
+        """
+        if not self.turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+            yield False
+            return
+        before, self.began = self.began, time.monotonic()
+        try:
+            yield True
+        finally:
+            self.began = before
+            self.turn.release()
+
+    def restart_in_background(self, methods: UserMethods) -> Future[list[int]]:
         """Return the restart that runs on a thread of its own; start one if none is running."""
         with self._lock:
             if self._background is None:
                 self._background = Future()
-                work = partial(self._run, self._background, after)
+                work = partial(self._run, self._background, methods)
                 threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
             return self._background
 
@@ -129,9 +161,9 @@ class Restarter:
         since, ranks = self.began, self._roster.snapshot().restarting
         if since is None:
             return "Other calls were being sent, or a restart was about to begin. Make the call again."
-        who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "workers"
+        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
-            f"A restart of {who} has been under way for {time.monotonic() - since:.1f} s and goes on; it may take "
+            f"A {what} has been under way for {time.monotonic() - since:.1f} s and goes on; it may take "
             f"start_timeout_s={self._launcher.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
         )
 
@@ -154,10 +186,26 @@ class Restarter:
             "`restart_failed_workers()` starts them at once."
         )
 
-    def _run(self, future: Future[list[int]], after: Callable[[list[int]], object]) -> None:
+    def prepare_lost(self, ranks: Sequence[int]) -> None:
+        """End what is left of lost ranks that a resize starts again, and find them slots if their nodes are lost.
+
+        Raises:
+            WorkerFailureError: they cannot be restarted any more, or there are no slots.
+        """
+        now = self._roster.snapshot()
+        lost = tuple(now.lost[rank] for rank in ranks)
+        if reason := self._explain_limit(ranks):
+            raise WorkerFailureError(lost, reason)
+        self._end_old(ranks, lost)
+        alive = alive_nodes()
+        if any(now[rank].slot.node_id not in alive for rank in ranks):
+            self._find_new_slots(lost)
+        self._roster.record_relaunch(ranks, counted=ranks)
+
+    def _run(self, future: Future[list[int]], methods: UserMethods) -> None:
         never_connect()
         try:
-            ranks = self.restart(after)
+            ranks = self.restart(methods)
         except BaseException as error:  # noqa: BLE001  the calls that wait for the restart raise it
             outcome: Callable[[], None] = partial(future.set_exception, error)
         else:
@@ -166,10 +214,10 @@ class Restarter:
             self._background = None
         outcome()
 
-    def _restart(self, after: Callable[[list[int]], object]) -> list[int]:
+    def _restart(self, methods: UserMethods) -> list[int]:
         roster, resources = self._roster, self._resources
         now = roster.check_alive()
-        lost = self._find_lost()
+        lost = self.find_lost()
         if not lost:
             return []
         everybody = list(range(len(now.members)))
@@ -187,10 +235,16 @@ class Restarter:
             self._group_restarts += self.policy.restarts_all
             roster.record_relaunch(ranks, counted=ranks)
             # The store of one set of processes cannot be used by another set.
-            if self.policy.restarts_all or self._master_moved():
+            if self.policy.restarts_all or now.is_broken or self._master_moved():
                 resources.release_port()
-            self._launcher.start(ranks)
-            after(ranks)
+            self._launcher.start(ranks, epoch=now.epoch + 1)
+            others = [member for member in roster.snapshot().members if member.rank not in ranks]
+            if not now.is_broken:
+                send_epoch([member for member in others if member.failure is None], now.epoch + 1)
+            methods.on_restart(ranks)
+            if now.is_broken:
+                limit = Deadline.after(self._launcher.spec.start_timeout_s)
+                deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=methods.send_on_resize)
         except Exception as error:
             if roster.ending:
                 raise
@@ -207,7 +261,7 @@ class Restarter:
         logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, ranks)), roster.name_prefix)
         return ranks
 
-    def _find_lost(self) -> dict[int, WorkerFailure]:
+    def find_lost(self) -> dict[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
         now = self._roster.snapshot()
         self._verdicts.note_dead([now.facts[rank] for rank in sorted(find_dead(now))], NO_CAUSE, within_s=CAUSE_S)
@@ -288,13 +342,14 @@ class Restarter:
         now = sorted((slot for slot in cluster.slots() if slot.node_idx in mine), key=lambda slot: slot.node_idx)
         there = {slot.node_idx for slot in now}
         before = sorted((slot for slot in self._slots if slot.node_idx in there), key=lambda slot: slot.node_idx)
-        instead = dict(zip(map(_key, before), now, strict=True))
-        moved = move_places(places, {place.rank: instead[_key(place.slot)] for place in places})
+        instead = dict(zip(map(key_of, before), now, strict=True))
+        moved = move_places(places, {place.rank: instead[key_of(place.slot)] for place in places})
         self._launcher.prepare(moved)
         # After the plan, so that the next attempt moves the ranks again if the plan fails.
         self._slots = now
         self._roster.move(moved)
-        self._resources.claim_slots(moved)
+        self._resources.keep_slots([])
+        self._resources.claim_slots([place.slot for place in moved])
 
     def _note_failed(self, ranks: Sequence[int], error: Exception) -> Exception:
         """Note that a restart has failed; its ranks stay lost, and can be restarted later.
@@ -313,7 +368,3 @@ class Restarter:
         is_report = isinstance(error, WorkerFailureError)
         self._roster.record_failed_restart(failures, override=not is_report)
         return error if is_report else WorkerFailureError(failures, text)
-
-
-def _key(slot: Any) -> tuple[str, int]:
-    return slot.placement_group.id.hex(), slot.bundle_index

@@ -133,7 +133,7 @@ class Verdicts:
     def note(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         """Note that workers are dead, except those that have been replaced; return the failures to report."""
         if self._memory_limit is not None:
-            failures = self._memory_limit.judge(failures, self._roster.snapshot().facts)
+            failures = self._memory_limit.judge(failures, self._roster.snapshot())
         return self._roster.record_losses(failures)
 
     def note_causes(self, dead: Sequence[WorkerFacts], *, within_s: float) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .._members import WorkerFacts
+from .._members import Snapshot, WorkerFacts
 from .._remote.process import mark_of, read_verdicts, start_guard
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .query import ask_nodes
@@ -62,10 +62,12 @@ class MemoryLimit:
                 f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer"
             )
 
-    def judge(self, failures: Sequence[WorkerFailure], workers: Sequence[WorkerFacts]) -> tuple[WorkerFailure, ...]:
+    def judge(self, failures: Sequence[WorkerFailure], now: Snapshot) -> tuple[WorkerFailure, ...]:
         """Return the failures, where those that a guard has caused have the kind "out-of-memory" and both numbers."""
         killed = [failure.rank for failure in failures if failure.kind == "killed"]
-        sizes = dict(zip(killed, ask_nodes([workers[rank] for rank in killed], read_verdicts, self.token), strict=True))
+        sizes = dict(
+            zip(killed, ask_nodes([now[rank].facts for rank in killed], read_verdicts, self.token), strict=True)
+        )
         cause = f"over its memory_limit of {self.limit:,} bytes"
         return tuple(
             replace(

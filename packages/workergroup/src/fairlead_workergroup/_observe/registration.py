@@ -13,7 +13,6 @@ from typing import Any
 import ray
 
 from fairlead_placement.spi import publish, withdraw
-from fairlead_sharding import NamedSharding
 
 from .._members import Member, Roster
 from .._ray_private import actor_id_of
@@ -31,14 +30,13 @@ class Registration:
         roster: of the group.
         token: identifies the group among all groups of all drivers.
         class_name: of the user's class.
-        sharding: the axes over the ranks.
 
     Attributes:
         key: the key under which it is published.
         published: what was published last, by node id.
     """
 
-    def __init__(self, roster: Roster, token: str, class_name: str, sharding: NamedSharding) -> None:
+    def __init__(self, roster: Roster, token: str, class_name: str) -> None:
         self._roster = roster
         self.key: str = KEY + token
         self.published: dict[str, dict[str, Any]] = {}
@@ -50,8 +48,6 @@ class Registration:
             "id": token,
             "name": roster.name_prefix,
             "class": class_name,
-            "shape": dict(sharding.shape),
-            "layout": sharding.to_dict(),
             "created": time.time(),
             "namespace": context.namespace,
             "driver": {
@@ -77,7 +73,8 @@ class Registration:
             row = self._row(member, (starting or {}).get(member.rank))
             by_node.setdefault(row["node_id"], []).append(row)
         self._version += 1
-        about = {**self._about, "epoch": now.epoch}
+        axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
+        about = {**self._about, **axes, "epoch": now.epoch, "version": now.version}
         self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
         publish(self.key, self._version, self.published)
 

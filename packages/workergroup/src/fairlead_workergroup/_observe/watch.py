@@ -180,9 +180,9 @@ class Watch(AbstractContextManager["Watch"]):
         # If anything fails below, the next look reports these events.
         self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
-        facts = self._roster.snapshot().facts
+        facts = [self._roster.snapshot()[now.rank].facts for now in dead]
         self._verdicts.note_causes(
-            [facts[now.rank] for now in dead if facts[now.rank].pid == now.pid], within_s=CAUSE_S
+            [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid], within_s=CAUSE_S
         )
         stuck: dict[int, StuckWorker] = {}
         if any(kind == "worker-stuck" for kind, _ in self._unreported):

@@ -11,6 +11,8 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fairlead_sharding import NamedSharding
+
 from .._display import Bar
 from .._members import Place, WorkerFacts
 from .._observe.failures import as_failure, remote_traceback
@@ -40,7 +42,7 @@ def plan_workers(
     places: Sequence[Place],
     described: WorkerClass,
     *,
-    coords: Sequence[Mapping[str, int]],
+    sharding: NamedSharding,
     env_vars: Mapping[str, str],
     python: WorkerPython,
 ) -> list[WorkerPlan]:
@@ -73,7 +75,8 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        plans.append(WorkerPlan(place, coords[place.rank], options, environment, init_kwargs))
+        coords = sharding.get_worker_coords(place.rank)
+        plans.append(WorkerPlan(place, coords, options, environment, init_kwargs))
     return plans
 
 
@@ -142,8 +145,8 @@ def wait_started(
             if pending and time.monotonic() - began >= timeout_s:
                 where = ", ".join(f"{plan.facts}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
                 raise WorkerStartError(
-                    f"{len(slow)} of {len(started)} workers had not finished their constructor after {timeout_s:g} s "
-                    f"(start_timeout_s): {where}"
+                    f"{len(slow)} of {len(started)} workers had not finished their constructor after {timeout_s:.4g} s "
+                    f"(start_timeout_s, or the timeout of a resize): {where}"
                 )
     return [answers[ref] for ref in started]
 

@@ -75,6 +75,45 @@ def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Pla
     return tuple(moved)
 
 
+def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, prefix: str) -> tuple[Place, ...]:
+    """Return the first `size` ranks, or all ranks and others in the given slots, with the numbers on their nodes.
+
+    Args:
+        places: the present places.
+        size: the number of ranks.
+        slots: the slots of the ranks that are added, in order.
+        prefix: the first part of the workers' names.
+    """
+    tied = len(places[-1].tied_bundles[1])
+    added = []
+    for at, slot in enumerate(slots):
+        group, within = places[-1].tied_group + 1 + at // tied, at % tied
+        mine = slots[at - within : at - within + tied]
+        name = f"{prefix}-grp{group}-{within}" if tied > 1 else f"{prefix}-{slot.node_idx}-{slot.bundle_index}"
+        bundles = mine[0].node_idx, [one.bundle_index for one in mine]
+        added.append(Place(len(places) + at, slot, name, group, within, bundles, 0, 0, 0))
+    all_places = [*places[:size], *added]
+    numbers = _number_on_nodes([place.slot for place in all_places])
+    return tuple(replace(place, **on_node) for place, on_node in zip(all_places, numbers, strict=True))
+
+
+def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
+    """Return the first `count` free slots, in whole tied groups that lie on one logical node each.
+
+    Returns:
+        The slots in order; fewer if there are not enough.
+    """
+    if tied == 1:
+        return list(free[:count])
+    # In one placement group over all nodes a tied group may span nodes.
+    unified = len({slot.placement_group.id for slot in free}) == 1
+    by_node: dict[int, list[Slot]] = {}
+    for slot in free:
+        by_node.setdefault(0 if unified else slot.node_idx, []).append(slot)
+    whole = [slot for there in by_node.values() for slot in there[: len(there) // tied * tied]]
+    return whole[:count]
+
+
 def _number_on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
     """Return for each slot the number of its node, its own number there, and how many slots the node has."""
     sizes = Counter(slot.node_id for slot in slots)  # it keeps the order of the nodes

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resize of a group: new members start completely, then all members get the facts of the new epoch."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, Slot
+from fairlead_sharding import NamedSharding
+
+from .._calls.sender import Sender
+from .._deadline import Deadline
+from .._lifecycle.delivery import deliver, drain, wait_for, wait_until_idle
+from .._lifecycle.launcher import Launcher
+from .._lifecycle.resources import key_of
+from .._members import Member, Resize, Snapshot
+from .._start.layout import choose_slots, resize_places
+from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerGroupError
+from .axis import check_sizes, check_tied_groups, find_elastic_axis, resize_mesh
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A resize that has been checked: the axis and its sizes, the new mesh, and the size of its tied groups."""
+
+    axis: str
+    before: int
+    after: int
+    sharding: NamedSharding
+    tied: int
+
+
+class Resizer:
+    """Change the size of a group along its slowest-varying axis.
+
+    Args:
+        sender: the sender of the group.
+        launcher: the launcher of the group.
+    """
+
+    def __init__(self, sender: Sender, launcher: Launcher) -> None:
+        self._sender = sender
+        self._launcher = launcher
+        self._restarter = sender.restarter
+        self._roster = sender.roster
+        self._resources = launcher.resources
+        # Of the mesh that the group was made with: with size 1, another axis would look as slow.
+        self._axis = find_elastic_axis(sender.roster.snapshot().sharding)
+
+    def resize(self, sizes: Mapping[str, int], slots: Sequence[Slot] | None, timeout_s: float | None) -> int:
+        """Resize the group; see `RayWorkerGroup.resize`."""
+        began = time.monotonic()
+        spec = self._launcher.spec
+        deadline = Deadline.after(spec.start_timeout_s if timeout_s is None else timeout_s)
+        self._check_caller()
+        change = self._check(self._roster.check_alive(), sizes, slots)
+        what = f"The resize to {change.axis}={change.after}"
+        changing = self._restarter.changing
+        if not changing.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+            reason = "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+            raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
+        try:
+            # Again: another thread may have resized the group meanwhile.
+            now = self._roster.check_alive()
+            change = self._check(now, sizes, slots)
+            lost = self._restarter.find_lost()
+            if change.before == change.after:
+                return self._repair(lost)
+            return self._resize(change, slots, what, began, deadline)
+        finally:
+            if self._roster.ending:  # the shutdown on another thread could not see everything that was started here
+                self._resources.give_back()
+            changing.release()
+
+    def _repair(self, lost: Mapping[int, object]) -> int:
+        """Restart what is lost in a group that has the size asked for."""
+        if lost:
+            self._sender.restart()
+        return self._roster.snapshot().epoch
+
+    def _check_caller(self) -> None:
+        """Refuse a resize from inside a worker of the group, which could not take part in it.
+
+        Raises:
+            WorkerGroupError: this process is one.
+        """
+        facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
+        if facts.get("tree", "").startswith(f"{self._launcher.spec.token}-"):
+            raise WorkerGroupError(
+                "A worker cannot resize its own group, because it has to take part in that between two of its calls. "
+                "Return the wish to the driver, and call resize there."
+            )
+
+    def _check(self, now: Snapshot, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> _Change:
+        axis, size = check_sizes(now.sharding, self._axis, sizes)
+        before = now.sharding.get_axis_size(axis)
+        each = now.sharding.size // before
+        tied = check_tied_groups(now.places, each, each * size)
+        if slots is not None and len(slots) != max(0, each * (size - before)):
+            raise ValueError(
+                f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
+                f"{len(slots)}"
+            )
+        return _Change(axis, before, size, resize_mesh(now.sharding, axis, size), tied)
+
+    def _resize(
+        self, change: _Change, slots: Sequence[Slot] | None, what: str, began: float, deadline: Deadline
+    ) -> int:
+        """Resize, with the lock of changes held."""
+        launcher, roster, resources = self._launcher, self._roster, self._resources
+        size, before = change.sharding.size, roster.snapshot()
+        again = [rank for rank in before.lost if rank < size]
+        if again:
+            self._restarter.prepare_lost(again)
+        now = roster.snapshot()
+        added = self._claim(now, size - len(now.members), slots, change.tied)
+        ranks = [*again, *range(len(now.members), size)]
+        resize = Resize(now.epoch + 1, change.axis, change.before, change.after)
+        is_begun = False
+        try:
+            places = resize_places(now.places, size, added, prefix=roster.name_prefix)
+            plan = launcher.plan(places, change.sharding)
+            started = launcher.start_next(plan, ranks, epoch=resize.epoch, deadline=deadline)
+            with self._restarter.take_turn(deadline) as is_mine:
+                if not is_mine:
+                    reason = "Another thread sends calls. Make it again with a longer timeout."
+                    raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
+                staying = [member for member in now.members[:size] if member.rank not in again]
+                wait_until_idle(what, staying, deadline, began=began, concurrent=launcher.spec.concurrent)
+                roster.record_resize(resize, change.sharding, places, started)
+                is_begun = True
+                try:
+                    launcher.begin(plan, started)
+                    self._deliver(ranks, again, deadline)
+                finally:
+                    self._end(now.members[size:], deadline)
+                    resources.keep_slots([place.slot for place in places])
+        except BaseException as error:
+            if not is_begun:
+                self._undo(now, ranks)
+            elif not isinstance(error, BrokenEpochError):  # such as KeyboardInterrupt
+                facts = roster.snapshot().facts
+                roster.mark_broken([one.failure("resize-failed", "the resize was interrupted") for one in facts])
+            raise
+        logger.info("Resized %r %s.", roster.name_prefix, resize)
+        return resize.epoch
+
+    def _claim(self, now: Snapshot, count: int, slots: Sequence[Slot] | None, tied: int) -> list[Slot]:
+        """Claim the slots of new ranks.
+
+        Raises:
+            ValueError: there are not enough free slots, or a given slot is one of the group already.
+            ResourceInsufficientError: a given slot has no room for another group.
+        """
+        if count <= 0:
+            return []
+        used = {key_of(place.slot) for place in now.places}
+        if slots is not None:
+            if taken := [slot for slot in slots if key_of(slot) in used]:
+                raise ValueError(
+                    f"bundle {taken[0].bundle_index} of logical node {taken[0].node_idx} has a worker of this group "
+                    "already; give slots that it does not use"
+                )
+            if choose_slots(slots, count, tied=tied) != list(slots):
+                raise ValueError(f"slots must be in whole tied groups of {tied}, each on one logical node")
+            self._resources.claim_slots(slots)
+            return list(slots)
+        cluster = self._launcher.spec.cluster
+        if not isinstance(cluster, RayVirtualCluster):
+            raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
+        claimed: list[Slot] = []
+        for slot in cluster.slots():
+            if key_of(slot) not in used and len(choose_slots(claimed, count, tied=tied)) < count:
+                try:
+                    self._resources.claim_slots([slot])
+                except ResourceInsufficientError:
+                    continue  # other groups fill it
+                claimed.append(slot)
+        chosen = choose_slots(claimed, count, tied=tied)
+        is_enough = len(chosen) == count
+        self._resources.keep_slots([*(place.slot for place in now.places), *(chosen if is_enough else ())])
+        if not is_enough:
+            raise ValueError(
+                f"{count} more workers need {count} free slots{f' in tied groups of {tied}' if tied > 1 else ''}, and "
+                f"the cluster has {len(chosen)}. Reserve more with cluster.extend(), or give other slots."
+            )
+        return chosen
+
+    def _deliver(self, started: Sequence[int], again: list[int], deadline: Deadline) -> None:
+        """Send the facts of the new epoch, and run the user's methods.
+
+        Raises:
+            BrokenEpochError: a worker failed or was late.
+        """
+        methods = self._sender.methods(self._sender)
+        now = self._roster.snapshot()
+        try:
+            if again:
+                methods.on_restart(again)
+        except Exception as error:
+            cause = f"on_restart failed: {error}"
+            failures = self._roster.mark_broken([now[rank].facts.failure("resize-failed", cause) for rank in again])
+            raise BrokenEpochError(failures, epoch=now.epoch) from error
+        deliver(self._launcher, self._roster, deadline, skip=started, send_on_resize=methods.send_on_resize)
+
+    def _end(self, leaving: Sequence[Member], deadline: Deadline) -> None:
+        """Let leaving workers finish their calls until the deadline, then end them."""
+        members = [member for member in leaving if member.failure is None]
+        within_s = deadline.left(at_most=3600.0) or 0.0
+        refs = drain(members, concurrent=self._launcher.spec.concurrent, within_s=within_s)
+        _, late = wait_for(refs, deadline, f"Resizing {self._roster.name_prefix}", patient=True)
+        if late:
+            logger.warning("Rank(s) %s were ended before they had finished their calls.", ", ".join(map(str, late)))
+        ranks = [member.rank for member in leaving]
+        self._resources.end(ranks)
+        self._resources.forget(ranks)
+
+    def _undo(self, now: Snapshot, ranks: Sequence[int]) -> None:
+        """End what has been started for an epoch that did not begin."""
+        self._resources.end(ranks)
+        self._resources.forget([rank for rank in ranks if rank >= len(now.members)])
+        self._resources.drop_next_port()
+        self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])

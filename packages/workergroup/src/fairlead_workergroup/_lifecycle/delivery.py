@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delivery of the facts of an epoch to workers that keep running, through the queue of their calls."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from .._deadline import Deadline
+from .._display import Bar
+from .._members import Member, Roster
+from .._observe.failures import as_failure
+from .._observe.query import late_workers
+from .._remote.facts import apply_facts, do_nothing
+from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerFailure
+from .launcher import Launcher
+
+# Sends the user's `on_resize` to ranks; returns a future for each, or nothing without such a method.
+SendOnResize = Callable[[Sequence[int]], Mapping[int, Any]]
+
+# When a worker has failed, the others may wait for it in a collective, and nothing good comes of that.
+OTHERS_S = 10.0
+# A request that was sent in time may arrive later than its deadline.
+ARRIVAL_S = 5.0
+
+
+@cache
+def _pickled(function: Callable[..., Any]) -> bytes:
+    pickled: bytes = ray.cloudpickle.dumps(function)
+    return pickled
+
+
+def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: bool, within_s: float) -> ObjectRef:
+    """Send a function that runs between two calls of a worker, also if its calls overlap."""
+    name, pickled = function.__name__, _pickled(function)
+    if concurrent:
+        ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
+    else:
+        ref = member.handle._fairlead_apply.remote(name, pickled, *args)
+    return ref
+
+
+def send_epoch(members: Iterable[Member], epoch: int) -> None:
+    """Send the number of an epoch whose other facts are those of the epoch before; nobody waits for it."""
+    for member in members:
+        member.handle._fairlead_apply.remote("apply_facts", _pickled(apply_facts), {"epoch": epoch})
+
+
+def drain(members: Iterable[Member], *, concurrent: bool, within_s: float) -> dict[int, ObjectRef]:
+    """Return a reference for each worker that is ready when everything sent to it before has ended, by rank."""
+    return {one.rank: _send(one, do_nothing, concurrent=concurrent, within_s=within_s) for one in members}
+
+
+def wait_until_idle(
+    what: str, members: Sequence[Member], deadline: Deadline, *, began: float, concurrent: bool
+) -> None:
+    """Wait until the calls of these workers have ended.
+
+    Raises:
+        ResizeTimeoutError: some have not ended by the deadline.
+    """
+    refs = drain(members, concurrent=concurrent, within_s=deadline.left(at_most=3600.0) or 0.0)
+    errors, late = wait_for(refs, deadline, what, patient=True)
+    # A worker that is lost now is found when the facts are sent to it.
+    late += [rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)]
+    if late:
+        workers = [member.facts for member in members if member.rank in late]
+        raise ResizeTimeoutError(
+            what,
+            time.monotonic() - began,
+            late_workers(workers),
+            "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:",
+        )
+
+
+def deliver(
+    launcher: Launcher,
+    roster: Roster,
+    deadline: Deadline,
+    *,
+    skip: Collection[int],
+    send_on_resize: SendOnResize,
+) -> None:
+    """Send the facts of the present epoch to all members except `skip`, then run `on_resize` on all of them.
+
+    Raises:
+        BrokenEpochError: a worker failed or had not finished by the deadline. The roster says so.
+    """
+    now = roster.snapshot()
+    what = f"Resizing {roster.name_prefix}"
+    layout, concurrent = launcher.layout(), launcher.spec.concurrent
+    within_s = deadline.left(at_most=3600.0) or 0.0
+    sent = {
+        member.rank: _send(
+            member,
+            apply_facts,
+            launcher.facts_of(member.rank, epoch=now.epoch),
+            layout,
+            concurrent=concurrent,
+            within_s=within_s,
+        )
+        for member in now.members
+        if member.rank not in skip
+    }
+    errors, late = wait_for(sent, deadline, what)
+    if not errors and not late:
+        ran = send_on_resize([member.rank for member in now.members])
+        errors, late = wait_for(ran, deadline, what)
+    if errors or late:
+        failures = [_explain(now[rank], error) for rank, error in errors.items()]
+        failures += [
+            now[rank].facts.failure("resize-failed", "it had not finished when the resize had to end") for rank in late
+        ]
+        lost = roster.mark_broken(sorted(failures, key=lambda failure: failure.rank))
+        raise BrokenEpochError(lost, epoch=now.epoch) from next(iter(errors.values()), None)
+    roster.mark_repaired()
+
+
+def _explain(member: Member, error: Exception) -> WorkerFailure:
+    lost = as_failure(error, member.facts)
+    if lost is not None:
+        return lost
+    cause = getattr(error, "cause", None) or error
+    return member.facts.failure("resize-failed", f"it raised {type(cause).__name__}: {cause}")
+
+
+def wait_for(
+    refs: Mapping[int, Any], deadline: Deadline, what: str, *, patient: bool = False
+) -> tuple[dict[int, Exception], list[int]]:
+    """Wait for one future of each rank, with a bar that names the slow ranks.
+
+    Args:
+        refs: the futures by rank.
+        deadline: the end of the wait.
+        what: what the bar is for.
+        patient: whether to wait for the others as long when one has failed.
+
+    Returns:
+        The errors by rank, and the ranks that have not finished.
+    """
+    rank_of = {ref: rank for rank, ref in refs.items()}
+    pending = list(rank_of)
+    errors: dict[int, Exception] = {}
+    with Bar(what, len(pending)) as bar:
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=deadline.left(at_most=0.2))
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except Exception as error:  # noqa: BLE001  a method of the user may raise anything
+                    errors[rank_of[ref]] = error
+            if errors and not patient:
+                deadline, patient = deadline.sooner(Deadline.after(OTHERS_S)), True
+            bar.show(len(rank_of) - len(pending), waiting_for=sorted(rank_of[ref] for ref in pending))
+            if pending and deadline.passed:
+                break
+    return errors, sorted(rank_of[ref] for ref in pending)

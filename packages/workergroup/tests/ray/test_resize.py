@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups grow and shrink along their slowest-varying axis while calls go on."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import (
+    BrokenEpochError,
+    EpochError,
+    PerWorker,
+    RayWorkerGroup,
+    ResizeTimeoutError,
+    Shard,
+    WorkerFailureError,
+    WorkerStartError,
+    current_worker,
+)
+from fairlead_workergroup.testing import kill
+
+AXES = NamedSharding.from_shape(dp=2, tp=2)
+
+
+class Worker:
+    """A worker that remembers the facts with which it has set itself up."""
+
+    def __init__(self):
+        self.seen = []
+        self.started = current_worker().epoch
+        if os.path.exists(os.environ.get("FAIL_TO_START", "")):
+            raise OSError("no room")
+
+    def set_up(self):
+        self.seen.append(self.facts())
+        gate = os.environ.get("GATE", "")
+        rank = current_worker().rank
+        if os.path.exists(f"{gate}.fail{rank}"):
+            raise OSError("no peers")
+        while os.path.exists(f"{gate}.hang{rank}"):
+            time.sleep(0.02)
+
+    def facts(self):
+        worker, env = current_worker(), os.environ
+        assert (int(env["RANK"]), int(env["WORLD_SIZE"])) == (worker.rank, worker.world_size)
+        assert worker.sharding.size == worker.world_size
+        return worker.epoch, worker.world_size, int(env["MASTER_PORT"]), int(env["LOCAL_WORLD_SIZE"])
+
+    def history(self):
+        return self.seen
+
+    def rank(self):
+        return current_worker().rank
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return current_worker().epoch
+
+    def wait_for(self, path):
+        while not os.path.exists(path):
+            time.sleep(0.02)
+        return current_worker().epoch
+
+    def add(self, value):
+        return current_worker().rank, value
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray):
+    with RayVirtualCluster([8], use_gpus=False) as reserved:
+        yield reserved
+
+
+def make(cluster, **options):
+    options = {"sharding_annotations": AXES, "on_resize": "set_up", "workers_per_node": [4], **options}
+    return RayWorkerGroup(cluster, Worker, **options)
+
+
+def test_grow_and_shrink(cluster):
+    """Workers that stay keep their process; everybody gets the new facts, and the group's own follow."""
+    with make(cluster) as group:
+        handles, metadata = group.workers, group.worker_metadata
+        pids = [one.pid for one in group.get_worker_status()]
+        port, first, last = group.master_port, group.at(dp=0), group.at(dp=1)
+        rest, pair = group.at(dp=slice(1, None)), group.at(dp=slice(0, 2))
+        call = group.call("facts")
+        assert (group.epoch, call.epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
+
+        assert group.resize(dp=3) == group.epoch == 1
+        assert (group.world_size, group.sharding_annotations.shape) == (6, {"dp": 3, "tp": 2})
+        assert group.sharding_annotations.layout.tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert group.master_port != port
+        call = group.call("facts")
+        assert call.result() == [(1, 6, group.master_port, 6)] * 6
+        assert call.epoch == 1
+        assert [len(history) for history in group.call("history").result()] == [1] * 6
+        statuses = group.get_worker_status()
+        assert [one.pid for one in statuses][:4] == pids
+        assert statuses[5].coords == {"dp": 2, "tp": 1}
+        assert group.workers is handles
+        assert len(handles) == len(metadata) == 6
+        assert group.call("add", Shard([10, 20, 30], "dp"), collect="dp").result() == [(0, 10), (2, 20), (4, 30)]
+        assert (first.ranks, last.ranks, rest.ranks, pair.ranks) == ([0, 1], [2, 3], [2, 3, 4, 5], [0, 1, 2, 3])
+        added = group.at(dp=2)
+        assert added.call("rank").result() == [4, 5]
+
+        assert group.resize(dp=1) == 2
+        assert group.call("facts").result() == [(2, 2, group.master_port, 2)] * 2
+        assert first.call("rank").result() == [0, 1]
+        for view, axis in ((last, "dp=1"), (added, "dp=2"), (pair, "dp=1"), (rest, "dp=1")):
+            with pytest.raises(EpochError, match=f"needs {axis}.* from dp=3 to dp=1 in epoch 2") as caught:
+                view.call("rank")
+            assert caught.value.epoch == 2
+            assert "does not have any more" in repr(view)
+        assert len(group.workers) == len(group.get_worker_status()) == 2
+        assert group.run_all_workers_single_data("rank")
+        with pytest.raises(IndexError, match="has ranks 0 to 1"):
+            group.run_single_worker_single_data("rank", 3)
+
+        assert group.resize(dp=4) == 3
+        assert added.call("rank").result() == [4, 5]
+        assert [one.incarnation for one in group.get_worker_status()] == [0, 0, 1, 1, 1, 1, 0, 0]
+        assert group.call("facts").result() == [(3, 8, group.master_port, 8)] * 8
+
+
+def test_calls_in_flight_finish(cluster):
+    """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
+    with make(cluster) as group:
+        running = group.call("sleep", 1.0)
+        queued = group.call("rank")
+        results = []
+
+        def call():
+            while group.epoch == 0:
+                made = group.call("facts")
+                results.append((made.epoch, made.result()))
+
+        with_others = threading.Thread(target=call)
+        with_others.start()
+        group.resize(dp=1)
+        with_others.join(timeout=60)
+        assert running.result() == [0] * 4
+        assert (queued.epoch, queued.result()) == (0, [0, 1, 2, 3])
+        results.append((group.epoch, group.call("facts").result()))
+        for epoch, facts in results:
+            assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
+
+
+def test_bad_input_is_refused(cluster, monkeypatch):
+    """Nothing changes when a resize is refused."""
+    with make(cluster) as group:
+        before = group.statistics()
+        for sizes, error, match in [
+            ({}, ValueError, "one axis with its new size"),
+            ({"dp": 1, "tp": 1}, ValueError, "one axis with its new size"),
+            ({"pp": 2}, ValueError, "pp"),
+            ({"tp": 4}, ValueError, "along 'dp' only"),
+            ({"dp": 0}, ValueError, "at least 1"),
+            ({"dp": 2.0}, TypeError, "whole number"),
+            ({"dp": True}, TypeError, "whole number"),
+            ({"dp": 5}, ValueError, r"6 more workers need 6 free slots, and the cluster has 4.*extend"),
+        ]:
+            with pytest.raises(error, match=match):
+                group.resize(**sizes)
+        slots = cluster.slots()
+        with pytest.raises(ValueError, match="needs 2 slots, got 1"):
+            group.resize(dp=3, slots=slots[7:])
+        with pytest.raises(ValueError, match="needs 0 slots"):
+            group.resize(dp=1, slots=slots[7:])
+        with pytest.raises(ValueError, match=r"bundle 3 .* has a worker of this group"):
+            group.resize(dp=3, slots=slots[3:5])
+        with RayWorkerGroup(slots[6:], Worker, name_prefix="other"):
+            with pytest.raises(ResourceInsufficientError, match="other"):
+                group.resize(dp=3, slots=slots[5:7])
+            with pytest.raises(ValueError, match="the cluster has 2"):
+                group.resize(dp=4)
+        assert group.resize(dp=2) == 0
+        assert (group.epoch, group.statistics()) == (0, before)
+        assert group.resize(dp=3, slots=slots[6:]) == 1
+        assert [one["bundle_index"] for one in group.worker_metadata][4:] == [6, 7]
+    with pytest.raises(Exception, match="shut down"):
+        group.resize(dp=1)
+
+
+def test_mesh_without_a_slowest_axis(cluster):
+    """Ranks are identities, so a mesh whose coordinates do not have consecutive ranks keeps its size."""
+    axes = NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
+    with make(cluster, sharding_annotations=axes) as group, pytest.raises(ValueError, match="slowest-varying axis"):
+        group.resize(dp=3)
+
+
+def test_resize_from_a_worker_of_the_group(cluster, monkeypatch):
+    """A worker cannot resize its own group; a process that only looks like another group's worker can."""
+    import sys
+    import types
+
+    from fairlead_workergroup import WorkerGroupError
+
+    with make(cluster) as group:
+        token = group.worker_metadata and group.call(lambda worker: sys.modules["_fairlead_worker"].facts["tree"])
+        tree = token.result()[0]
+        module = types.ModuleType("_fairlead_worker")
+        module.facts = {"tree": tree}
+        monkeypatch.setitem(sys.modules, "_fairlead_worker", module)
+        with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
+            group.resize(dp=1)
+        module.facts = {"tree": "another-0-0"}
+        assert group.resize(dp=1) == 1
+
+
+def test_failed_start_changes_nothing(cluster, tmp_path):
+    """When a new worker cannot start, the group goes on as before, and its slots and ports are free again."""
+    fail = tmp_path / "fail"
+    with make(cluster, env_vars={"FAIL_TO_START": str(fail)}) as group:
+        port, pids = group.master_port, [one.pid for one in group.get_worker_status()]
+        fail.touch()
+        with pytest.raises(WorkerStartError, match="no room"):
+            group.resize(dp=3)
+        assert (group.epoch, group.master_port, group.world_size) == (0, port, 4)
+        assert [one.pid for one in group.get_worker_status()] == pids
+        assert group.call("facts").result() == [(0, 4, port, 4)] * 4
+        fail.unlink()
+        assert group.resize(dp=4) == 1
+
+
+def test_timeout_changes_nothing(cluster, tmp_path):
+    """A call that is still running at the deadline keeps the resize from beginning, and its rank is named."""
+    with make(cluster) as group:
+        held = group.at(dp=0, tp=1).call("wait_for", str(tmp_path / "go"))
+        for size in (1, 3):
+            began = time.monotonic()
+            with pytest.raises(ResizeTimeoutError, match=r"(?s)nothing has changed.*rank 1 \(dp=0, tp=1\).*wait_for"):
+                group.resize(dp=size, timeout=4.0)
+            assert time.monotonic() - began < 20
+        assert (group.epoch, group.world_size) == (0, 4)
+        (tmp_path / "go").touch()
+        assert held.result() == [0]
+        # A rank that leaves is ended at the deadline.
+        held = group.at(dp=1, tp=0).call("wait_for", str(tmp_path / "never"))
+        assert group.resize(dp=1, timeout=4.0) == 1
+        with pytest.raises(WorkerFailureError, match="resized from dp=2 to dp=1 in epoch 1"):
+            held.result(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["fail", "hang", "die"])
+def test_broken_epoch_and_its_repair(cluster, tmp_path, how):
+    """After a failure in the second phase no call is sent until the failed ranks have been started again."""
+    gate = tmp_path / "gate"
+    with make(cluster, env_vars={"GATE": str(gate)}) as group:
+        marker = tmp_path / f"gate.{'hang' if how == 'die' else how}3"
+        marker.touch()
+        if how == "die":
+            threading.Timer(2.0, kill, (group, 3)).start()
+        with pytest.raises(BrokenEpochError, match="Epoch 1 is broken") as caught:
+            group.resize(dp=3, timeout=60.0 if how == "die" else 8.0)
+        assert [failure.rank for failure in caught.value.failures] == [3]
+        assert caught.value.failures[0].kind == ("killed" if how == "die" else "resize-failed")
+        with pytest.raises(BrokenEpochError, match="restart_failed_workers"):
+            group.at(dp=0).call("rank")
+        marker.unlink()
+        if how == "fail":
+            assert group.resize(dp=2) == 2
+            repaired = group.call("facts").result()
+            assert repaired == [(2, 4, group.master_port, 4)] * 4
+            return
+        port = group.master_port
+        assert group.restart_failed_workers() == [3]
+        assert group.master_port != port
+        assert group.call("facts").result() == [(2, 6, group.master_port, 6)] * 6
+        assert [history[-1] for history in group.call("history").result()] == group.call("facts").result()
+
+
+def test_two_resizes_at_once(cluster):
+    """The second one waits, or raises by its timeout."""
+    with make(cluster) as group:
+        held = group.call("sleep", 3.0)
+        first = threading.Thread(target=group.resize, kwargs={"dp": 3})
+        first.start()
+        time.sleep(0.5)
+        with pytest.raises(ResizeTimeoutError, match="Another thread resizes the group"):
+            group.resize(dp=1, timeout=0.1)
+        assert group.resize(dp=4) == 2
+        first.join()
+        assert held.result() == [0] * 4
+        assert group.call("facts").result() == [(2, 8, group.master_port, 8)] * 8
+
+
+def test_epoch_of_a_restart(cluster):
+    """A restart raises the epoch for everybody and changes nothing else for those that live."""
+    with make(cluster) as group:
+        kill(group, 3)
+        with pytest.raises(WorkerFailureError):
+            group.call("rank").result()
+        assert group.restart_failed_workers() == [3]
+        assert group.epoch == 1
+        assert group.call("facts").result() == [(1, 4, group.master_port, 4)] * 4
+        assert [len(history) for history in group.call("history").result()] == [0] * 4
+        kill(group, 2)
+        with pytest.raises(WorkerFailureError):
+            group.call("rank").result()
+        assert group.resize(dp=3) == 2  # starts rank 2 again too
+        assert group.call("facts").result() == [(2, 6, group.master_port, 6)] * 6
+        assert [one.restarts for one in group.get_worker_status()] == [0, 0, 1, 1, 0, 0]
+
+
+def test_tied_groups(cluster):
+    """Tied groups come and go as a whole."""
+    with make(cluster, workers_per_node=None, bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]) as group:
+        assert group.resize(dp=3) == 1
+        assert group.worker_metadata[4]["bundle_indices"] == (0, [4, 5])
+        assert [one["name"] for one in group.worker_metadata][4:] == ["Worker-grp2-0", "Worker-grp2-1"]
+        assert (group.dp_size, group.dp_leader_worker_indices) == (3, [0, 2, 4])
+        assert group.resize(dp=1) == 2
+        assert group.call("rank").result() == [0, 1]
+    axes = NamedSharding.from_shape(dp=4)
+    with make(
+        cluster, workers_per_node=None, bundle_indices_list=[(0, [0, 1]), (0, [2, 3])], sharding_annotations=axes
+    ) as group:
+        for size in (3, 5):
+            with pytest.raises(ValueError, match="would cut a tied group"):
+                group.resize(dp=size)
+
+
+def test_map_over_a_resize(cluster):
+    """Ranks that leave finish their items and get no more."""
+    with make(cluster) as group:
+        results = group.map("add", range(200))
+        first = [next(results) for _ in range(10)]
+        group.resize(dp=1)
+        everything = first + list(results)
+        assert [value for _, value in everything] == list(range(200))
+        assert {rank for rank, _ in everything[-20:]} == {0, 1}
+
+
+def test_values_for_another_size(cluster):
+    """Values that were split for another size are not sent."""
+    with make(cluster) as group:
+        group.resize(dp=3)
+        with pytest.raises(ValueError, match="4 values, but 6 workers"):
+            group.call("add", PerWorker([0, 1, 2, 3]))
