@@ -2,6 +2,8 @@
 """Workers whose tensors are transferred."""
 
 import asyncio
+import os
+import time
 
 import numpy as np
 
@@ -88,4 +90,21 @@ class AsyncHolder(Holder):
 
     async def weights(self):
         await asyncio.sleep(0)
+        return super().weights()
+
+
+class Gated(Holder):
+    """The same; its constructor and its method `weights` wait while the file of their name exists in a folder."""
+
+    def __init__(self, folder, dims, scale=0.0):
+        self.folder = folder
+        self.wait("constructor")
+        super().__init__(dims, scale)
+
+    def wait(self, name):
+        while os.path.exists(os.path.join(self.folder, name)):
+            time.sleep(0.01)
+
+    def weights(self):
+        self.wait("weights")
         return super().weights()

@@ -87,7 +87,11 @@ class Side:
     @property
     def lost(self) -> dict[int, str]:
         """Why the lost members were lost."""
-        return {one.rank: f"{one.failure.kind}: {one.failure.cause}" for one in self.members if one.failure is not None}
+        return {
+            one.rank: f"{one.failure.kind}: {one.failure.cause}" + "; it is being restarted" * one.restarting
+            for one in self.members
+            if one.failure is not None
+        }
 
     @property
     def nodes(self) -> list[str]:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends while a group restarts, or is looked at from another process."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import Link, TransferError
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup.testing import kill
+
+from ..holders import Gated
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@contextlib.contextmanager
+def held(folder, name):
+    """Have the constructors, or the methods `weights`, of workers wait until the end of the block."""
+    file = folder / name
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+@pytest.fixture
+def groups(local_ray, tmp_path):
+    """Return a source of two ranks without replicas of "w", and a target of two replicas."""
+    folder = str(tmp_path)
+    with RayVirtualCluster([4], use_gpus=False) as cluster:
+        slots = cluster.slots()
+        with (
+            RayWorkerGroup(
+                slots[:2],
+                RayWorkerBuilder(Gated, folder, {0: "tp"}, 1.0),
+                sharding_annotations=NamedSharding.from_shape(tp=2),
+                name_prefix="policy",
+            ) as source,
+            RayWorkerGroup(slots[2:], RayWorkerBuilder(Gated, folder, {}), name_prefix="generation") as target,
+        ):
+            yield source, target
+
+
+def test_send_during_a_restart(groups, tmp_path, eventually):
+    """A rank that is being restarted is named at once, and nothing changes; the next send includes it again."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights") as link, ThreadPoolExecutor() as threads:
+        for version, side in enumerate(["source", "target"]):
+            group = source if side == "source" else target
+            source.call("fill", 1.0 + version).result()
+            link.send(version, timeout=60)
+            source.call("fill", 5.0).result()
+            with held(tmp_path, "constructor"):
+                kill(group, 1)
+                restart = threads.submit(group.restart_failed_workers)
+                assert eventually(lambda one=group: one.worker_metadata[1]["state"] == "restarting")
+                began = time.monotonic()
+                with pytest.raises(TransferError, match="it is being restarted") as caught:
+                    link.send(9, timeout=60)
+                assert time.monotonic() - began < 30
+            assert [(problem.side, problem.rank) for problem in caught.value.problems] == [(side, 1)]
+            assert caught.value.phase == "collect"
+            assert restart.result(60) == [1]
+            assert link.version == version
+            assert link.versions() == {0: version, 1: version if side == "source" else None}
+            assert target.call("holds", collect=()).result() == 1.0 + version
+        source.call("fill", 3.0).result()
+        link.send(9, timeout=60)
+        assert target.call("holds").result() == [3.0, 3.0]
+        assert link.versions() == {0: 9, 1: 9}
+
+
+def inspect(*arguments):
+    """Run the command line in another process; return its exit status and what it prints."""
+    command = [sys.executable, "-m", "fairlead_workergroup", *arguments, "--group", "policy", "--json"]
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_inspection_during_a_send(groups, tmp_path, eventually):
+    """Another process sees that the workers are busy with a send, finds nothing wrong, and disturbs nothing."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights") as link, ThreadPoolExecutor() as threads:
+        link.send(0, timeout=60)
+        source.call("fill", 2.0).result()
+        with held(tmp_path, "weights"):
+            send = threads.submit(link.send, 1, 120)
+            assert eventually(lambda: {one.state for one in source.get_worker_status()} == {"busy"})
+            status, seen = inspect("status")
+            assert status == 0
+            assert [(one["rank"], one["state"], one["stopped"]) for one in seen["workers"]] == [
+                (0, "busy", False),
+                (1, "busy", False),
+            ]
+            # Nobody makes progress, but not for as long as would be suspicious.
+            status, seen = inspect("why", "--after", "100")
+            assert status == 0
+            assert not seen["wrong"]
+            assert not send.done()
+        assert send.result(60).version == 1
+        assert target.call("holds").result() == [2.0, 2.0]
