@@ -33,6 +33,7 @@ def agents(monkeypatch):
             raise ref
         return ref
 
+    monkeypatch.setattr(_agent, "start_agents", list)
     monkeypatch.setattr(_agent, "_handle", handle)
     monkeypatch.setattr(_agent, "_send", send)
     monkeypatch.setattr(ray, "wait", lambda *_, **__: None)
