@@ -10,9 +10,9 @@
 >>> ray.shutdown()
 """
 
-from ._cluster import ClusterConfig, RayVirtualCluster
+from ._cluster import RayVirtualCluster
 from ._init import init_ray
-from ._model import Node
+from ._model import ClusterConfig, Node
 from ._nodes.agent import NodeAgent
 from ._nodes.ports import PortLease, lease_ports, release_ports
 from ._nodes.usage import GpuMemory, NodeUsage, ProcessUsage

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, NotRequired, TypedDict
+from typing import Any, Literal, NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from . import _model
-from ._model import Ask, Request, Strategy, check_positive, check_seconds
+from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
@@ -19,32 +20,10 @@ from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
-from ._reserve.lifecycle import Holding
-from ._show import Report, as_html, count_noun, draw
+from ._reserve.lifecycle import Holding, find_bundles, not_returned
+from ._show import Report, as_html, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
-
-
-class ClusterConfig(TypedDict):
-    """The argument of `RayVirtualCluster.from_config`.
-
-    Attributes:
-        gpus_per_node: the number of bundles of each logical node.
-        num_nodes: the number of logical nodes.
-        master_port_range_low: the cluster's `port_range_low`.
-        master_port_range_high: the cluster's `port_range_high`.
-        segment_size: the cluster's `segment_size`.
-
-    >>> config: ClusterConfig = {"gpus_per_node": 8, "num_nodes": 2}
-    >>> RayVirtualCluster.from_config(config).world_size()
-    16
-    """
-
-    gpus_per_node: int
-    num_nodes: int
-    master_port_range_low: NotRequired[int | None]
-    master_port_range_high: NotRequired[int | None]
-    segment_size: NotRequired[int | None]
 
 
 class RayVirtualCluster:
@@ -123,20 +102,13 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
-        wanted = check_gpu_ids(gpu_ids, counts, use_gpus, placement_group_strategy)
-        if wanted and segment_size is not None:
-            raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
+        wanted = check_gpu_ids(gpu_ids, counts, use_gpus, placement_group_strategy, segment_size)
         self._backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
-        labels = dict(label_selector or {})
-        _model.check_selector(labels)
-        extras = _model.check_constraints(node_resource_constraints, len(counts))
         # One for each logical node, also for those that are not in use.
-        self._models = [
-            Ask(node_idx, count, {**bundle, **extra}, placement_group_strategy, labels)
-            for node_idx, (count, extra) in enumerate(zip(counts, extras, strict=True))
-        ]
+        self._models = _model.make_asks(
+            counts, capacity, placement_group_strategy, use_gpus, label_selector, node_resource_constraints
+        )
         asks = [ask for ask in self._models if ask.count > 0]
         request = Request(
             asks=tuple(asks),
@@ -169,16 +141,8 @@ class RayVirtualCluster:
         >>> RayVirtualCluster.from_config({"gpus_per_node": 8, "num_nodes": 2})
         RayVirtualCluster([8, 8], GPU, name='', not reserved)
         """
-        if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
-            raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
-        for key in ("gpus_per_node", "num_nodes"):
-            check_positive(f"config[{key!r}]", config.get(key))
-        given = {
-            "port_range_low": config.get("master_port_range_low"),
-            "port_range_high": config.get("master_port_range_high"),
-            "segment_size": config.get("segment_size"),
-        }
-        return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
+        counts, given = _model.read_config(config)
+        return cls(counts, **{**given, **options})
 
     @property
     def _counts(self) -> tuple[int, ...]:
@@ -349,16 +313,7 @@ class RayVirtualCluster:
         check_seconds("timeout_s", timeout_s)
         check_seconds("wait_for_nodes_s", wait_for_nodes_s)
         self._check_no_view("extend")
-        if self._holding.request.gpu_ids:
-            raise ValueError(
-                "a cluster with gpu_ids cannot be extended: reserve another one with the GPUs that you need"
-            )
-        model = self._models[0]
-        if any(other.bundle != model.bundle for other in self._models):
-            raise ValueError(
-                "a cluster whose node_resource_constraints differ between logical nodes cannot be extended: reserve "
-                "another one with the constraints that you need"
-            )
+        model = _model.find_model(self._holding.request, self._models)
         _model.check_segments(self.segment_size, counts, self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
@@ -386,10 +341,7 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
         self._check_its_ray()
         if not self._holding.release(wanted):
-            raise PlacementError(
-                f"Ray did not return the resources of logical node(s) {sorted(wanted)} of {self!r} within 30 s. Their "
-                "groups are removed, but a process in them may still be ending: look at its node."
-            )
+            raise not_returned(f"logical node(s) {sorted(wanted)} of {self!r}")
 
     def _check_no_view(self, method: str) -> None:
         if self._parent is not None:
@@ -411,8 +363,8 @@ class RayVirtualCluster:
             raise ValueError(
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(self._view(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+        ends = itertools.accumulate(sizes, initial=0)
+        return tuple(self._view(range(start, end)) for start, end in itertools.pairwise(ends))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots of some logical nodes. Reserves.
@@ -475,21 +427,10 @@ class RayVirtualCluster:
             IndexError: there is no such group or bundle.
             PortUnavailableError: no port of `port_range` is free there.
         """
-        groups = self.get_placement_groups()
-        by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in self.slots()}
-        chosen = []
-        for pg_idx, bundle_idx in pg_bundle_pairs:
-            if not 0 <= pg_idx < len(groups):
-                raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
-            slot = by_bundle.get((groups[pg_idx].id, bundle_idx))
-            if slot is None:
-                raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
-            chosen.append(slot)
-        return self._lease(chosen)
+        return self._lease(find_bundles(self.slots(), self.get_placement_groups(), pg_bundle_pairs))
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
-        leases = self._holding.lease(slots, *self.port_range)
-        return [(lease.address, lease.port) for lease in leases]
+        return [(lease.address, lease.port) for lease in self._holding.lease(slots, *self.port_range)]
 
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
         """Return the memory of each physical node of the cluster that is alive, in physical order. Reserves.
@@ -528,10 +469,8 @@ class RayVirtualCluster:
     def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
         """Print the grid with several groups. The default are all groups on this cluster."""
         groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
-        bundles = count_noun(sum(self._counts), "GPU" if self.use_gpus else "CPU")
-        nodes = count_noun(sum(count > 0 for count in self._counts), "node")
-        title = f"Ray Cluster Global View: {nodes}, {bundles}, Worker Groups: {len(groups)}"
-        Console().print(self.grid(groups, title=title))
+        counted = count_bundles(self._counts, self.use_gpus)
+        Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 
     def _repr_html_(self) -> str:
         return as_html(self.grid(groups_on(self._shown_slots())))
@@ -547,10 +486,7 @@ class RayVirtualCluster:
             HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
         if self._parent is None and not self._holding.give_back():
-            raise PlacementError(
-                f"Ray did not return the resources of {self!r} within 30 s. The groups are removed, but a process "
-                "in them may still be ending: look at its node."
-            )
+            raise not_returned(repr(self))
         return True
 
     def __enter__(self) -> "RayVirtualCluster":

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -86,6 +86,29 @@ class Request:
     wait_for_nodes_s: float
     unified: bool = False
     timeout_name: str = "reserve_timeout_s"
+
+
+class ClusterConfig(TypedDict):
+    """The argument of `RayVirtualCluster.from_config`.
+
+    Attributes:
+        gpus_per_node: the number of bundles of each logical node.
+        num_nodes: the number of logical nodes.
+        master_port_range_low: the cluster's `port_range_low`.
+        master_port_range_high: the cluster's `port_range_high`.
+        segment_size: the cluster's `segment_size`.
+
+    >>> from fairlead_placement import RayVirtualCluster
+    >>> config: ClusterConfig = {"gpus_per_node": 8, "num_nodes": 2}
+    >>> RayVirtualCluster.from_config(config).world_size()
+    16
+    """
+
+    gpus_per_node: int
+    num_nodes: int
+    master_port_range_low: NotRequired[int | None]
+    master_port_range_high: NotRequired[int | None]
+    segment_size: NotRequired[int | None]
 
 
 _VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
@@ -210,3 +233,53 @@ def check_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) 
                     f"got {name!r}: {amount!r}"
                 )
     return tuple(dict(extra) for extra in extras)
+
+
+def read_config(config: ClusterConfig) -> tuple[list[int], dict[str, Any]]:
+    """Return the numbers of bundles and the options that a config gives."""
+    if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
+        raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
+    for key in ("gpus_per_node", "num_nodes"):
+        check_positive(f"config[{key!r}]", config.get(key))
+    given = {
+        "port_range_low": config.get("master_port_range_low"),
+        "port_range_high": config.get("master_port_range_high"),
+        "segment_size": config.get("segment_size"),
+    }
+    return [config["gpus_per_node"]] * config["num_nodes"], given
+
+
+def make_asks(
+    counts: Sequence[int],
+    capacity: int,
+    strategy: Strategy,
+    use_gpus: bool,
+    labels: Mapping[str, str] | None,
+    constraints: Sequence[Mapping[str, float]] | None,
+) -> list[Ask]:
+    """Return a request for each logical node, also for those that are not in use."""
+    bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
+    return [
+        Ask(node_idx, count, {**bundle, **extra}, strategy, dict(labels or {}))
+        for node_idx, (count, extra) in enumerate(zip(counts, check_constraints(constraints, len(counts)), strict=True))
+    ]
+
+
+def find_model(request: Request, asks: Sequence[Ask]) -> Ask:
+    """Return what a new logical node gets, but for its number and its count.
+
+    Args:
+        request: what the cluster has reserved.
+        asks: the requests for its first logical nodes.
+
+    Raises:
+        ValueError: the options of the cluster do not say what a new logical node gets.
+    """
+    if request.gpu_ids:
+        raise ValueError("a cluster with gpu_ids cannot be extended: reserve another one with the GPUs that you need")
+    if any(other.bundle != asks[0].bundle for other in asks):
+        raise ValueError(
+            "a cluster whose node_resource_constraints differ between logical nodes cannot be extended: reserve "
+            "another one with the constraints that you need"
+        )
+    return asks[0]

@@ -24,10 +24,9 @@ def draw(
 ) -> RenderableType:
     """Return a table with a headline and a legend. `slots` is empty until the cluster is reserved."""
     kind = "GPU" if use_gpus else "CPU"
-    nodes, total = sum(count > 0 for count in counts), sum(counts)
-    if not total:
+    if not sum(counts):
         return Text("Empty Ray Cluster")
-    headline = Text(title or f"Ray Cluster: {count_noun(nodes, 'node')}, {count_noun(total, kind)}", style="bold")
+    headline = Text(title or f"Ray Cluster: {count_bundles(counts, use_gpus)}", style="bold")
     table = Table(show_header=False, show_lines=True)
     table.add_column("node", style="cyan", no_wrap=True)
     for _ in range(max(counts)):
@@ -56,6 +55,12 @@ def draw(
         ]
         table.add_row(head, *cells)
     return Group(headline, table, _legend(kind, slots, groups))
+
+
+def count_bundles(counts: Sequence[int], use_gpus: bool) -> str:
+    """Return how many logical nodes are in use, and how many bundles they have."""
+    nodes = count_noun(sum(count > 0 for count in counts), "node")
+    return f"{nodes}, {count_noun(sum(counts), 'GPU' if use_gpus else 'CPU')}"
 
 
 def count_noun(number: int, thing: str) -> str:

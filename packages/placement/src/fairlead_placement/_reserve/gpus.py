@@ -34,7 +34,9 @@ Ids = dict[str, frozenset[str]]
 Fillers = Mapping[str, Mapping[str, Reserved]]
 
 
-def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy: str) -> Wanted:
+def check_gpu_ids(
+    gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy: str, segment_size: int | None
+) -> Wanted:
     """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids.
 
     Raises:
@@ -70,6 +72,8 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy:
                 raise ValueError(f"gpu_ids must be integers, 0 or more, got {one!r} in {ids!r}")
         if len(set(ids)) < len(ids):
             raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
+    if segment_size is not None and used:
+        raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
     return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}
 
 

@@ -386,6 +386,34 @@ def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence
     return dict(zip(slots, number_slots(slots.values()), strict=True))
 
 
+def not_returned(what: str) -> PlacementError:
+    """Return the error for something whose resources Ray did not have back in time."""
+    return PlacementError(
+        f"Ray did not return the resources of {what} within {GIVE_BACK_S:g} s. The groups are removed, but a process "
+        "in them may still be ending: look at its node."
+    )
+
+
+def find_bundles(
+    slots: Sequence[Slot], groups: Sequence[PlacementGroup], pairs: Iterable[tuple[int, int]]
+) -> list[Slot]:
+    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it.
+
+    Raises:
+        IndexError: there is no such group or bundle.
+    """
+    by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in slots}
+    chosen = []
+    for pg_idx, bundle_idx in pairs:
+        if not 0 <= pg_idx < len(groups):
+            raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
+        slot = by_bundle.get((groups[pg_idx].id, bundle_idx))
+        if slot is None:
+            raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
+        chosen.append(slot)
+    return chosen
+
+
 def _nodes_except(taken: Collection[str]) -> Sequence[Node]:
     return tuple(node for node in read_nodes() if node.node_id not in taken)
 
