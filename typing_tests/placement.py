@@ -55,6 +55,7 @@ from fairlead_placement.spi import (
     find_agents,
     head_deadline,
     never_connect,
+    number_slots,
     place_pinned,
     process_is_alive,
     publish,
@@ -210,6 +211,7 @@ def hold(slots: Sequence[Slot], groups: Sequence[PlacementGroup]) -> None:
         assert_type(lease.release(), None)
     assert_type(release_ports([lease for (lease,) in lease_ports(slots)], timeout_s=5), None)
     wanted = {"mine": [(slots[0].node_id, {"CPU": 1.0})]}
+    assert_type(number_slots([]), tuple[Slot, ...])
     assert_type(place_pinned(wanted), tuple[PlacementGroup, ...] | None)
     assert_type(remove_placement_groups(groups, timeout_s=5), bool)
 

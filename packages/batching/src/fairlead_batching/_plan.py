@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -137,9 +138,14 @@ class ShardPlan:
         return text if self.costs is None else f"{text}, the most expensive {self.imbalance:.4f}x the mean"
 
     def _repr_html_(self) -> str:
-        head, *rows = zip(*self._table(), strict=True)
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-        return (
-            f"<p>ShardPlan: {html.escape(self._caption())}</p>"
-            f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{body}</table>"
-        )
+        return table_html(f"ShardPlan: {self._caption()}", zip(*self._table(), strict=True))
+
+
+def table_html(caption: str, rows: Iterable[Sequence[object]]) -> str:
+    """Return a table for a notebook. The first row is its head."""
+
+    def draw(row: Sequence[object], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>"
+
+    head, *body = rows
+    return f"<p>{html.escape(caption)}</p><table>{draw(head, 'th')}{''.join(draw(row, 'td') for row in body)}</table>"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from . import _indices, _joining, _leaf
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._batch import BatchedDataDict, Order, SlicedDataDict
 from ._leaf import BoolArray, IntArray
-from ._plan import ShardPlan
+from ._plan import ShardPlan, table_html
 from ._planner import choose_args, plan_shards
 from ._ragged import RaggedLeaf
 from ._samples import PLANNED, find_keys, rename_keys
@@ -130,11 +129,8 @@ class RemoteBatch:
         return f"RemoteBatch(size={self.size}, keys={self.keys()}, pieces={len(self.stored)})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(key)}</td><td>{self.widths.get(key, '')}</td></tr>" for key in self.keys()
-        )
-        caption = f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces"
-        return f"<p>{caption}</p><table><tr><th>key</th><th>width</th></tr>{rows}</table>"
+        rows = [(key, self.widths.get(key, "")) for key in self.keys()]
+        return table_html(f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces", [("key", "width"), *rows])
 
     def _take(self, indices: IntArray, plan: dict[str, Any]) -> RemoteBatch:
         """Return the handle to the rows at ``indices``, without the pieces that it does not need any more."""

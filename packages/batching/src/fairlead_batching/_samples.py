@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import html
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
@@ -15,7 +14,7 @@ import numpy as np
 from . import _indices, _joining, _leaf, _transport
 from ._args import as_int
 from ._leaf import BoolArray
-from ._plan import Cuts, Lengths
+from ._plan import Cuts, Lengths, table_html
 from ._registry import is_registered
 
 if TYPE_CHECKING:
@@ -117,9 +116,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
             caption = f"{type(self).__name__} of {self.size} samples"
         except (TypeError, ValueError) as error:
             caption = f"{type(self).__name__}: {error}"
-        rows = [(str(key), _leaf.describe(leaf)) for key, leaf in self.data.items()]
-        body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(leaf)}</td></tr>" for key, leaf in rows)
-        return f"<p>{html.escape(caption)}</p><table><tr><th>key</th><th>leaf</th></tr>{body}</table>"
+        rows = [(key, _leaf.describe(leaf)) for key, leaf in self.data.items()]
+        return table_html(caption, [("key", "leaf"), *rows])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # The default is a pickle, which refuses tensors on other devices.

@@ -14,7 +14,7 @@ from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, n
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.groups import place_pinned
+from ._reserve.groups import number_slots, place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._show import Waiting
 from ._terminal import Output, add_command, attach, run_command
@@ -36,6 +36,7 @@ __all__ = [
     "find_agents",
     "head_deadline",
     "never_connect",
+    "number_slots",
     "place_pinned",
     "process_is_alive",
     "publish",

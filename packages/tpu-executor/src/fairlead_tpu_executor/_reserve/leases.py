@@ -45,16 +45,16 @@ class Lease:
     slice: SliceInfo
     group: PlacementGroup
 
-    def slot(self, worker: int, *, node_idx: int = 0, node_rank: int = 0, local_rank: int = 0, **more: Any) -> Slot:
-        """Return a host as a slot of fairlead-placement; `more` are further fields of the slot."""
+    def slot(self, worker: int, *, node_idx: int = 0, **more: Any) -> Slot:
+        """Return a host as a slot of fairlead-placement without numbers; `more` are further fields of the slot."""
         return Slot(
             placement_group=self.group,
             bundle_index=worker,
             node_idx=node_idx,
             node_id=self.slice.node_ids[worker],
             node_ip=self.slice.node_ips[worker],
-            node_rank=node_rank,
-            local_rank=local_rank,
+            node_rank=0,
+            local_rank=0,
             **more,
         )
 

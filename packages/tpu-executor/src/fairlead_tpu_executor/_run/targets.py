@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import Slot
+from fairlead_placement.spi import number_slots
 
 from .. import _host, _ray_private
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
@@ -88,25 +89,19 @@ def make_slots(
         held: the slices and ports.
         labels: the labels of each node, by its id.
     """
-    ranks: dict[str, int] = {}
-    seen: dict[str, int] = {}
-    slots = []
-    for at, lease in enumerate(held.leases):
-        for worker, node_id in enumerate(lease.slice.node_ids):
-            variables = host_environment(config, held, at, worker)
-            slots.append(
-                lease.slot(
-                    worker,
-                    node_idx=at,
-                    node_rank=ranks.setdefault(node_id, len(ranks)),
-                    local_rank=seen.get(node_id, 0),
-                    labels=labels.get(node_id, {}),
-                    worker_resources=config.request(lease.slice),
-                    env={name: value for name, value in variables.items() if value is not None},
-                )
-            )
-            seen[node_id] = seen.get(node_id, 0) + 1
-    return tuple(slots)
+    return number_slots(
+        lease.slot(
+            worker,
+            node_idx=at,
+            labels=labels.get(node_id, {}),
+            worker_resources=config.request(lease.slice),
+            env={
+                name: value for name, value in host_environment(config, held, at, worker).items() if value is not None
+            },
+        )
+        for at, lease in enumerate(held.leases)
+        for worker, node_id in enumerate(lease.slice.node_ids)
+    )
 
 
 def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
