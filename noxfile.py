@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "typecheck", "tests", "integration"]
@@ -182,7 +183,8 @@ def soak(session: nox.Session) -> None:
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
         session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
         faults = {**RAY_ENV, "FAIRLEAD_FAULTS": "20"}
-        session.run("pytest", "packages/transfer/tests/ray/test_faults.py", "--timeout=1200", env=faults)
+        tests = "packages/transfer/tests/ray/test_faults.py", f"{MULTIHOST}/test_transfer.py"
+        session.run("pytest", *tests, "-s", "--timeout=1200", env=faults)
 
 
 @nox.session
@@ -203,6 +205,23 @@ def interop(session: nox.Session) -> None:
     session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
     # What `nox -s demo -- torch` runs, shortened.
     session.run("python", "examples/train_digits_torch.py", "--epochs", "2", "--address", "local", env=RAY_ENV)
+
+
+@nox.session
+def nixl(session: nox.Session) -> None:
+    """Run the tests of transfers by NIXL, on one host and, where namespaces can be made, between hosts over TCP."""
+    install(session, *map(package, SIBLINGS), "psutil", "pytest", "pytest-timeout", "hypothesis")
+    try:
+        # It brings torch.
+        install(session, package("transfer", "[nixl]"))
+    except CommandFailed:
+        session.skip("there is no wheel of nixl-cu12 for this Python and machine, or no package index can be reached")
+    tests = [f"packages/transfer/tests/{kind}/test_nixl.py" for kind in ("unit", "ray")]
+    if os.geteuid() == 0 and shutil.which("ip"):
+        tests.append(f"{MULTIHOST}/test_transfer.py")
+    else:
+        session.warn("not tested between hosts: network namespaces need root, and the program ip (iproute2)")
+    session.run("pytest", *tests, "-k", "nixl", *session.posargs, env=RAY_ENV)
 
 
 @nox.session
@@ -409,6 +428,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "wheels(transfer)": [],
         "integration": [],
         "multihost": [],
+        "nixl": [],
         "demo": ["--address", "local"],
         "grpo": ["--steps", "5", "--address", "local"],
         "survive": ["--steps", "120", "--address", "local"],

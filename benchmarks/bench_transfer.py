@@ -4,6 +4,9 @@
 python benchmarks/bench_transfer.py
 """
 
+import contextlib
+import functools
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -119,12 +122,17 @@ def _groups(slots: Any, count: int, shape: tuple[int, int]) -> tuple[RayWorkerGr
 def _large_rows(slots: Any) -> Iterator[Row]:
     source, target = _groups(slots, 8, (4096, 4096))
     version = itertools.count()
+    has_nixl = importlib.util.find_spec("nixl_cu12") is not None
     with source, target:
-        with (
-            Link(source, target, source="weights", target="weights", transport="object_store") as store,
-            Link(source, target, source="weights", target="weights", transport="shared_memory") as shared,
-        ):
-            sent = [link.send(next(version)) for link in (store, shared)]
+        with contextlib.ExitStack() as links:
+            kinds: list[dict[str, Any]] = [{"transport": "object_store"}, {"transport": "shared_memory"}]
+            if has_nixl:
+                kinds += [{"transport": "nixl"}, {"transport": "nixl", "commit": "in_place"}]
+            made = [
+                links.enter_context(Link(source, target, source="weights", target="weights", **kind)) for kind in kinds
+            ]
+            store, shared, *by_nixl = made
+            sent = [link.send(next(version)) for link in made]
 
             def by_hand() -> None:
                 shards = [worker.shards.remote() for worker in source.workers]
@@ -132,11 +140,12 @@ def _large_rows(slots: Any) -> Iterator[Row]:
                 ray.get([worker.take.remote(full) for worker in target.workers])
 
             by_hand()
-            hand, stored, mapped, copied = interleaved(
+            hand, stored, mapped, copied, *read = interleaved(
                 by_hand,
                 lambda: store.send(next(version)),
                 lambda: shared.send(next(version)),
                 lambda: target.call("copy").result(),
+                *(functools.partial(_send, link, version) for link in by_nixl),
                 repeats=7,
             )
             bound = shared.explain().plan.lower_bound
@@ -151,7 +160,17 @@ def _large_rows(slots: Any) -> Iterator[Row]:
         yield Row(
             "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
         )
+        if not has_nixl:
+            yield Row("  a link by NIXL, against the object store", "skipped: nixl-cu12 is not installed", "", True)
+        for how, took in zip(("", ", in place"), read, strict=False):
+            ratio = stored.median / took.median
+            what = f"  a link by NIXL{how}, against the object store"
+            yield Row(what, f"{ratio:.1f}x faster, {took}", ">= 1.6x faster", ratio >= 1.6)
         yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
+
+
+def _send(link: Link, version: Iterator[int]) -> None:
+    link.send(next(version))
 
 
 def _small_rows(slots: Any) -> Iterator[Row]:

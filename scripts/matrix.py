@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # These sessions create network namespaces.
-AS_ROOT = {"multihost", "soak"}
+AS_ROOT = {"multihost", "nixl", "soak"}
 
 
 def read_pythons() -> list[str]:

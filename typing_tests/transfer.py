@@ -116,7 +116,9 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
     with Link(policy, generation, source="weights", apply="load", chunk_bytes=1, rename=str.lower) as other:
         assert_type(other, Link)
     fail_at(policy, 0, "source", "stage", "stop", timeout_s=3.0)
+    Link(policy, generation, source="weights", target="weights", transport="nixl", commit="in_place")
     Link(policy, generation, source="weights", target="weights", transport="pigeon")  # type: ignore
+    Link(policy, generation, source="weights", target="weights", commit="never")  # type: ignore
     link.send("1")  # type: ignore
 
 

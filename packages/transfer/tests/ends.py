@@ -20,11 +20,13 @@ class Ends:
         sources: a user's object for each source rank, with a method `weights`.
         targets: the same for the target; with `apply`, objects with a method of that name.
         apply: the method that takes tensors.
+        transport: by which all tensors go.
+        nodes: of the source ranks, and of the target ranks.
         same: whether source rank i and target rank i are one process.
         selection: keywords of `Selection`.
     """
 
-    def __init__(self, sources, targets, *, apply=None, same=False, **selection):
+    def __init__(self, sources, targets, *, apply=None, same=False, transport="shared_memory", nodes=None, **selection):
         self.shared = types.ModuleType(SHARED)
         self.shared.ends = {}
         sys.modules[SHARED] = self.shared
@@ -36,6 +38,8 @@ class Ends:
         self.shared.ends = {(f"link{rank}", side): end for (side, rank), end in self.ends.items()}
         self.apply = apply
         self.same = same
+        self.transport = transport
+        self.nodes = nodes or (["node"] * len(sources), ["node"] * len(targets))
         given = {"rename": lambda name: name, "dtype": None, "exclude": (), **selection}
         self.selection = Selection(**given)
         self.epoch = 0
@@ -70,12 +74,12 @@ class Ends:
         plan = reshard(
             held.layouts,
             wanted.layouts,
-            source_nodes=["node"] * len(self.workers["source"]),
-            target_nodes=["node"] * len(self.workers["target"]),
+            source_nodes=self.nodes[0],
+            target_nodes=self.nodes[1],
             same_processes=self.same,
         )
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-        self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda sender, receiver: "shared_memory")
+        self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
         return plan
 
     def stage(self, verify=True, fresh=False):
@@ -98,15 +102,17 @@ class Ends:
 
     def fetch(self, staged, version, verify=True):
         """Return the replies of the target ranks."""
-        return [
-            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, verify, 10.0)
-            for rank, orders in self.orders.target.items()
-        ]
+        staged, replies = dict(staged), []
+        for rank, orders in self.orders.target.items():
+            args = self.epoch, version, orders, self.orders.number, staged, verify, 10.0
+            replies.append(self.ask("target", rank, "fetch", *args))
+            staged[-1 - rank] = replies[-1]  # it may relay what it has fetched
+        return replies
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes)
+            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes, None)
             for rank in range(len(self.workers["target"]))
         ]
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt to bring a version to the target ranks: three rounds of requests, and what may go wrong in each."""
 
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from fairlead_workergroup.spi import Reply
-
 from ._report import TransferReport
-from ._routes import Route, Router
-from ._side import Requests, Side
+from ._routes import Route, Router, Staged
+from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
 from .exceptions import LayoutMismatchError, Mismatch, Phase, RankProblem, TransferError
 
@@ -18,30 +16,15 @@ RESTART = "Start lost workers again with `restart_failed_workers()` of their gro
 MORE_TIME = (
     "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
 )
+TORN = (
+    "Wait until that transfer has ended, which it does when its source continues or is dead, or kill the torn workers "
+    "and start them again with `restart_failed_workers()` of their group."
+)
 FIX = "Fix the method that failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
 # Before the commit, and the options of it.
 CommitOptions = tuple[str | None, str | None, str | None, int]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """What the source ranks keep of a version until the next one.
-
-    Attributes:
-        version: which one.
-        route: by which it was staged.
-        replies: of the source ranks, which say where it is.
-        processes: of the source ranks.
-        described: what the target ranks had described.
-    """
-
-    version: int
-    route: Route
-    replies: Mapping[int, Any]
-    processes: Mapping[int, tuple[int, int]]
-    described: Mapping[int, Any]
 
 
 class _Repeat(Exception):
@@ -64,6 +47,7 @@ class Attempt:
         version: the version.
         deadline: when to give up.
         verify: "first", "always" or "never".
+        in_place: whether target ranks read into their tensors, after the decision.
     """
 
     def __init__(
@@ -77,6 +61,7 @@ class Attempt:
         version: int,
         deadline: float,
         verify: str,
+        in_place: bool,
     ) -> None:
         self._source = source
         self._target = target
@@ -87,6 +72,7 @@ class Attempt:
         self._version = version
         self._deadline = deadline
         self._verify = verify
+        self._in_place = in_place
         self._verified = False
         self._rounds = 0
         self._route: Route | None = None
@@ -128,7 +114,7 @@ class Attempt:
     def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
         """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
         self._look(ranks)
-        if staged is None or staged.version != self._version or not self._is_kept(staged, ranks):
+        if self._in_place or staged is None or staged.version != self._version or not self._is_kept(staged, ranks):
             return False
         self._collect_targets(ranks)
         if any(self._target.ends[rank].described != staged.described.get(rank) for rank in ranks):
@@ -176,24 +162,32 @@ class Attempt:
         """Have target ranks put the staged version into place: this is after the decision."""
         self._states.decide(ranks)
         left = self._left()
-        arguments = (self._epoch, self._version, *options)
-        requests = self._target.ask(ranks, "commit", lambda rank: arguments, alone_within_s=max(0.05, 0.95 * left))
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
+            return self._epoch, self._version, *options, reading
+
+        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=max(0.05, 0.95 * left))
         self._rounds += 1
-        if self._source.name == "source":
+        releases = self._source.name == "source"
+        if releases and not self._in_place:
             self._source.release(self._live_sources(), self._epoch)
         replies = self._target.wait(requests, left, all_of_them=True)
+        if releases and self._in_place:
+            self._source.release(self._live_sources(), self._epoch)
         self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late is not None})
         problems: dict[int, str] = {}
         for rank, reply in replies.items():
             if reply.is_good:
                 if (reason := self._states.note(rank, reply.value)) is not None:
                     problems[rank] = reason
-                self._measure(rank, reply.value, "commit")
+                self._measure(rank, reply.value, "commit", "move", "verify")
+                self._bytes += reply.value.get("bytes", 0)
             else:
-                problems[rank] = _describe_reply(reply)
+                problems[rank] = describe_reply(reply)
         if problems:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
-            raise self._error("commit", self._problems("target", problems), text) from _first_error(replies)
+            raise self._error("commit", self._problems("target", problems), text) from first_error(replies)
         if self._verified and self._route is self._router.kept:
             self._router.verified = self._route
 
@@ -225,7 +219,7 @@ class Attempt:
         return TransferReport(
             self._version,
             self._bytes,
-            self._route.plan.bytes_between_nodes,
+            self._route.orders.bytes_between_nodes,
             seconds,
             slowest,
             total_s,
@@ -259,9 +253,11 @@ class Attempt:
                 raise self._error("collect", self._problems("source", reasons), text) from None
             self._replies = {}
         self._route = route
+        self._check_agents(route)
         if self._replies:
             self._check_replicas()
-            self._fetch(route, route.targets, self._replies)
+            if not self._in_place:
+                self._fetch(route, route.targets, self._replies)
         else:
             self._verified = self._verify != "never"
             self._stage_and_fetch(route)
@@ -334,7 +330,8 @@ class Attempt:
             return self._epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
 
         requests = self._source.ask(sorted(route.sources), "source", arguments)
-        fetches = self._ask_to_fetch(route, route.targets, {rank: ref for rank, (_, ref) in requests.items()})
+        staged = {rank: ref for rank, (_, ref) in requests.items()}
+        fetches = {} if self._in_place else self._ask_to_fetch(route, route.targets, staged)
         self._rounds += 1
         self._replies = self._values("stage", self._source, requests, fetches)
         for rank, value in self._replies.items():
@@ -348,26 +345,38 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
-        orders, ends = route.orders, self._target.ends
+        requests: Requests = {}
+        for rank in sorted(ranks):
+            # A rank that relays is a source too; it is lower than those that it relays to.
+            here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
+            requests |= self._target.ask(
+                [rank], "fetch", functools.partial(self._fetch_arguments, route=route, staged=here)
+            )
+        return requests
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            mine = orders.target[rank]
-            replies = {source: staged[source] for source in mine["sources"]}
-            sent = None if ends[rank].order_id == orders.number else mine
-            return self._epoch, self._version, sent, orders.number, replies, self._verified, self._left()
+    def _fetch_arguments(self, rank: int, *, route: Route, staged: Mapping[int, Any]) -> tuple[Any, ...]:
+        return self._epoch, self._version, *self._reading(route, staged, rank)
 
-        return self._target.ask(sorted(ranks), "fetch", arguments)
+    def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
+        """Return what a target rank needs to fetch its tensors."""
+        mine, number = route.orders.target[rank], route.orders.number
+        replies = {source: staged[source] for source in mine["sources"]}
+        sent = None if self._target.ends[rank].order_id == number else mine
+        # A target that waits for a source has to say so before the driver gives up on the target.
+        within_s = self._left() - min(1.0, 0.1 * self._left())
+        return sent, number, replies, self._verified, within_s
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
         blocked = [
-            (source, rank, why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
+            (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
             allowed = [self._router.block(*one) for one in blocked]
             if False in allowed:
                 reasons = {
-                    rank: f"it cannot open the memory of source rank {source}: {why}" for source, rank, why in blocked
+                    rank: f"it cannot read from source rank {source} by {kind}: {why}"
+                    for source, rank, kind, why in blocked
                 }
                 raise self._error("move", self._problems("target", reasons), "Use transport='auto' or 'object_store'.")
             raise _Repeat(frozenset())
@@ -389,6 +398,11 @@ class Attempt:
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
         """Raise the error of a target rank that did not get what a source rank has staged."""
         self._source.look()
+        relay = next((-1 - one for key in ("lost", "unstaged") if (one := value.get(key, 0)) < 0), None)
+        relay = next((-1 - one for one in value.get("waiting", ()) if one < 0), relay)
+        if relay is not None:
+            text = f"what it relays to target rank {rank} did not arrive: {value.get('reason', 'it was late')}"
+            raise self._error("move", self._problems("target", {relay: text}), MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
         if source is not None and (source in self._source.lost or "lost" in value):
             raise _Repeat(frozenset([source]))
@@ -397,6 +411,16 @@ class Attempt:
             raise self._error("move", self._problems("source", reasons), MORE_TIME)
         text = "its staged memory was written meanwhile" if "overwritten" in value else f"it could not be used: {value}"
         raise self._error("move", self._problems("source", {source or 0: text}), "Send again.")
+
+    def _check_agents(self, route: Route) -> None:
+        """Refuse a link by NIXL alone if a rank lacks it, before anything moves."""
+        if self._router.transport != "nixl":
+            return
+        for side, ranks in ((self._source, route.sources), (self._target, route.targets)):
+            if reasons := {rank: why for rank in ranks if (why := side.ends[rank].lacks.get("nixl", ""))}:
+                name: Literal["source", "target"] = "target" if side is self._target else "source"
+                text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
+                raise self._error("collect", self._problems(name, reasons), text)
 
     def _check_replicas(self) -> None:
         """Refuse source ranks that hold the same box with other bytes."""
@@ -422,12 +446,14 @@ class Attempt:
     def _is_kept(self, staged: Staged, ranks: Collection[int]) -> bool:
         """Return whether the source ranks still have what some target ranks need."""
         orders = staged.route.orders.target
-        needed = {source for rank in ranks for source in orders[rank]["sources"]}
+        needed = {source for rank in ranks for source in orders[rank]["sources"] if source >= 0}
         same = all(
             self._source.ends[rank].process == staged.processes.get(rank) and rank not in self._source.lost
             for rank in needed
         )
-        return same and not any(orders[rank]["local"] for rank in ranks)
+        # What NIXL reads is not kept, but what the source holds at that time.
+        read = {kind for (_, rank), kind in staged.route.orders.transports.items() if rank in ranks}
+        return same and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
         """Wait for the replies of a round; return their values.
@@ -441,7 +467,8 @@ class Attempt:
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
         superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]
-        if not bad and not superseded:
+        torn = [rank for rank, reply in replies.items() if reply.is_good and "torn" in reply.value]
+        if not bad and not superseded and not torn:
             return {rank: reply.value for rank, reply in replies.items()}
         side.cancel(requests, replies)
         self._target.cancel(others or {}, {})
@@ -449,11 +476,12 @@ class Attempt:
         lost = frozenset(rank for rank, reply in bad.items() if reply.failure is not None)
         if lost and side.name == "source":
             raise _Repeat(lost)
-        reasons = {rank: _describe_reply(reply) for rank, reply in bad.items()}
+        reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
+        reasons.update(dict.fromkeys(torn, "it is torn, and a transfer that was late may still write into its tensors"))
         late = any(reply.late is not None for reply in bad.values())
-        remedy = RESTART if lost else MORE_TIME if late else FIX
-        raise self._error(phase, self._problems(name, reasons), remedy) from _first_error(bad)
+        remedy = TORN if torn else RESTART if lost else MORE_TIME if late else FIX
+        raise self._error(phase, self._problems(name, reasons), remedy) from first_error(bad)
 
     def _problems(self, side: Literal["source", "target"], reasons: Mapping[int, str]) -> list[RankProblem]:
         nodes = (self._source if side == "source" else self._target).nodes
@@ -464,16 +492,3 @@ class Attempt:
 
     def _measure(self, rank: int, value: Mapping[str, Any], *phases: str) -> None:
         self._measured += [(phase, value[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in value]
-
-
-def _describe_reply(reply: Reply) -> str:
-    if reply.failure is not None:
-        return f"{reply.failure.kind}: {reply.failure.cause}"
-    if reply.late is not None:
-        doing = f" It is in {reply.late.method!r} for {reply.late.running_s:.1f} s." if reply.late.method else ""
-        return f"it did not reply by the deadline.{doing}"
-    return f"{type(reply.error).__name__}: {reply.error}"
-
-
-def _first_error(replies: Mapping[int, Reply]) -> BaseException | None:
-    return next((reply.error for reply in replies.values() if reply.error is not None), None)

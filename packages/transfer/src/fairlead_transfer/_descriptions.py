@@ -68,12 +68,14 @@ class Tensors:
         dtypes: their dtypes.
         own_names: their names on this side.
         library: what they are tensors of: "numpy" or "torch".
+        devices: of the first tensor of each rank.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     own_names: dict[str, str] = field(default_factory=dict)
     library: str = "numpy"
+    devices: dict[int, str] = field(default_factory=dict)
 
 
 ITEMSIZES = {"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "complex64": 8}
@@ -104,6 +106,7 @@ def read_side(
     own_names: dict[str, str] = {}
     wrong: list[Mismatch] = []
     libraries: set[str] = set()
+    devices: dict[int, str] = {}
     for rank, tensors in enumerate(described):
         for one in tensors or ():
             tensor = Described(*one)
@@ -115,6 +118,7 @@ def read_side(
                 wrong.append(_mismatch(side, name, tensor.name, text))
                 continue
             libraries.add(tensor.library)
+            devices.setdefault(rank, tensor.device)
             found.setdefault(name, {})[rank] = tensor
     if len(libraries) > 1:
         wrong.append(_mismatch(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
@@ -135,7 +139,7 @@ def read_side(
     if wrong:
         raise LayoutMismatchError(tuple(wrong))
     dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in found.items()}
-    return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
+    return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"), devices)
 
 
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:
@@ -147,11 +151,22 @@ def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks
     return Layout(shape, offsets, sizes, itemsize)
 
 
-def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict[str, Mismatch]:
-    """Return the tensors whose dtypes differ without a reason."""
+def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast: bool = True) -> dict[str, Mismatch]:
+    """Return the tensors whose dtypes differ without a reason.
+
+    Args:
+        source: the tensors of the source.
+        target: the tensors of the target.
+        selection: the dtype that travels.
+        cast: whether the target can cast what has travelled.
+    """
     wrong: dict[str, Mismatch] = {}
     for name, held in source.dtypes.items():
         wanted = target.dtypes.get(name)
+        if wanted is not None and not cast and wanted != (travels := selection.travelling(held)):
+            text = "commit='in_place' reads into the tensors of the target: give their dtype with dtype="
+            wrong[name] = Mismatch(name, f"{travels} travels", wanted, text)
+            continue
         if wanted is None or held == wanted:
             continue
         if selection.dtype is None:

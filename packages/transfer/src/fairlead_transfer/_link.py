@@ -15,15 +15,16 @@ from typing import Literal, get_args
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
 
-from ._attempt import Attempt, Staged
+from ._attempt import Attempt
 from ._descriptions import Selection
 from ._report import TransferExplanation, TransferReport
-from ._routes import Router, Transport
+from ._routes import Router, Staged, Transport
 from ._side import Side
 from ._states import States
 from .exceptions import State, TransferError
 
 Verify = Literal["first", "always", "never"]
+Commit = Literal["staged", "in_place"]
 
 
 class Link:
@@ -45,7 +46,11 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
-        transport: "shared_memory" or "object_store"; "auto" takes shared memory for each pair of ranks that can.
+        transport: "shared_memory", "nixl" or "object_store"; "auto" takes for each pair of ranks the first of them that
+            works between these two, and NIXL first between GPUs of one node.
+        commit: "staged" holds a second copy of the tensors in each target process, or in the memory of its sources, so
+            that a failed transfer leaves all targets as they were. "in_place" holds none: NIXL reads into the tensors
+            of the target after the decision, and a rank whose transfer fails is torn.
         verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
             "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
@@ -69,6 +74,7 @@ class Link:
         dtype: str | None = None,
         exclude: Iterable[str] = (),
         transport: Transport = "auto",
+        commit: Commit = "staged",
         verify: Verify = "first",
         before_commit: str | None = None,
         after_commit: str | None = None,
@@ -77,6 +83,14 @@ class Link:
             raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
         if transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
+        if commit not in get_args(Commit):
+            raise ValueError(f"commit must be one of {', '.join(get_args(Commit))}, got {commit!r}")
+        in_place = commit == "in_place"
+        if in_place and (apply is not None or transport not in ("auto", "nixl")):
+            raise ValueError(
+                f"commit='in_place' needs target= and transport='nixl', got target={target!r} and "
+                f"transport={transport!r}; with commit='staged', all transports and apply= work"
+            )
         if verify not in get_args(Verify):
             raise ValueError(f"verify must be one of {', '.join(get_args(Verify))}, got {verify!r}")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -94,10 +108,13 @@ class Link:
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)
         selection = Selection(rename if callable(rename) else _Names(rename or {}), dtype, tuple(exclude))
-        self._router = Router(self._source, self._target, selection, transport)
+        self._router = Router(
+            self._source, self._target, selection, "nixl" if in_place else transport, in_place=in_place
+        )
         self._states = States(self._target)
         self._commit = before_commit, after_commit, apply, chunk_bytes
         self._verify: Verify = verify
+        self._in_place = in_place
         self._epochs = itertools.count(1)
         self._version: int | None = None
         self._staged: Staged | None = None
@@ -182,15 +199,17 @@ class Link:
             if not chosen:
                 return None
             attempt = self._attempt(self._source, version, deadline)
-            if not attempt.fetch_again(self._staged, chosen):
+            if attempt.fetch_again(self._staged, chosen):
+                attempt.commit(chosen, self._commit)
+            else:
                 good = {rank for rank, state in self._states.read().items() if state == version} - chosen
                 replicas = Side("replica", self._target.group, self._id, self._target.method)
                 attempt = self._attempt(replicas, version, deadline)
                 try:
                     attempt.move_from_replicas(chosen, good)
+                    attempt.commit(chosen, self._commit)  # in place, it reads from the replicas
                 finally:
                     replicas.close()
-            attempt.commit(chosen, self._commit)
             return attempt.report(time.monotonic() - began)
 
     def versions(self) -> dict[int, State]:
@@ -246,6 +265,7 @@ class Link:
             version=version,
             deadline=deadline,
             verify=self._verify,
+            in_place=self._in_place,
         )
 
     @contextlib.contextmanager

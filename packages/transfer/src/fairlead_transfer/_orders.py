@@ -4,13 +4,15 @@
 Orders are plain data, because a worker may lack numpy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ._descriptions import Tensors
+from ._layout import Layout
 from ._plan import TransferPlan
 
 ALIGNED = 64
@@ -25,12 +27,14 @@ class Orders:
         source: for each source rank.
         target: for each target rank.
         transports: the transport of each pair of ranks that exchange pieces.
+        bytes_between_nodes: what they move from one node to another.
     """
 
     number: int
     source: dict[int, dict[str, Any]]
     target: dict[int, dict[str, Any]]
     transports: dict[tuple[int, int], str] = field(default_factory=dict)
+    bytes_between_nodes: int = 0
 
 
 def make_orders(
@@ -40,6 +44,8 @@ def make_orders(
     target: Tensors,
     dtypes: Mapping[str, str],
     transport: Callable[[int, int], str],
+    *,
+    relays: bool = True,
 ) -> Orders:
     """Return the orders that carry a plan out.
 
@@ -50,6 +56,7 @@ def make_orders(
         target: the tensors of the target.
         dtypes: in which dtype each tensor travels.
         transport: returns the transport of a pair of ranks.
+        relays: whether a rank may relay what other ranks of its node read by NIXL from another node.
     """
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
@@ -58,6 +65,7 @@ def make_orders(
     local: dict[int, list[Any]] = {}
     nodes_of_piece: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
     shared: dict[tuple[int, int, tuple[int, ...]], None] = {}
+    nixl: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
     sizes_of: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for family in plan.families:
         pieces = family.pieces
@@ -82,31 +90,46 @@ def make_orders(
                 sizes_of[at, starts[row]] = sizes[row]
                 if kind == "shared_memory":
                     shared[key] = None
+                elif kind == "nixl":
+                    nixl.setdefault(key, set()).add(receiver)
                 else:
                     nodes_of_piece.setdefault(key, set()).add(int(plan.target_nodes[receiver]))
                 fetches.setdefault(receiver, []).append((at, inside[row], sizes[row], starts[row], sender))
 
     made: dict[int, dict[str, Any]] = {}
-    place: dict[tuple[int, str, int, tuple[int, ...]], tuple[int, int, int]] = {}
+    place: dict[tuple[int, str, int, tuple[int, ...]], tuple[int, int, _Block]] = {}
     channels: dict[tuple[int, str, frozenset[int]], int] = {}
-    groups = [(key, "shared_memory", frozenset[int]()) for key in shared]
+    # What the same ranks read is next to each other, so that it is one read where it is packed.
+    read = sorted(nixl, key=lambda key: sorted(nixl[key]))
+    groups = [
+        (key, kind, frozenset[int]()) for kind, keys in (("shared_memory", shared), ("nixl", read)) for key in keys
+    ]
     groups += [(key, "object_store", frozenset(nodes)) for key, nodes in nodes_of_piece.items()]
+    whole = _find_whole(shared, sizes_of, [source.layouts[name] for name in names])
     for (sender, at, start), kind, nodes in groups:
         orders = made.setdefault(sender, {"channels": []})
         channel_key = sender, kind, nodes
         if channel_key not in channels:
             channels[channel_key] = len(orders["channels"])
-            orders["channels"].append({"kind": kind, "pieces": [], "size": 0})
+            orders["channels"].append({"kind": kind, "blocks": [], "pieces": [], "size": 0, "whole": {}})
         channel = orders["channels"][channels[channel_key]]
-        name, size = names[at], sizes_of[at, start]
-        layout = source.layouts[name]
+        layout, size = source.layouts[names[at]], sizes_of[at, start]
         begin = tuple(one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True))
-        place[sender, kind, at, start] = channels[channel_key], len(channel["pieces"]), channel["size"]
-        channel["pieces"].append((at, _box(begin, size), size, channel["size"]))
-        length = layout.itemsize
-        for one in size:
-            length *= one
-        channel["size"] += -(-length // ALIGNED) * ALIGNED
+        box = _box(begin, size)
+        if kind == "shared_memory" and (sender, at) in whole:
+            all_of_it = tuple(layout.sizes[sender].tolist())
+            if at not in channel["whole"]:
+                channel["whole"][at] = _add_block(
+                    channel, at, _box((0,) * len(all_of_it), all_of_it), all_of_it, layout
+                )
+            block = *channel["whole"][at], box if all_of_it != size else None
+        else:
+            block = *_add_block(channel, at, box, size, layout), None
+        place[sender, kind, at, start] = channels[channel_key], len(channel["pieces"]), block
+        channel["pieces"].append((at, box))
+    for orders in made.values():
+        for channel in orders["channels"]:
+            del channel["whole"]
 
     source_orders = {
         rank: {
@@ -123,9 +146,11 @@ def make_orders(
     target_orders = {}
     for rank in range(len(plan.target_nodes)):
         sources: dict[int, dict[int, list[Any]]] = {}
+        length = 0
         for at, begin, size, start, sender in fetches.get(rank, ()):
-            channel, piece, offset = place[sender, transports[sender, rank], at, start]
-            sources.setdefault(sender, {}).setdefault(channel, []).append((at, _box(begin, size), size, piece, offset))
+            channel, piece, block = place[sender, transports[sender, rank], at, start]
+            sources.setdefault(sender, {}).setdefault(channel, []).append((at, _box(begin, size), piece, block))
+            length += math.prod(size) * target.layouts[names[at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
         target_orders[rank] = {
@@ -137,8 +162,85 @@ def make_orders(
             "shapes": [target.layouts[name].shape for name in names],
             "sources": {sender: sources[sender] for sender in order},
             "local": local.get(rank, []),
+            "bytes": length,
+            "device": target.devices.get(rank, "cpu"),
         }
-    return Orders(number, source_orders, target_orders, transports)
+    crossing = plan.bytes_between_nodes
+    if relays:
+        _add_relays(target_orders, plan, transports)
+    else:
+        crossing = sum(
+            math.prod(size) * target.layouts[names[at]].itemsize
+            for rank, wanted in fetches.items()
+            for at, _, size, _, sender in wanted
+            if plan.source_nodes[sender] != plan.target_nodes[rank]
+        )
+    return Orders(number, source_orders, target_orders, transports, crossing)
+
+
+def _add_relays(
+    orders: Mapping[int, dict[str, Any]], plan: TransferPlan, transports: Mapping[tuple[int, int], str]
+) -> None:
+    """Have what several ranks of a node read by NIXL from another node cross once: the lowest of them relays it.
+
+    A rank waits only for lower ranks. In its orders, the relaying rank `r` is source `-1 - r`, and has one channel.
+    """
+    first: dict[tuple[int, int, int, Any], tuple[int, int]] = {}
+    relayed: dict[tuple[int, int, int, Any], int] = {}
+    for rank, mine in sorted(orders.items()):
+        mine["relays"] = []
+        node = plan.target_nodes[rank]
+        for sender, channels in list(mine["sources"].items()):
+            if transports[sender, rank] != "nixl" or plan.source_nodes[sender] == node:
+                continue
+            for number, ordered in list(channels.items()):
+                kept: list[Any] = []
+                for one in ordered:
+                    at, box, piece, (_, _, sizes, _) = one
+                    key = sender, number, piece, node
+                    if key not in first:
+                        first[key] = rank, len(kept)
+                        kept.append(one)
+                        continue
+                    relay, position = first[key]
+                    if key not in relayed:
+                        relayed[key] = len(orders[relay]["relays"])
+                        orders[relay]["relays"].append((sender, number, position))
+                    index = relayed[key]
+                    mine["sources"].setdefault(-1 - relay, {}).setdefault(0, []).append(
+                        (at, box, index, (index, 0, sizes, None))
+                    )
+                channels[number] = kept
+                if not kept:
+                    del channels[number]
+            if not channels:
+                del mine["sources"][sender]
+
+
+# The number of a block in its channel, where it begins, its sizes, and the part of it that is meant.
+_Block = tuple[int, int, tuple[int, ...], tuple[slice, ...] | None]
+
+
+def _find_whole(
+    keys: Iterable[tuple[int, int, tuple[int, ...]]],
+    sizes_of: Mapping[tuple[int, tuple[int, ...]], tuple[int, ...]],
+    layouts: Sequence[Layout],
+) -> set[tuple[int, int]]:
+    """Return the senders and tensors of which all is wanted: one copy is less work than many."""
+    wanted: dict[tuple[int, int], int] = {}
+    for sender, at, start in keys:
+        wanted[sender, at] = wanted.get((sender, at), 0) + math.prod(sizes_of[at, start])
+    return {(sender, at) for (sender, at), size in wanted.items() if size >= layouts[at].sizes[sender].prod()}
+
+
+def _add_block(
+    channel: dict[str, Any], at: int, box: tuple[slice, ...], size: tuple[int, ...], layout: Layout
+) -> tuple[int, int, tuple[int, ...]]:
+    """Add a block to a channel; return its number, offset and sizes."""
+    added = len(channel["blocks"]), channel["size"], size
+    channel["blocks"].append((at, box, size, channel["size"]))
+    channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
+    return added
 
 
 def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

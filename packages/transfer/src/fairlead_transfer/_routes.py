@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way tensors go: layouts, plan, orders and transports, made again only when something has changed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
@@ -13,7 +13,13 @@ from ._report import TransferExplanation
 from ._side import Side
 from .exceptions import LayoutMismatchError
 
-Transport = Literal["auto", "shared_memory", "object_store"]
+Transport = Literal["auto", "shared_memory", "nixl", "object_store"]
+
+FITS = {
+    "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
+    "nixl": "the ranks are on different nodes, or hold their tensors on GPUs, and both have NIXL",
+    "object_store": "it works between any two ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,25 @@ class Route:
     targets: frozenset[int]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """What the source ranks keep of a version until the next one.
+
+    Attributes:
+        version: which one.
+        route: by which it was staged.
+        replies: of the source ranks, which say where it is.
+        processes: of the source ranks.
+        described: what the target ranks had described.
+    """
+
+    version: int
+    route: Route
+    replies: Mapping[int, Any]
+    processes: Mapping[int, tuple[int, int]]
+    described: Mapping[int, Any]
+
+
 class Router:
     """Makes the routes of a link.
 
@@ -41,27 +66,33 @@ class Router:
         target: the side that receives.
         selection: which tensors travel, and how.
         transport: as of `Link`.
+        in_place: whether tensors are read into those of the target, so that their dtypes must be equal.
 
     Attributes:
+        transport: as given.
         kept: the route of the last transfer, if nothing has changed since.
         verified: the route by which digests were compared last.
     """
 
-    def __init__(self, source: Side, target: Side, selection: Selection, transport: Transport) -> None:
+    def __init__(
+        self, source: Side, target: Side, selection: Selection, transport: Transport, *, in_place: bool = False
+    ) -> None:
         self._source = source
         self._target = target
         self._selection = selection
-        self._transport = transport
+        self.transport: Transport = transport
+        self._in_place = in_place
         self._numbers = 0
-        self._blocked: dict[tuple[int, int], str] = {}
+        # By source rank, target rank and transport: why they cannot use it.
+        self._blocked: dict[tuple[int, int, str], str] = {}
         self.kept: Route | None = None
         self.verified: Route | None = None
 
-    def block(self, source: int, target: int, reason: str) -> bool:
-        """Note that a pair of ranks cannot share memory; return whether another transport may be taken."""
-        self._blocked[source, target] = reason
+    def block(self, source: int, target: int, transport: str, reason: str) -> bool:
+        """Note that a pair of ranks cannot use a transport; return whether another one may be taken."""
+        self._blocked[source, target, transport] = reason
         self.kept = None
-        return self._transport == "auto"
+        return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source to all target ranks, and keep it.
@@ -95,16 +126,36 @@ class Router:
 
     def explain(self, route: Route) -> TransferExplanation:
         """Describe a route for people."""
-        reasons = {
-            "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
-            "object_store": "the ranks are on different nodes",
-        }
-        if self._transport != "auto":
-            reasons[self._transport] = f"transport={self._transport!r}"
-        elif self._blocked:
-            (source, target), reason = next(iter(self._blocked.items()))
-            reasons["object_store"] += f", or cannot share memory (source {source}, target {target}: {reason})"
+        used = sorted(set(route.orders.transports.values()))
+        if self.transport != "auto":
+            return TransferExplanation(
+                route.plan, route.orders.transports, {self.transport: f"transport={self.transport!r}"}
+            )
+        passed: dict[str, dict[str, None]] = {kind: {} for kind in used}
+        for pair, kind in route.orders.transports.items():
+            passed[kind].update(dict.fromkeys(self._choose(self._source, *pair)[1]))
+        reasons = {kind: "; ".join([FITS[kind], *passed[kind]]) for kind in used}
         return TransferExplanation(route.plan, route.orders.transports, reasons)
+
+    def _choose(self, side: Side, source: int, target: int) -> tuple[str, list[str]]:
+        """Return the transport of a pair of ranks, and why those before it in the order cannot be taken."""
+        if self.transport != "auto":
+            return self.transport, []
+        ends = side.ends[source], self._target.ends[target]
+        same_node = side.nodes[source] == self._target.nodes[target]
+        on_gpus = all(end.described and all(one[-1].startswith("cuda") for one in end.described) for end in ends)
+        # Memory of GPUs is not copied through the host where that can be avoided.
+        on_one_node = ["nixl", "shared_memory"] if on_gpus else ["shared_memory", "nixl"]
+        refused: list[str] = []
+        for kind in on_one_node if same_node else ["nixl"]:
+            reason = self._blocked.get((source, target, kind), "")
+            for name, rank, end in (("source", source, ends[0]), ("target", target, ends[1])):
+                if not reason and (lacked := end.lacks.get(kind, "")):
+                    reason = f"{name} rank {rank}: {lacked}"
+            if not reason:
+                return kind, refused
+            refused.append(f"{kind} cannot be taken: {reason}")
+        return "object_store", refused
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]
@@ -114,7 +165,7 @@ class Router:
     def _route(
         self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]
     ) -> Route:
-        if wrong := check_dtypes(held, wanted, self._selection):
+        if wrong := check_dtypes(held, wanted, self._selection, cast=not self._in_place):
             others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
             raise LayoutMismatchError((*wrong.values(), *others))
         plan = reshard(
@@ -126,15 +177,7 @@ class Router:
         )
         dtypes = {name: self._selection.travelling(dtype) for name, dtype in held.dtypes.items()}
         self._numbers += 1
-        nodes = source.nodes, self._target.nodes
-
-        def transport(sender: int, receiver: int) -> str:
-            if self._transport != "auto":
-                return self._transport
-            shares = nodes[0][sender] == nodes[1][receiver] and (sender, receiver) not in self._blocked
-            return "shared_memory" if shares else "object_store"
-
-        orders = make_orders(self._numbers, plan, held, wanted, dtypes, transport)
+        orders = make_orders(self._numbers, plan, held, wanted, dtypes, lambda *pair: self._choose(source, *pair)[0])
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
 

@@ -34,6 +34,7 @@ class EndState:
         described: the tensors.
         order_id: of the orders that the end has.
         installed: whether the worker has the code.
+        lacks: by transport, why this process cannot use it; an empty text if it can.
     """
 
     process: tuple[int, int]
@@ -41,6 +42,7 @@ class EndState:
     described: list[Any] | None = None
     order_id: int = 0
     installed: bool = False
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -153,6 +155,7 @@ class Side:
         if value.get("tensors") is None:
             return False
         changed = bool(state.described != value["tensors"])
+        state.lacks = value["lacks"]
         state.described = value["tensors"]
         return changed
 
@@ -169,3 +172,18 @@ class Side:
         self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
         self.ends.clear()
         self.version = -1
+
+
+def describe_reply(reply: Reply) -> str:
+    """Return why a request has failed."""
+    if reply.failure is not None:
+        return f"{reply.failure.kind}: {reply.failure.cause}"
+    if reply.late is not None:
+        doing = f" It is in {reply.late.method!r} for {reply.late.running_s:.1f} s." if reply.late.method else ""
+        return f"it did not reply by the deadline.{doing}"
+    return f"{type(reply.error).__name__}: {reply.error}"
+
+
+def first_error(replies: Mapping[int, Reply]) -> BaseException | None:
+    """Return the first error that a worker has raised."""
+    return next((reply.error for reply in replies.values() if reply.error is not None), None)

@@ -179,7 +179,7 @@ def test_superseded_requests_are_refused():
     assert "bytes" in fetched[0]
     late = ends.epoch
     ends.describe()
-    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1) == {"superseded": late + 1}
+    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1, None) == {"superseded": late + 1}
     assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False, False) == {"superseded": late + 1}
     assert not ends.workers["target"][0].tensors["a"].any()
 
@@ -322,9 +322,11 @@ def test_memory_that_cannot_be_opened_is_reported():
     ends.plan()
     staged = ends.stage()
     channel = staged[0]["staged"]["channels"][0]
-    channel["segment"] = (2**22 + 1, *channel["segment"][1:])
+    channel["staged"] = (2**22 + 1, *channel["staged"][1:])
     (reply,) = ends.fetch(staged, 1)
-    assert "FileNotFoundError" in reply["blocked"][0]
+    kind, reason = reply["blocked"][0]
+    assert kind == "shared_memory"
+    assert "FileNotFoundError" in reason
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ that a later attempt has superseded: a worker that was stopped and continues lat
 
 import asyncio
 import inspect
-import pickle
 import sys
 import time
 import traceback
@@ -16,15 +15,14 @@ from typing import Any
 
 import ray
 
+from .agent import explain_missing
 from .entry import SHARED
 from .faults import commit_fault
-from .segment import Mapping as SegmentMapping
-from .segment import Segment
+from .nixl import Nixl
+from .segment import SharedMemory
+from .store import ObjectStore
 from .tensors import check_tensors, describe, digest, library, look, nbytes, part
-
-# Pieces from this size on are stored from where they are, the others are packed together first.
-ALONE_BYTES = 1 << 20
-ALIGNED = 64
+from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted
 
 
 class End:
@@ -42,13 +40,16 @@ class End:
         self._number = 0
         self._described: list[tuple[Any, ...]] = []
         self._orders: dict[str, Any] = {}
-        self._segments: dict[int, Segment] = {}
-        self._packed: dict[int, bytearray] = {}
-        self._mapped: dict[int, SegmentMapping] = {}
-        self._outgoing: dict[int, list[Any]] = {}
-        self._incoming: dict[int, list[Any]] = {}
+        # By source rank and channel, what this target rank wants.
+        self._wanted: dict[tuple[int, int], list[Wanted]] = {}
+        self._nixl = Nixl()
+        self._transports: dict[str, Transport] = {
+            "shared_memory": SharedMemory(),
+            "object_store": ObjectStore(),
+            "nixl": self._nixl,
+        }
         self._pieces: list[tuple[int, Any, Any]] = []
-        self._used: list[tuple[SegmentMapping, int]] = []
+        self._local: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
         self._torn = False
@@ -104,10 +105,12 @@ class End:
         return reply
 
     async def _target(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
-        """Describe the tensors of the target."""
+        """Describe the tensors of the target, unless a late transfer may still write into them."""
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
             return late
+        if self._nixl.is_torn():
+            return {"number": 0, "torn": True}
         return {**await self._collect(worker, epoch, method, known), "collect_s": time.monotonic() - began}
 
     async def _fetch(
@@ -135,9 +138,7 @@ class End:
         """
         if (late := self._enter(epoch)) is not None:
             return late
-        if orders is not None:
-            self._orders = orders
-        if self._orders.get("id") != order_id:
+        if not self._has_orders(orders, order_id):
             return {"unplanned": True}
         deadline = time.monotonic() + within_s
         reply: dict[str, Any] = await self._in_thread(self._fetch_all, epoch, version, staged, verify, deadline)
@@ -152,8 +153,20 @@ class End:
         after: str | None,
         apply: str | None,
         chunk_bytes: int,
+        reading: tuple[Any, ...] | None,
     ) -> dict[str, Any]:
         """Put the staged tensors into place. The driver calls it while no method of the worker runs.
+
+        Args:
+            worker: the user's instance.
+            epoch: of the attempt.
+            version: of the tensors.
+            before: a method to call first.
+            after: a method to call at the end.
+            apply: a method that takes the tensors.
+            chunk_bytes: the most bytes for one call of `apply`.
+            reading: None for what `_fetch` has staged. Otherwise the last arguments of `_fetch`: nothing has been
+                staged, and the tensors of the target are read into.
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
@@ -163,14 +176,22 @@ class End:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if self._staged != (epoch, version) or not self._is_unchanged():
+        if reading is None:
+            there = self._staged == (epoch, version) and self._is_unchanged()
+        else:
+            there = bool(self._values) and self._has_orders(*reading[:2])
+        if not there:
             return {"missing": True}
         began, writing = time.monotonic(), False
+        reply: dict[str, Any] = {}
         try:
             self._reach("commit")
             await self._call(worker, before)
             writing = True
-            await self._put(apply, worker, chunk_bytes)
+            if reading is None:
+                await self._put(apply, worker, chunk_bytes)
+            else:
+                reply = await self._in_thread(self._read_in_place, epoch, version, *reading[2:])
             writing = False
             self._torn, self._committed = False, (epoch, version)
             await self._call(worker, after)
@@ -180,17 +201,19 @@ class End:
             name = f"{type(error).__name__}: {error}"
             return {"error": name, "traceback": text, "torn": writing, "done": self._committed == (epoch, version)}
         finally:
-            self._values, self._pieces = {}, []
-        return {"committed": version, "commit_s": time.monotonic() - began}
+            self._values, self._pieces, self._local = {}, [], []
+        return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 
     async def _release(self, worker: Any, epoch: int) -> None:
         """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
-            self._values, self._pieces, self._staged = {}, [], None
+            self._values, self._pieces, self._local, self._staged = {}, [], [], None
+            for transport in self._transports.values():
+                transport.release()
 
     def _close(self) -> None:
-        for segment in self._segments.values():
-            segment.close()
+        for transport in self._transports.values():
+            transport.close()
         shared: Any = sys.modules[SHARED]
         shared.ends.pop(self._key, None)
 
@@ -237,108 +260,115 @@ class End:
                 self._number, self._described = self._number + 1, described
             self._marks = marks
         self._values = {name: local for name, (_, local) in looked.items()}
-        return {"number": self._number, "tensors": None if self._number == known else self._described}
+        if self._number == known:
+            return {"number": known, "tensors": None}
+        return {"number": self._number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
 
     def _tools(self) -> Any:
         return library(self._orders["library"])
 
     def _stage(self, verify: bool, fresh: bool) -> dict[str, Any]:
-        """Copy what others need to where they find it."""
+        """Make what others need available to them."""
         tools, orders = self._tools(), self._orders
         channels: list[dict[str, Any]] = []
+        tensors = [self._values.get(name) for name in orders["names"]]
         for number, channel in enumerate(orders["channels"]):
-            pieces = [
-                (part(self._values[orders["names"][at]], box), orders["dtypes"][at], sizes, offset)
-                for at, box, sizes, offset in channel["pieces"]
+            blocks = [
+                Block(tensors[at], box, orders["dtypes"][at], sizes, offset)
+                for at, box, sizes, offset in channel["blocks"]
             ]
-            if channel["kind"] == "shared_memory":
-                description = self._stage_in_segment(tools, number, channel["size"], pieces, fresh)
-                channels.append({"segment": description})
-            else:
-                channels.append({"object": self._stage_in_store(tools, number, channel["size"], pieces)})
+            transport = self._transports[channel["kind"]]
+            try:
+                staged = transport.stage(tools, number, channel, blocks, orders["id"], fresh)
+            except Blocked as error:
+                channels.append({"kind": channel["kind"], "blocked": str(error), "digests": []})
+                continue
+            channels.append({"kind": channel["kind"], "staged": staged})
             if verify:
-                channels[-1]["digests"] = [digest(tools, tensor, dtype) for tensor, dtype, _, _ in pieces]
+                channels[-1]["digests"] = [
+                    digest(tools, part(tensors[at], box), orders["dtypes"][at]) for at, box in channel["pieces"]
+                ]
         reply: dict[str, Any] = {"channels": channels}
         if verify:
             reply["held"] = {
-                key: digest(tools, part(self._values[orders["names"][at]], box), orders["dtypes"][at])
-                for key, at, box, _ in orders["held"]
+                key: digest(tools, part(tensors[at], box), orders["dtypes"][at]) for key, at, box, _ in orders["held"]
             }
         return reply
 
-    def _stage_in_segment(
-        self, tools: Any, number: int, size: int, pieces: Sequence[Any], fresh: bool
-    ) -> tuple[Any, ...]:
-        segment = self._segments.get(number)
-        if segment is None or segment.size < size or fresh:
-            if segment is not None:
-                segment.close()
-            segment = self._segments[number] = Segment(size)
-            self._outgoing.pop(number, None)
-        content = segment.begin()
-        kept = self._outgoing.get(number)
-        if kept is None or kept[0] != self._orders["id"]:
-            # The same memory in every send, so its views are made once.
-            views = [tools.view(content, dtype, offset, sizes) for _, dtype, sizes, offset in pieces]
-            kept = self._outgoing[number] = [self._orders["id"], views]
-        for view, (tensor, _, _, _) in zip(kept[1], pieces, strict=True):
-            tools.copy(view, tensor)
-        return segment.end()
+    def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
+        """Take new orders of a target rank if there are any; return whether the orders have this number."""
+        if orders is None:
+            return bool(self._orders.get("id") == order_id)
+        self._orders = orders
+        self._wanted = {
+            (source, number): [
+                Wanted(block, offset, sizes, orders["dtypes"][at], inside, orders["device"])
+                for at, _, _, (block, offset, sizes, inside) in ordered
+            ]
+            for source, channels in orders["sources"].items()
+            for number, ordered in channels.items()
+        }
+        return bool(orders["id"] == order_id)
 
-    def _stage_in_store(self, tools: Any, number: int, size: int, pieces: Sequence[Any]) -> Any:
-        """Store one value: where each piece is, and the buffers."""
-        buffers: list[Any] = [None]
-        index: list[tuple[int, int]] = []
-        small = []
-        end = 0
-        for tensor, dtype, sizes, _ in pieces:
-            length = nbytes(tools, sizes, dtype)
-            alone = tools.as_buffer(tensor) if length >= ALONE_BYTES and tools.dtype_name(tensor) == dtype else None
-            if alone is not None:
-                index.append((len(buffers), 0))
-                buffers.append(pickle.PickleBuffer(alone))
-                continue
-            index.append((0, end))
-            small.append((tensor, dtype, sizes, end))
-            end += -(-length // ALIGNED) * ALIGNED
-        if len(packed := self._packed.get(number, bytearray())) < end:
-            packed = self._packed[number] = bytearray(end)
-        for tensor, dtype, sizes, offset in small:
-            tools.copy(tools.view(packed, dtype, offset, sizes), tensor)
-        buffers[0] = pickle.PickleBuffer(memoryview(packed)[:end])
-        return ray.put([index, *buffers])
+    def _read_in_place(
+        self, epoch: int, version: int, staged: Mapping[int, Any], verify: bool, within_s: float
+    ) -> dict[str, Any]:
+        """Read what the orders say into the tensors of the target.
+
+        Raises:
+            RuntimeError: it did not work; says why. Some tensors may be overwritten.
+        """
+        tools, tensors = self._tools(), [self._values.get(name) for name in self._orders["names"]]
+        reply = self._fetch_all(epoch, version, staged, verify, time.monotonic() + within_s, tensors)
+        if "bytes" not in reply:
+            raise RuntimeError(", ".join(f"{reason}: {what}" for reason, what in reply.items()))
+        tools.copy_all((part(tensors[at], box), value) for at, box, value in self._local)
+        return reply
 
     def _fetch_all(
-        self, epoch: int, version: int, staged: Mapping[int, Any], verify: bool, deadline: float
+        self,
+        epoch: int,
+        version: int,
+        staged: Mapping[int, Any],
+        verify: bool,
+        deadline: float,
+        into: Sequence[Any] | None = None,
     ) -> dict[str, Any]:
         began = time.monotonic()
         tools, orders = self._tools(), self._orders
-        self._staged, self._used = None, []
-        pieces = self._copy_local(tools)
+        self._staged = None
+        for transport in self._transports.values():
+            transport.release()
+        self._local = self._copy_local(tools)
+        pieces = list(self._local)
         replies, trouble = self._await_replies(staged, deadline)
         if trouble is not None:
             return trouble
-        blocked: dict[int, str] = {}
+        blocked: dict[int, tuple[str, str]] = {}
         wrong: list[tuple[str, int]] = []
-        moved, verify_s = 0, 0.0
+        verify_s = 0.0
+        fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any]]] = {}
         for source, channels in orders["sources"].items():
             if "staged" not in replies[source]:
                 return {"unstaged": source}
             for number, ordered in channels.items():
                 channel = replies[source]["staged"]["channels"][number]
                 try:
-                    size, found = self._open_channel(tools, source, number, channel, ordered, deadline)
-                except ray.exceptions.GetTimeoutError:  # before OSError, which it is too
+                    places = None if into is None else [part(into[at], box) for at, box, _, _ in ordered]
+                    found = self._fetch_channel(tools, source, number, channel, deadline, places)
+                except Late:
                     return {"waiting": [source]}
-                except OSError as error:
-                    blocked[source] = f"{type(error).__name__}: {error}"
+                except Blocked as error:
+                    blocked[source] = channel["kind"], str(error)
                     continue
-                except ray.exceptions.RayError as error:
-                    return {"lost": source, "reason": " ".join(str(error).split())[:200]}
-                except BufferError:
+                except Lost as error:
+                    return {"lost": source, "reason": str(error)}
+                except Overwritten:
                     return {"overwritten": source}
-                moved += size
-                pieces += found
+                if into is not None:
+                    self._reach("committing")
+                fetched[source, number] = found, channel
+                pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
                 if verify:
                     started = time.monotonic()
                     self._reach("verify")
@@ -351,8 +381,37 @@ class End:
             return {"differing": wrong}
         if epoch == self._epoch:
             self._pieces, self._staged = pieces, (epoch, version)
-        reply: dict[str, Any] = {"bytes": moved, "move_s": time.monotonic() - began - verify_s}
+        reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": time.monotonic() - began - verify_s}
+        if orders["relays"]:
+            relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
+            staged_here = self._nixl.relay(tools, [found[position] for found, _, position in relayed])
+            channel = {"kind": "nixl", "staged": staged_here}
+            if verify:
+                pieces_of = [
+                    orders["sources"][source][number][position][2] for source, number, position in orders["relays"]
+                ]
+                channel["digests"] = [
+                    sent["digests"][piece] for (_, sent, _), piece in zip(relayed, pieces_of, strict=True)
+                ]
+            reply["staged"] = {"channels": [channel]}
         return {**reply, "verify_s": verify_s} if verify else reply
+
+    def _fetch_channel(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        channel: Mapping[str, Any],
+        deadline: float,
+        into: Sequence[Any] | None,
+    ) -> list[Any]:
+        if "blocked" in channel:
+            raise Blocked(channel["blocked"])
+        wanted, order = self._wanted[source, number], self._orders["id"]
+        if into is not None:
+            return self._nixl.fetch(tools, source, number, channel["staged"], wanted, order, deadline, into)
+        transport = self._transports[channel["kind"]]
+        return transport.fetch(tools, source, number, channel["staged"], wanted, order, deadline)
 
     def _await_replies(
         self, staged: Mapping[int, Any], deadline: float
@@ -385,56 +444,17 @@ class End:
             pieces.append((at, box, copy))
         return pieces
 
-    def _open_channel(
-        self, tools: Any, source: int, number: int, channel: Mapping[str, Any], ordered: Any, deadline: float
-    ) -> tuple[int, list[tuple[int, Any, Any]]]:
-        """Return the bytes and the pieces of one channel of a source, which share its memory.
-
-        Raises:
-            OSError: its segment cannot be opened here.
-            BufferError: its segment was written meanwhile.
-            RayError: its value is lost, or does not arrive in time.
-        """
-        if "segment" not in channel:
-            index, *buffers = ray.get(channel["object"], timeout=max(0.0, deadline - time.monotonic()))
-            return self._view(tools, ordered, buffers, index)
-        description = channel["segment"]
-        if source not in self._mapped or self._mapped[source].token != description[3]:
-            self._mapped[source] = SegmentMapping(description)
-            self._incoming.pop(source, None)
-        mapped = self._mapped[source]
-        if not mapped.holds(description[4]):
-            raise BufferError
-        self._used.append((mapped, description[4]))
-        kept = self._incoming.get(source)
-        if kept is None or kept[0] != (self._orders["id"], number):
-            # The same memory in every send, so its views are made once.
-            views = self._view(tools, ordered, [mapped.content()], None)
-            kept = self._incoming[source] = [(self._orders["id"], number), *views]
-        return kept[1], kept[2]
-
-    def _view(
-        self, tools: Any, ordered: Any, buffers: Sequence[Any], index: Any
-    ) -> tuple[int, list[tuple[int, Any, Any]]]:
-        moved, pieces = 0, []
-        for at, box, sizes, piece, offset in ordered:
-            buffer, begin = (0, offset) if index is None else index[piece]
-            dtype = self._orders["dtypes"][at]
-            pieces.append((at, box, tools.view(buffers[buffer], dtype, begin, sizes)))
-            moved += nbytes(tools, sizes, dtype)
-        return moved, pieces
-
     def _differing(
         self, tools: Any, source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
     ) -> Iterator[tuple[str, int]]:
         """Yield the name and the source of each piece whose bytes are not those that were sent."""
-        for (at, _, _, piece, _), (_, _, value) in zip(ordered, pieces, strict=True):
+        for (at, _, piece, _), value in zip(ordered, pieces, strict=True):
             if digest(tools, value, self._orders["dtypes"][at]) != sent[piece]:
                 yield self._orders["names"][at], source
 
     def _is_unchanged(self) -> bool:
-        """Return whether no segment has been written since it was opened."""
-        return all(mapped.holds(generation) for mapped, generation in self._used)
+        """Return whether all that was fetched still is what was staged."""
+        return all(transport.is_unchanged() for transport in self._transports.values())
 
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""

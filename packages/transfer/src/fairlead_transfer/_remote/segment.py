@@ -10,7 +10,12 @@ content changed while it was read.
 import mmap
 import os
 import struct
+from collections import abc
+from collections.abc import Sequence
 from typing import Any
+
+from .tensors import part, view_parts
+from .transport import Block, Blocked, Overwritten, Wanted
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
@@ -90,3 +95,74 @@ class Mapping:
         """Return whether the content is that of a generation, and nobody writes it."""
         marks = [struct.unpack_from(MARK, self._page, at) for at in (HEAD + self._size, 0)]
         return marks == [(self.token, generation)] * 2
+
+
+class SharedMemory:
+    """The transport between processes of one node that can map each other's memory."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._outgoing: dict[int, tuple[int, list[Any]]] = {}
+        self._mapped: dict[int, Mapping] = {}
+        self._incoming: dict[int, tuple[tuple[int, int], list[Any]]] = {}
+        self._used: list[tuple[Mapping, int]] = []
+
+    def stage(
+        self, tools: Any, number: int, channel: abc.Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+    ) -> tuple[Any, ...]:
+        """Copy the blocks into a segment, which is kept from one send to the next."""
+        segment, size = self._segments.get(number), channel["size"]
+        if segment is None or segment.size < size or fresh:
+            if segment is not None:
+                segment.close()
+            segment = self._segments[number] = Segment(size)
+            self._outgoing.pop(number, None)
+        content = segment.begin()
+        known, views = self._outgoing.get(number, (0, []))
+        if known != order:
+            # The same memory in every send, so its views are made once.
+            views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
+            self._outgoing[number] = order, views
+        tools.copy_all(zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
+        return segment.end()
+
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: tuple[Any, ...],
+        wanted: Sequence[Wanted],
+        order: int,
+        deadline: float,
+    ) -> list[Any]:
+        """Return views of the source's memory."""
+        if source not in self._mapped or self._mapped[source].token != staged[3]:
+            try:
+                self._mapped[source] = Mapping(staged)
+            except OSError as error:
+                raise Blocked(f"{type(error).__name__}: {error}") from error
+            self._incoming.pop(source, None)
+        mapped = self._mapped[source]
+        if not mapped.holds(staged[4]):
+            raise Overwritten
+        self._used.append((mapped, staged[4]))
+        known, views = self._incoming.get(source, ((0, 0), []))
+        if known != (order, number):
+            # The same memory in every send, so its views are made once.
+            views = view_parts(tools, [mapped.content()], wanted, [(0, one.offset) for one in wanted])
+            self._incoming[source] = (order, number), views
+        return views
+
+    def is_unchanged(self) -> bool:
+        """Return whether no segment has been written since it was opened."""
+        return all(mapped.holds(generation) for mapped, generation in self._used)
+
+    def release(self) -> None:
+        """Forget what was fetched; the segments stay mapped."""
+        self._used = []
+
+    def close(self) -> None:
+        """Give the memory back as soon as no process maps it."""
+        for segment in self._segments.values():
+            segment.close()

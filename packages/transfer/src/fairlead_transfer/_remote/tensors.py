@@ -9,8 +9,10 @@ import importlib
 import sys
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .transport import Wanted
 
 
 class NumpyLibrary:
@@ -39,6 +41,19 @@ class NumpyLibrary:
     def copy(self, to: Any, value: Any) -> None:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         to[...] = value
+
+    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Copy many tensors, each into the first of its pair."""
+        for to, value in pairs:
+            to[...] = value
+
+    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
+        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
+        return value.__array_interface__["data"][0], value.strides, "cpu"
+
+    def buffer(self, length: int, device: str) -> Any:
+        """Return new memory of so many bytes, as a tensor."""
+        return self._numpy.empty(length, self._numpy.uint8)
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor; None if it is not in one piece."""
@@ -73,6 +88,9 @@ class TorchLibrary:
         count = 1
         for size in sizes:
             count *= size
+        if isinstance(buffer, self._torch.Tensor):
+            length = count * self.dtype(dtype).itemsize
+            return buffer[offset : offset + length].view(self.dtype(dtype)).view(tuple(sizes))
         with warnings.catch_warnings():
             # It warns that the buffer cannot be written; nobody writes it.
             warnings.simplefilter("ignore")
@@ -83,6 +101,21 @@ class TorchLibrary:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         with self._torch.no_grad():
             to.copy_(value)
+
+    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Copy many tensors, each into the first of its pair."""
+        with self._torch.no_grad():
+            for to, value in pairs:
+                to.copy_(value)
+
+    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
+        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
+        itemsize = value.element_size()
+        return value.data_ptr(), tuple(stride * itemsize for stride in value.stride()), str(value.device)
+
+    def buffer(self, length: int, device: str) -> Any:
+        """Return new memory of so many bytes, as a tensor."""
+        return self._torch.empty(length, dtype=self._torch.uint8, device=device)
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
@@ -196,6 +229,24 @@ def _check_strided(value: Any) -> None:
 def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     """Return a box of a tensor, which shares its memory; a scalar has one part."""
     return tensor[box] if tensor.ndim else tensor.reshape(1)
+
+
+def view_parts(
+    tools: Any, buffers: Sequence[Any], wanted: Sequence[Wanted], places: Sequence[tuple[int, int]]
+) -> list[Any]:
+    """Return the wanted parts of blocks, which share the memory of buffers.
+
+    Args:
+        tools: the library of the tensors.
+        buffers: hold the blocks.
+        wanted: the parts.
+        places: for each part, the number of the buffer, and where in it the block begins.
+    """
+    blocks = (
+        tools.view(buffers[buffer], one.dtype, begin, one.sizes)
+        for one, (buffer, begin) in zip(wanted, places, strict=True)
+    )
+    return [block if one.inside is None else block[one.inside] for block, one in zip(blocks, wanted, strict=True)]
 
 
 def digest(tools: Any, tensor: Any, dtype: str) -> int:

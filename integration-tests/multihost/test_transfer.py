@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of links across hosts: workers that are killed and stopped, and reads by NIXL over TCP."""
+
+import importlib.util
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import Link, LocalTensor, TransferError
+from fairlead_transfer.testing import fail_at
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
+from fairlead_workergroup.testing import hang, kill
+
+# `nox -s soak` repeats each case 20 times.
+REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
+TIMEOUT_S = 4.0
+SHAPE = 64, 1 << 15
+# Namespaces are on one machine, of which UCX would make use.
+OVER_TCP = {"UCX_TLS": "tcp"}
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="nixl-cu12 is not installed")
+
+
+class Holder:
+    """Holds rows of a tensor, and a small one."""
+
+    def __init__(self, scale=0.0):
+        me = current_worker()
+        parts = me.sharding.shape.get("tp", 1)
+        self.w = np.empty((SHAPE[0] // parts, SHAPE[1]), "float32")
+        self.first = len(self.w) * me.rank if parts > 1 else 0
+        self.norm = np.empty(5)
+        self.gate = None
+        self.fill(scale)
+
+    def fill(self, scale):
+        self.w[...] = scale * (np.arange(len(self.w)) + self.first + 1)[:, None]
+        self.norm[...] = scale
+
+    def weights(self):
+        if self.gate is not None:
+            # Tell the test that all requests to the sources are on their way, and wait.
+            gate, self.gate = Path(self.gate), None
+            Path(f"{gate}-{current_worker().rank}").touch()
+            deadline = time.monotonic() + 30
+            while not gate.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        return {"w": LocalTensor(self.w, SHAPE, (self.first, 0)), "norm": self.norm}
+
+    def close_gate(self, path):
+        self.gate = path
+
+    def pid(self):
+        return os.getpid()
+
+    def holds(self):
+        """Return the scale that all tensors have; None for a mixture."""
+        scale = float(self.norm[0])
+        expected = scale * (np.arange(len(self.w)) + self.first + 1)[:, None]
+        return scale if (self.w == expected).all() and (self.norm == scale).all() else None
+
+    def writing(self):
+        """Return how many late transfers may still write in this process."""
+        import sys
+
+        late = sys.modules["_fairlead_transfer"].__dict__.get("late", [])
+        return sum(agent.is_writing(inbox.handles) for agent, inbox in late)
+
+
+def make_groups(cluster):
+    """Return a source of two ranks that hold half each, and a target of two replicas, each on a host of its own."""
+    slots, options = cluster.slots(), {"env_vars": OVER_TCP, "max_restarts": 1000}
+    return (
+        RayWorkerGroup(
+            slots[:2], RayWorkerBuilder(Holder, 1.0), sharding_annotations=NamedSharding.from_shape(tp=2), **options
+        ),
+        RayWorkerGroup(
+            slots[2:], RayWorkerBuilder(Holder), sharding_annotations=NamedSharding.from_shape(replica=2), **options
+        ),
+    )
+
+
+def check_fault(source, target, link, side, phase, how, version):
+    """Check that a fault is reported in time, that all targets stay as they were or go forward, and that it goes on."""
+    group = source if side == "source" else target
+    source.call("fill", 1.0).result()
+    link.send(next(version), timeout=60)
+    new = next(version)
+    source.call("fill", 2.0).result()
+    fail_at(group, 1, side, phase, how)
+    began = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        link.send(new, timeout=TIMEOUT_S)
+    took = time.monotonic() - began
+    assert took < TIMEOUT_S + 4
+    error = caught.value
+    assert [(problem.side, problem.rank) for problem in error.problems] == [(side, 1)]
+    assert error.version == new
+    decided = phase == "commit"
+    assert (error.phase == "commit") == decided
+    if how == "stop":
+        hang(group, 1, "stop").close()
+    else:
+        assert group.restart_failed_workers() == [1]
+    if decided:
+        link.sync(timeout=60)
+        assert target.call("holds").result() == [2.0, 2.0]
+    else:
+        assert target.call("holds").result() == [1.0, 1.0 if side == "source" or how == "stop" else 0.0]
+    source.call("fill", 3.0).result()
+    link.send(next(version), timeout=60)
+    assert target.call("holds").result() == [3.0, 3.0]
+    return took
+
+
+@pytest.mark.timeout(120 + 200 * REPEATS)
+@pytest.mark.parametrize("transport", ["object_store", pytest.param("nixl", marks=needs_nixl)])
+def test_faults_across_hosts(hosts, transport):
+    """The source and the target are on hosts of their own; a rank of either is killed or stopped."""
+
+    def driver(transport, repeats):
+        cases = [("source", "stage"), ("target", "move"), ("target", "commit")]
+        version, took = itertools.count(1), []
+        with RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster:
+            source, target = make_groups(cluster)
+            with source, target:
+                link = Link(source, target, source="weights", target="weights", transport=transport, verify="always")
+                with link:
+                    for how, (side, phase) in itertools.product(["kill", "stop"], cases * repeats):
+                        took.append(check_fault(source, target, link, side, phase, how, version))
+                    assert set(link.explain().transports.values()) == {transport}
+        return took
+
+    with hosts.driver(driver, transport, REPEATS) as driving:
+        took = driving.step(timeout_s=90 + 200 * REPEATS)
+        print(f"\n{len(took)} faults across hosts by {transport}; reported within {max(took):.1f} s of {TIMEOUT_S} s")  # noqa: T201
+
+
+@needs_nixl
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_nixl_and_a_stopped_source(hosts, tmp_path, commit):
+    """A read from a stopped source is late; when it goes on later, it does not touch what targets hold by then."""
+
+    def driver(commit, folder):
+        with RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster:
+            source, target = make_groups(cluster)
+            with source, target, Link(source, target, source="weights", target="weights", commit=commit) as link:
+                link.send(0, timeout=60)
+                assert target.call("holds").result() == [1.0, 1.0]
+                assert set(link.explain().transports.values()) == {"nixl"}
+                assert "have NIXL" in str(link.explain()) or commit == "in_place"
+                gate = f"{folder}/gate"
+                source.call("fill", 2.0).result()
+                target.call("close_gate", gate).result()
+                stopped = source.call("pid").result()[1]
+                failed = []
+
+                def send():
+                    try:
+                        link.send(1, timeout=8)
+                    except TransferError as error:
+                        failed.append(error)
+
+                thread = threading.Thread(target=send)
+                thread.start()
+                wait_for(lambda: Path(f"{gate}-0").exists() and Path(f"{gate}-1").exists())
+                source.call("pid").result()  # after it, the sources have staged
+                os.kill(stopped, signal.SIGSTOP)
+                try:
+                    wait_for(lambda: Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+                    Path(gate).touch()
+                    thread.join()
+                    (error,) = failed
+                    check = check_staged if commit == "staged" else check_in_place
+                    check(link, target, error)
+                finally:
+                    os.kill(stopped, signal.SIGCONT)
+                before = target.call("holds").result()
+                wait_for(lambda: target.call("writing").result() == [0, 0])
+                if commit == "staged":
+                    assert target.call("holds").result() == before == [1.0, 1.0]
+                source.call("fill", 3.0).result()
+                link.send(2, timeout=60)
+                assert target.call("holds").result() == [3.0, 3.0]
+        return str(error)
+
+    def check_staged(link, target, error):
+        assert error.phase == "move"
+        assert [(one.side, one.rank) for one in error.problems] == [("source", 1)]
+        assert target.call("writing").result() == [1, 1]
+        assert link.versions() == {0: 0, 1: 0}
+        kill(target, 1)
+        target.restart_failed_workers()
+        link.sync(timeout=60)
+        assert link.versions() == {0: 0, 1: 0}
+        assert target.call("holds").result() == [1.0, 1.0]
+
+    def check_in_place(link, target, error):
+        assert error.phase == "commit"
+        assert link.versions() == {0: "torn", 1: "torn"}
+        for again in (link.sync, lambda: link.send(2, timeout=20)):
+            with pytest.raises(TransferError, match=r"may still write into its tensors(.|\n)*restart_failed_workers"):
+                again()
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with hosts.driver(driver, commit, str(tmp_path)) as driving:
+        print(f"\n{driving.step(timeout_s=120)}")  # noqa: T201

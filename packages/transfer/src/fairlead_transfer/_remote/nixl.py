@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL as a transport: a target reads straight from the memory of a source."""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .agent import Agent, Run, collapse, dense, late_reads
+from .tensors import nbytes, part, view_parts
+from .transport import Block, Late, Lost, Wanted
+
+# Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
+RUN_BYTES = 32 << 10
+ALIGNED = 64
+
+
+class Inbox(NamedTuple):
+    """What a target rank reads from a source rank, kept from one send to the next.
+
+    Attributes:
+        key: what it was made for.
+        owner: of the registered memory.
+        buffer: where the bytes go; None if they go straight into tensors.
+        handles: the transfers.
+        views: the parts.
+    """
+
+    key: Any
+    owner: str
+    buffer: Any
+    handles: list[Any]
+    views: list[Any]
+
+
+class Nixl:
+    """The transport by one-sided reads. The agent is made when it is used first."""
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._packed: Any = None
+        self._described: dict[str, tuple[int, list[Run]]] = {}
+        self._inboxes: dict[int, Inbox] = {}
+
+    def _get_agent(self) -> Agent:
+        if self._agent is None:
+            self._agent = Agent()
+        return self._agent
+
+    def stage(
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+    ) -> dict[str, Any]:
+        """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
+        agent = self._get_agent()
+        agent.serve(busy=True)
+        found = [_find_run(tools, block) for block in blocks]
+        agent.register("tensors", tools, [block.tensor for block, run in zip(blocks, found, strict=True) if run])
+        small = [block for block, run in zip(blocks, found, strict=True) if run is None]
+        packed = iter(self._pack(agent, tools, small, fresh) if small else ())
+        runs = [next(packed) if run is None else run for run in found]
+        return self._describe(agent, "tensors", runs)
+
+    def relay(self, tools: Any, views: Sequence[Any]) -> dict[str, Any]:
+        """Describe what has been fetched, so that other ranks of this node read it here."""
+        agent = self._get_agent()
+        agent.serve(busy=True)
+        runs = [Run(device, address, strides) for address, strides, device in map(tools.memory, views)]
+        return self._describe(agent, "relayed", runs)
+
+    def _describe(self, agent: Agent, what: str, runs: list[Run]) -> dict[str, Any]:
+        number, known = self._described.get(what, (0, []))
+        if runs != known:
+            number += 1
+            self._described[what] = number, runs
+        return {
+            "agent": agent.name,
+            "metadata": agent.metadata(),
+            "number": number,
+            "runs": [tuple(run) for run in runs],
+        }
+
+    def _pack(self, agent: Agent, tools: Any, blocks: Sequence[Block], fresh: bool) -> list[Run]:
+        """Copy blocks into one piece of registered memory; return where they are."""
+        offsets, size = _line_up(tools, blocks)
+        device = tools.memory(blocks[0].tensor)[2]
+        if self._packed is None or len(self._packed) < size or fresh:
+            self._packed = tools.buffer(size, device)
+        agent.register("packed", tools, [self._packed])
+        base, _, device = tools.memory(self._packed)
+        copies, runs = [], []
+        for block, offset in zip(blocks, offsets, strict=True):
+            copies.append((tools.view(self._packed, block.dtype, offset, block.sizes), part(block.tensor, block.box)))
+            runs.append(Run(device, base + offset, dense(block.sizes, nbytes(tools, (1,), block.dtype))))
+        tools.copy_all(copies)
+        return runs
+
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: Mapping[str, Any],
+        wanted: Sequence[Wanted],
+        order: int,
+        deadline: float,
+        into: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Read the wanted blocks into memory of this process, or straight into tensors."""
+        agent = self._get_agent()
+        _release_ended()
+        places = [Run(device, address, strides) for address, strides, device in map(tools.memory, into or ())]
+        key = staged["agent"], staged["metadata"], staged["number"], order, places
+        # Nobody else uses it while this thread reads, and nobody ever does if the reads do not end.
+        inbox = self._inboxes.pop(source, None)
+        if inbox is None or inbox.key != key:
+            if inbox is not None:
+                agent.deregister(inbox.owner)
+            agent.connect(source, staged["agent"], staged["metadata"])
+            inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
+        try:
+            agent.read(inbox.handles, deadline)
+        except (Late, Lost) as error:
+            if agent.is_writing(inbox.handles):
+                late_reads().append((agent, inbox))
+            else:
+                agent.deregister(inbox.owner)
+            if isinstance(error, Lost):
+                agent.disconnect(source)
+            raise
+        self._inboxes[source] = inbox
+        return inbox.views
+
+    def is_unchanged(self) -> bool:
+        """Return True: what was read is in memory of this process."""
+        return True
+
+    def release(self) -> None:
+        """Look less often for the reads of others; the memory is kept for the next send."""
+        if self._agent is not None:
+            self._agent.serve(busy=False)
+
+    def is_writing(self) -> bool:
+        """Return whether a late transfer of this end may still write."""
+        _release_ended()
+        return any(agent is self._agent for agent, _ in late_reads())
+
+    def is_torn(self) -> bool:
+        """Return whether a late transfer of this end may still write into tensors of the target."""
+        return self.is_writing() and any(agent is self._agent and box.buffer is None for agent, box in late_reads())
+
+    def close(self) -> None:
+        """Give all memory back, but for what late transfers may still write."""
+        self._inboxes.clear()
+        self._packed = None
+        if self._agent is not None and not self.is_writing():
+            self._agent.close()
+        self._agent = None
+
+
+def _find_run(tools: Any, block: Block) -> Run | None:
+    """Return where a block is in a tensor's memory; None if it has to be packed."""
+    value = part(block.tensor, block.box)
+    address, strides, device = tools.memory(value)
+    if tools.dtype_name(value) != block.dtype or any(stride < 0 for stride in strides):
+        return None
+    itemsize = nbytes(tools, (1,), block.dtype)
+    length, _ = collapse(block.sizes, itemsize, strides, dense(block.sizes, itemsize))
+    return Run(device, address, strides) if length >= RUN_BYTES else None
+
+
+def _line_up(tools: Any, blocks: Iterable[Block | Wanted]) -> tuple[list[int], int]:
+    """Return the offset of each block in one piece of memory, and its size."""
+    offsets, end = [], 0
+    for block in blocks:
+        offsets.append(end)
+        end += -(-nbytes(tools, block.sizes, block.dtype) // ALIGNED) * ALIGNED
+    return offsets, end
+
+
+def _make_inbox(
+    agent: Agent,
+    tools: Any,
+    source: int,
+    runs: Sequence[Any],
+    wanted: Sequence[Wanted],
+    key: Any,
+    into: Sequence[Any] | None,
+) -> Inbox:
+    """Return the reads of the wanted blocks.
+
+    Raises:
+        Lost: the source cannot be reached.
+    """
+    owner, buffer = uuid.uuid4().hex, None
+    itemsizes = [nbytes(tools, (1,), one.dtype) for one in wanted]
+    if into is not None:
+        agent.register(owner, tools, into)
+        places, views = key[-1], list(into)
+    else:
+        offsets, size = _line_up(tools, wanted)
+        buffer = tools.buffer(size, wanted[0].device)
+        agent.register(owner, tools, [buffer])
+        base, _, device = tools.memory(buffer)
+        places = [
+            Run(device, base + offset, dense(one.sizes, itemsize))
+            for one, offset, itemsize in zip(wanted, offsets, itemsizes, strict=True)
+        ]
+        views = view_parts(tools, [buffer], wanted, [(0, offset) for offset in offsets])
+    moves = [
+        (Run(*runs[one.block]), place, one.sizes, itemsize)
+        for place, one, itemsize in zip(places, wanted, itemsizes, strict=True)
+    ]
+    try:
+        handles = agent.prepare(source, moves)
+    except Exception as error:
+        agent.deregister(owner)
+        raise Lost(f"{type(error).__name__}: {error}") from error
+    return Inbox(key, owner, buffer, handles, views)
+
+
+def _release_ended() -> None:
+    """Let go of memory that no late transfer writes any more."""
+    late = late_reads()
+    for agent, inbox in list(late):
+        if not agent.is_writing(inbox.handles):
+            agent.deregister(inbox.owner)
+            late.remove((agent, inbox))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's object store as a transport: it works between any two processes of a cluster."""
+
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from .tensors import nbytes, part, view_parts
+from .transport import Block, Late, Lost, Wanted
+
+# Blocks from this size on are stored from where they are, the others are packed together first.
+ALONE_BYTES = 1 << 20
+ALIGNED = 64
+
+
+class ObjectStore:
+    """The transport that stores one value for each channel; Ray brings it to each node once."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, bytearray] = {}
+
+    def stage(
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+    ) -> Any:
+        """Store one value: where each block is, and the buffers."""
+        buffers: list[Any] = [None]
+        index: list[tuple[int, int]] = []
+        small = []
+        end = 0
+        for tensor, box, dtype, sizes, _ in blocks:
+            length, value = nbytes(tools, sizes, dtype), part(tensor, box)
+            alone = tools.as_buffer(value) if length >= ALONE_BYTES and tools.dtype_name(value) == dtype else None
+            if alone is not None:
+                index.append((len(buffers), 0))
+                buffers.append(pickle.PickleBuffer(alone))
+                continue
+            index.append((0, end))
+            small.append((value, dtype, sizes, end))
+            end += -(-length // ALIGNED) * ALIGNED
+        if len(packed := self._packed.get(number, bytearray())) < end:
+            packed = self._packed[number] = bytearray(end)
+        for value, dtype, sizes, offset in small:
+            tools.copy(tools.view(packed, dtype, offset, sizes), value)
+        buffers[0] = pickle.PickleBuffer(memoryview(packed)[:end])
+        return ray.put([index, *buffers])
+
+    def fetch(
+        self, tools: Any, source: int, number: int, staged: Any, wanted: Sequence[Wanted], order: int, deadline: float
+    ) -> list[Any]:
+        """Return views of the value in the object store of this node."""
+        try:
+            index, *buffers = ray.get(staged, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise Late from error
+        except ray.exceptions.RayError as error:
+            raise Lost(" ".join(str(error).split())[:200]) from error
+        return view_parts(tools, buffers, wanted, [index[one.block] for one in wanted])
+
+    def is_unchanged(self) -> bool:
+        """Return True: a value in the object store never changes."""
+        return True
+
+    def release(self) -> None:
+        """Do nothing: the views keep the value."""
+
+    def close(self) -> None:
+        """Do nothing: the value goes with the last reference."""

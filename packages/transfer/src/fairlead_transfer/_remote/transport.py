@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ends of a link ask of a transport, and how a transport says that it has failed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Block(NamedTuple):
+    """A part of a tensor that a source rank stages.
+
+    Attributes:
+        tensor: all that this rank holds of the tensor.
+        box: the part of it.
+        dtype: in which it travels.
+        sizes: of the box.
+        offset: where it begins in the channel, in bytes.
+    """
+
+    tensor: Any
+    box: tuple[slice, ...]
+    dtype: str
+    sizes: tuple[int, ...]
+    offset: int
+
+
+class Wanted(NamedTuple):
+    """A part of a block that a target rank fetches.
+
+    Attributes:
+        block: the number of the block in its channel.
+        offset: where the block begins in the channel, in bytes.
+        sizes: of the block.
+        dtype: in which it travels.
+        inside: the part of the block; None for all of it.
+        device: of the tensor that it is for, or "cpu".
+    """
+
+    block: int
+    offset: int
+    sizes: tuple[int, ...]
+    dtype: str
+    inside: tuple[slice, ...] | None
+    device: str
+
+
+class Blocked(Exception):
+    """These two processes cannot use this transport; says why."""
+
+
+class Lost(Exception):
+    """What a source rank has staged is gone, as after its death; says why."""
+
+
+class Overwritten(Exception):
+    """The memory of a source rank was written since it was staged."""
+
+
+class Late(Exception):
+    """What a source rank has staged did not arrive by the deadline."""
+
+
+class Transport(Protocol):
+    """One way between processes, for one side of a link in one worker."""
+
+    def stage(
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+    ) -> Any:
+        """Make the blocks of a channel available; return what a target rank needs to find them.
+
+        Args:
+            tools: the library of the tensors.
+            number: of the channel.
+            channel: its orders.
+            blocks: what it carries.
+            order: the number of the orders; blocks of one number have the same sizes and offsets.
+            fresh: use new memory, because a target may still read the old one.
+
+        Raises:
+            Blocked: this process cannot use the transport.
+        """
+        ...
+
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: Any,
+        wanted: Sequence[Wanted],
+        order: int,
+        deadline: float,
+    ) -> list[Any]:
+        """Return a tensor for each wanted part of a channel; they are valid until the next `stage` or `release`.
+
+        Args:
+            tools: the library of the tensors.
+            source: the source rank.
+            number: of the channel.
+            staged: what `stage` returned there.
+            wanted: the parts.
+            order: the number of the orders; with one number, the same is wanted.
+            deadline: when to give up, in `time.monotonic`.
+
+        Raises:
+            Blocked, Lost, Overwritten, Late: it did not work.
+        """
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Return whether all that was fetched since the last `release` still is what was staged."""
+        ...
+
+    def release(self) -> None:
+        """Forget what was fetched."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links by NIXL between workers of this node; skipped without the wheel."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import LayoutMismatchError, Link, TransferError
+from fairlead_transfer._remote.agent import explain_missing
+from fairlead_transfer.testing import fail_at
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup.testing import hang, kill
+
+from ..holders import Holder
+from .test_faults import check_fault
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+if explain_missing():
+    pytest.skip(f"no NIXL: {explain_missing()}", allow_module_level=True)
+
+
+class Large(Holder):
+    """Holds a tensor too that is read from where it is."""
+
+    def __init__(self, dims, scale=0.0):
+        self.large = np.zeros((64, 16384), "float32")
+        super().__init__(dims, scale)
+
+    def fill(self, scale):
+        super().fill(scale)
+        self.large[...] = scale
+
+    def weights(self):
+        return {**super().weights(), "large": self.large}
+
+    def holds(self):
+        held = super().holds()
+        return held if (self.large == held).all() else None
+
+
+class Plain(Large):
+    """A worker whose Python lacks NIXL."""
+
+    def __init__(self, dims, scale=0.0):
+        sys.modules.update(dict.fromkeys(("nixl_cu12", "nixl_cu13")))
+        super().__init__(dims, scale)
+
+
+@pytest.fixture(scope="module")
+def slots(local_ray):
+    with RayVirtualCluster([5], use_gpus=False) as cluster:
+        yield cluster.slots()
+
+
+@pytest.fixture
+def groups(slots):
+    """Return a source of two ranks without replicas of "w", and a target of two replicas."""
+    with (
+        RayWorkerGroup(
+            slots[:2],
+            RayWorkerBuilder(Large, {0: "tp"}, 1.0),
+            sharding_annotations=NamedSharding.from_shape(tp=2),
+            max_restarts=1000,
+        ) as source,
+        RayWorkerGroup(
+            slots[2:4],
+            RayWorkerBuilder(Large, {}),
+            sharding_annotations=NamedSharding.from_shape(replica=2),
+            max_restarts=1000,
+        ) as target,
+    ):
+        yield source, target
+
+
+def count_sockets(group):
+    """Return how many sockets listen in the workers of a group."""
+    psutil = pytest.importorskip("psutil")
+    return sum(
+        connection.status == psutil.CONN_LISTEN
+        for status in group.get_worker_status()
+        for connection in psutil.Process(status.pid).net_connections()
+    )
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_send(groups, commit):
+    """Each send reads the current tensors, in at most three rounds; nothing is left when the link is closed."""
+    source, target = groups
+    before = count_sockets(source), count_sockets(target)
+    with Link(source, target, source="weights", target="weights", transport="nixl", commit=commit) as link:
+        for step in range(4):
+            source.call("fill", step + 2.0).result()
+            report = link.send(step, timeout=60)
+            assert target.call("holds").result() == [step + 2.0] * 2
+            assert report.rounds <= 3
+            assert report.verified == (step == 0)
+            assert report.bytes_moved == link.explain().plan.lower_bound
+            assert set(report.transports) == {"nixl"}
+        assert set(report.seconds) >= {"collect", "stage", "move", "commit"}
+        assert "transport='nixl'" in str(link.explain())
+    source.call("note").result()
+    target.call("note").result()
+    assert (count_sockets(source), count_sockets(target)) == before
+
+
+def test_sync(groups):
+    """What NIXL reads is not kept: `sync` reads from target ranks that hold the version."""
+    source, target = groups
+    source.call("fill", 2.0).result()
+    for commit in ("staged", "in_place"):
+        with Link(source, target, source="weights", target="weights", transport="nixl", commit=commit) as link:
+            link.send(0, timeout=60)
+            source.call("fill", 9.0).result()
+            kill(target, 1)
+            target.restart_failed_workers()
+            link.sync(timeout=60)
+            assert target.call("holds").result() == [2.0, 2.0]
+            source.call("fill", 2.0).result()
+
+
+@pytest.mark.parametrize(
+    ("side", "phase", "how"),
+    [
+        ("source", "stage", "kill"),
+        ("source", "stage", "stop"),
+        ("target", "move", "kill"),
+        ("target", "commit", "stop"),
+    ],
+)
+def test_faults(groups, side, phase, how):
+    """The error names rank, phase and version in time; before the decision all targets stay as they were."""
+    with Link(*groups, source="weights", target="weights", transport="nixl", verify="always") as link:
+        check_fault(*groups, link, side, phase, how, itertools.count(1))
+
+
+def test_torn(groups):
+    """If a target dies while it is overwritten, the other ranks hold the new version, and it is synced from them."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights", commit="in_place", verify="always") as link:
+        source.call("fill", 1.0).result()
+        link.send(1, timeout=60)
+        source.call("fill", 2.0).result()
+        fail_at(target, 1, "target", "committing", "stop")
+        with pytest.raises(TransferError) as caught:
+            link.send(2, timeout=4)
+        assert caught.value.phase == "commit"
+        assert {problem.rank for problem in caught.value.problems} == {1}
+        hang(target, 1, "stop").close()
+        target.call("note").result()
+        link.sync(timeout=60)
+        assert link.versions() == {0: 2, 1: 2}
+        assert target.call("holds").result() == [2.0, 2.0]
+
+
+def test_dtypes_that_differ_are_refused(groups):
+    """In place, the dtype that travels is that of the target; with a second copy it may differ."""
+    with (
+        Link(*groups, source="weights", target="weights", dtype="float16", commit="in_place") as link,
+        pytest.raises(LayoutMismatchError, match="give their dtype with dtype="),
+    ):
+        link.send(0, timeout=60)
+    source, target = groups
+    source.call("fill", 2.0).result()
+    with Link(source, target, source="weights", target="weights", dtype="float16", transport="nixl") as link:
+        link.send(0, timeout=60)
+        assert target.call("holds").result() == [2.0, 2.0]
+
+
+def test_worker_without_nixl(groups, slots):
+    """A link by NIXL alone names the ranks that lack it, before anything moves."""
+    source, _ = groups
+    with RayWorkerGroup(slots[4:], RayWorkerBuilder(Plain, {})) as plain:
+        for link in (
+            Link(source, plain, source="weights", target="weights", transport="nixl"),
+            Link(source, plain, source="weights", target="weights", commit="in_place"),
+        ):
+            with link, pytest.raises(TransferError, match=r"target rank 0 .*fairlead-transfer\[nixl\]") as caught:
+                link.send(0, timeout=60)
+            assert caught.value.phase == "collect"
+        with Link(source, plain, source="weights", target="weights") as link:
+            link.send(0, timeout=60)

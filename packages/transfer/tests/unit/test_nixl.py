@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import LocalTensor
+from fairlead_transfer._remote.agent import Agent, Run, explain_missing
+from fairlead_transfer._remote.entry import SHARED
+from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
+from fairlead_transfer._remote.tensors import library
+from fairlead_transfer._remote.transport import Late, Lost
+
+from ..ends import Ends
+from .test_ends import same, shard, zeros
+
+if explain_missing():
+    pytest.skip(f"no NIXL: {explain_missing()}", allow_module_level=True)
+
+# Its rows are longer than what is packed, unless a dim is split.
+SHAPE = 64, 2 * RUN_BYTES // 4
+
+
+def close(ends):
+    for (side, rank), end in ends.ends.items():
+        end.serve(ends.workers[side][rank], "close", ())
+
+
+@pytest.fixture
+def values():
+    rng = np.random.default_rng(0)
+    return {"w": rng.random(SHAPE, "float32"), "b": rng.random(7), "s": rng.random(())}
+
+
+@pytest.mark.parametrize(("source_dims", "target_dims"), [({0: "a"}, {1: "a"}), ({1: "a"}, {0: "a"}), ({}, {0: "a"})])
+def test_reads(values, source_dims, target_dims):
+    """Long runs are read from the tensors, others from a packed copy; tensors change from send to send."""
+    mesh = NamedSharding.from_shape(a=2)
+    sources = shard(values, mesh, {"w": source_dims})
+    expected = shard(values, mesh, {"w": target_dims})
+    ends = Ends(sources, zeros(expected), transport="nixl")
+    for version in range(3):
+        for worker in [*sources, *expected]:
+            for local in worker.tensors.values():
+                local.tensor[...] += 1
+        ends.send(version)
+        assert same(ends.workers["target"], expected)
+    close(ends)
+
+
+def test_relays(values):
+    """What several ranks of another node want crosses to it once; the lowest rank relays it to the others."""
+    whole = NamedSharding.from_shape(replica=4)
+    sources, expected = shard(values, NamedSharding.from_shape(a=2), {"w": {0: "a"}}), shard(values, whole, {})
+    ends = Ends(sources, zeros(expected), transport="nixl", nodes=(["a", "b"], ["b", "c", "c", "c"]))
+    plan = ends.plan()
+    assert set(ends.orders.target[0]["sources"]) == {0, 1}
+    assert set(ends.orders.target[1]["sources"]) == {0, 1}
+    for rank in (2, 3):
+        assert set(ends.orders.target[rank]["sources"]) == {-2}
+    assert ends.orders.bytes_between_nodes == plan.bytes_between_nodes
+    for version in range(3):
+        for worker in [*sources, *expected]:
+            for local in worker.tensors.values():
+                local.tensor[...] += 1
+        ends.send(version)
+        assert same(ends.workers["target"], expected)
+    close(ends)
+
+
+def test_digests_of_relayed_bytes(values):
+    """A byte that differs from what the source has sent is found by the rank that gets it from another target rank."""
+    sources = shard(values, NamedSharding.from_shape(a=1), {})
+    expected = shard(values, NamedSharding.from_shape(replica=2), {})
+    ends = Ends(sources, zeros(expected), transport="nixl", nodes=(["a"], ["b", "b"]))
+    ends.plan()
+    staged = ends.stage()
+    staged[0]["staged"]["channels"][0]["digests"][0] ^= 1
+    replies = ends.fetch(staged, 1)
+    assert "differing" in replies[0]
+    assert replies[1] == {"unstaged": -1}
+    close(ends)
+
+
+def test_buffers_are_kept(values):
+    """Memory is registered again only when a tensor has moved; the reads are prepared once."""
+    sources = shard(values, NamedSharding.from_shape(a=1), {})
+    ends = Ends(sources, zeros(sources), transport="nixl")
+    ends.send(1)
+    (first,) = ends.stage().values()
+    (again,) = ends.stage().values()
+    kept, same_again = (one["staged"]["channels"][0]["staged"] for one in (first, again))
+    assert kept == same_again
+    local = sources[0].tensors["w"]
+    moved = local.tensor + 1
+    sources[0].tensors["w"] = LocalTensor(moved, local.global_shape, local.offsets)
+    ends.send(2)
+    (changed,) = ends.stage().values()
+    assert changed["staged"]["channels"][0]["staged"]["number"] == kept["number"] + 1
+    assert np.array_equal(ends.workers["target"][0].tensors["w"].tensor, moved)
+    close(ends)
+
+
+def read_until(agent, handles, deadline):
+    """Read again and again: the death of a process shows a moment later."""
+    while time.monotonic() < deadline:
+        agent.read(handles, deadline)
+
+
+def test_dead_source():
+    """A source that is dead is lost, whether an exception or a state says so; its memory is read no more."""
+    script = """
+        import sys
+        import numpy as np
+        from fairlead_transfer._remote.agent import Agent
+        from fairlead_transfer._remote.tensors import library
+        agent, array = Agent(), np.arange(1 << 16, dtype="uint8")
+        agent.serve(busy=True)
+        agent.register("it", library("numpy"), [array])
+        print(agent.name, agent.metadata().hex(), array.ctypes.data, flush=True)
+        sys.stdin.read()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    agent, tools = Agent(), library("numpy")
+    try:
+        name, metadata, address = process.stdout.readline().split()
+        into = np.zeros(1 << 16, "uint8")
+        agent.register("mine", tools, [into])
+        agent.connect(0, name, bytes.fromhex(metadata))
+        moves = [(Run("cpu", int(address), (1,)), Run("cpu", into.ctypes.data, (1,)), into.shape, 1)]
+        handles = agent.prepare(0, moves)
+        agent.read(handles, time.monotonic() + 30)
+        assert into[77] == 77
+        assert not agent.is_writing(handles)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    with pytest.raises(Lost):
+        read_until(agent, handles, time.monotonic() + 30)
+    agent.disconnect(0)
+    agent.close()
+
+
+@pytest.mark.parametrize("answer", ["ERR", RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")])
+def test_both_ways_in_which_a_transfer_fails(answer, monkeypatch):
+    """An error state and an exception both mean that the source is lost, and that nothing is written any more."""
+
+    class Failing:
+        def check_xfer_state(self, handle):
+            if isinstance(answer, str):
+                return answer
+            raise answer
+
+        def transfer(self, handle):
+            return self.check_xfer_state(handle)
+
+    agent = Agent()
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", Failing())
+        with pytest.raises(Lost, match=r"has failed|DISCONNECT"):
+            agent.read([(1, None, None)], time.monotonic() + 1)
+        assert not agent.is_writing([(1, None, None)])
+    agent.close()
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_late_reads_keep_their_memory(values, commit, monkeypatch):
+    """Memory that a late read may still write is left to it; the next send uses other memory."""
+
+    class Slow:
+        """An agent whose transfers do not end."""
+
+        def __init__(self, nixl):
+            self.nixl, self.ended = nixl, False
+
+        def __getattr__(self, name):
+            return getattr(self.nixl, name)
+
+        def transfer(self, handle):
+            return "PROC"
+
+        def check_xfer_state(self, handle):
+            return "DONE" if self.ended else "PROC"
+
+    sources = shard(values, NamedSharding.from_shape(a=1), {})
+    ends = Ends(sources, zeros(sources), transport="nixl")
+    ends.send(0)
+    staged = ends.stage()[0]["staged"]["channels"][0]["staged"]
+    (wanted,) = vars(ends.ends["target", 0])["_wanted"].values()
+    nixl, tools = Nixl(), library("numpy")
+    into = [np.zeros(one.sizes, one.dtype) for one in wanted] if commit == "in_place" else None
+    first = nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 30, into)
+    agent = vars(nixl)["_agent"]
+    slow = Slow(vars(agent)["_nixl"])
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", slow)
+        with pytest.raises(Late):
+            nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 0.2, into)
+        assert nixl.is_writing()
+        assert nixl.is_torn() == (commit == "in_place")
+    late = vars(sys.modules[SHARED])["late"]
+    (kept,) = late
+    late.clear()  # so that its state is not asked for
+    again = nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 30, into)
+    if commit == "staged":
+        assert all(one.ctypes.data != other.ctypes.data for one, other in zip(first, again, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", slow)
+        late.append(kept)
+        assert nixl.is_writing()
+        slow.ended = True
+        assert not nixl.is_writing()
+        assert not nixl.is_torn()
+    assert late == []
+    nixl.close()
+    close(ends)
