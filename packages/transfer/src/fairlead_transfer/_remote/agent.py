@@ -150,6 +150,11 @@ class Agent:
                 handles.append(self._nixl.register_memory(regions, _kind(device)))
         self._registered[owner] = ranges, handles, list(tensors)
 
+    def keep(self, owner: Any, tensors: Sequence[Any]) -> None:
+        """Keep tensors alive whose memory is registered."""
+        ranges, handles, _ = self._registered[owner]
+        self._registered[owner] = ranges, handles, list(tensors)
+
     def deregister(self, owner: Any) -> None:
         """Give back what an owner has registered."""
         for handle in self._registered.pop(owner, ([], [], []))[1]:

@@ -7,6 +7,7 @@ that a later attempt has superseded: a worker that was stopped and continues lat
 
 import asyncio
 import inspect
+import itertools
 import sys
 import time
 import traceback
@@ -464,9 +465,11 @@ class End:
                 await self._call(worker, apply, chunk)
                 self._reach("committing")
         else:
-            for at, box, value in self._pieces:
-                tools.copy(part(self._values[names[at]], box), value)
-                self._reach("committing")
+            tensors = [self._values.get(name) for name in names]
+            pairs = ((part(tensors[at], box), value) for at, box, value in self._pieces)
+            tools.copy_all(itertools.islice(pairs, 1))
+            self._reach("committing")
+            tools.copy_all(pairs)
         if not self._is_unchanged():
             raise BufferError("the memory of a source was written during the commit")
 

@@ -32,12 +32,28 @@ class Inbox(NamedTuple):
     views: list[Any]
 
 
+class Outbox(NamedTuple):
+    """What a source rank lets others read, kept from one send to the next.
+
+    Attributes:
+        key: what it was made for.
+        runs: where each block is.
+        packed: the numbers of the blocks that are copied first.
+        views: where they are copied to.
+    """
+
+    key: Any
+    runs: list[Run]
+    packed: list[int]
+    views: list[Any]
+
+
 class Nixl:
     """The transport by one-sided reads. The agent is made when it is used first."""
 
     def __init__(self) -> None:
         self._agent: Agent | None = None
-        self._packed: Any = None
+        self._outbox = Outbox(None, [], [], [])
         self._described: dict[str, tuple[int, list[Run]]] = {}
         self._inboxes: dict[int, Inbox] = {}
 
@@ -52,12 +68,36 @@ class Nixl:
         """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
         agent = self._get_agent()
         agent.serve(busy=True)
+        tensors = {id(block.tensor): block.tensor for block in blocks}
+        key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]
+        if self._outbox.key != key or (fresh and self._outbox.views):
+            self._outbox = self._make_outbox(agent, tools, blocks, key)
+        kept = self._outbox
+        # These may be other objects than before, with the same memory.
+        agent.keep("tensors", list(tensors.values()))
+        tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
+        return self._describe(agent, "tensors", kept.runs)
+
+    def _make_outbox(self, agent: Agent, tools: Any, blocks: Sequence[Block], key: Any) -> Outbox:
+        """Register the tensors that are read where they are, and memory for the other blocks."""
         found = [_find_run(tools, block) for block in blocks]
+        packed = [at for at, run in enumerate(found) if run is None]
         agent.register("tensors", tools, [block.tensor for block, run in zip(blocks, found, strict=True) if run])
-        small = [block for block, run in zip(blocks, found, strict=True) if run is None]
-        packed = iter(self._pack(agent, tools, small, fresh) if small else ())
-        runs = [next(packed) if run is None else run for run in found]
-        return self._describe(agent, "tensors", runs)
+        if not packed:
+            return Outbox(key, [run for run in found if run], packed, [])
+        small = [blocks[at] for at in packed]
+        offsets, size = _line_up(tools, small)
+        buffer = tools.buffer(size, tools.memory(small[0].tensor)[2])
+        agent.register("packed", tools, [buffer])
+        base, _, device = tools.memory(buffer)
+        views = [
+            tools.view(buffer, block.dtype, offset, block.sizes) for block, offset in zip(small, offsets, strict=True)
+        ]
+        copies = iter(
+            Run(device, base + offset, dense(block.sizes, nbytes(tools, (1,), block.dtype)))
+            for block, offset in zip(small, offsets, strict=True)
+        )
+        return Outbox(key, [next(copies) if run is None else run for run in found], packed, views)
 
     def relay(self, tools: Any, views: Sequence[Any]) -> dict[str, Any]:
         """Describe what has been fetched, so that other ranks of this node read it here."""
@@ -77,21 +117,6 @@ class Nixl:
             "number": number,
             "runs": [tuple(run) for run in runs],
         }
-
-    def _pack(self, agent: Agent, tools: Any, blocks: Sequence[Block], fresh: bool) -> list[Run]:
-        """Copy blocks into one piece of registered memory; return where they are."""
-        offsets, size = _line_up(tools, blocks)
-        device = tools.memory(blocks[0].tensor)[2]
-        if self._packed is None or len(self._packed) < size or fresh:
-            self._packed = tools.buffer(size, device)
-        agent.register("packed", tools, [self._packed])
-        base, _, device = tools.memory(self._packed)
-        copies, runs = [], []
-        for block, offset in zip(blocks, offsets, strict=True):
-            copies.append((tools.view(self._packed, block.dtype, offset, block.sizes), part(block.tensor, block.box)))
-            runs.append(Run(device, base + offset, dense(block.sizes, nbytes(tools, (1,), block.dtype))))
-        tools.copy_all(copies)
-        return runs
 
     def fetch(
         self,
@@ -150,7 +175,7 @@ class Nixl:
     def close(self) -> None:
         """Give all memory back, but for what late transfers may still write."""
         self._inboxes.clear()
-        self._packed = None
+        self._outbox = Outbox(None, [], [], [])
         if self._agent is not None and not self.is_writing():
             self._agent.close()
         self._agent = None
