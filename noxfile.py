@@ -33,6 +33,8 @@ if os.environ.get("PIP_FIND_LINKS"):
 # worker would compile all of them again.
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     UV_ENV["UV_COMPILE_BYTECODE"] = "1"
+SPHINX = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design")
+PROSE = ("codespell", "proselint")
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # Of tests that build environments from an index.
 TEST_ENV = {**RAY_ENV, **CERTIFICATES}
@@ -282,8 +284,8 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation (build/site/index.html) with warnings as errors, and run its examples."""
-    install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo", "pytest", "pytest-timeout")
+    """Build the documentation (build/site/index.html), warnings as errors; check its prose and run its examples."""
+    install(session, *map(package, SIBLINGS), "torch", *SPHINX, *PROSE, "pytest", "pytest-timeout")
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     session.run("pytest", "docs", *session.posargs, env=RAY_ENV)
 
@@ -291,7 +293,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def links(session: nox.Session) -> None:
     """Check the links to other sites. Not part of `ci`, because another site that is down must not block a change."""
-    install(session, *map(package, SIBLINGS), "torch", "sphinx", "myst-parser", "furo")
+    install(session, *map(package, SIBLINGS), "torch", *SPHINX)
     session.run("sphinx-build", "-b", "linkcheck", "-q", "-c", "docs", ".", "build/links")
 
 

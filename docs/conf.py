@@ -32,13 +32,23 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "**/src", "**/tests"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+# Commands are copied without the prompt and without the output.
+copybutton_prompt_text = "$ "
+autosummary_generate = False
 smartquotes = False
 nitpicky = True
 # Everything that is not Fairlead's own: no list of other projects' names is fetched, the build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fairlead_).*")]
 
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 napoleon_numpy_docstring = False
