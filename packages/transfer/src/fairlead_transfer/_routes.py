@@ -18,7 +18,7 @@ Transport = Literal["auto", "shared_memory", "nixl", "object_store"]
 FITS = {
     "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
     "nixl": "the ranks are on different nodes, or hold their tensors on GPUs, and both have NIXL",
-    "object_store": "it works between any two ranks",
+    "object_store": "the ranks are on different nodes, or cannot share memory",
 }
 
 
@@ -134,7 +134,11 @@ class Router:
         passed: dict[str, dict[str, None]] = {kind: {} for kind in used}
         for pair, kind in route.orders.transports.items():
             passed[kind].update(dict.fromkeys(self._choose(self._source, *pair)[1]))
-        reasons = {kind: "; ".join([FITS[kind], *passed[kind]]) for kind in used}
+        reasons = {}
+        for kind in used:
+            refused = list(passed[kind])
+            more = [f"and {len(refused) - 3} more"] if len(refused) > 3 else []
+            reasons[kind] = "; ".join([FITS[kind], *refused[:3], *more])
         return TransferExplanation(route.plan, route.orders.transports, reasons)
 
     def _choose(self, side: Side, source: int, target: int) -> tuple[str, list[str]]:
