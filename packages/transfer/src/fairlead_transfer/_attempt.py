@@ -261,6 +261,9 @@ class Attempt:
         else:
             self._verified = self._verify != "never"
             self._stage_and_fetch(route)
+        channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
+        if self._in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
+            raise self._error("stage", self._problems("source", reasons), "commit='in_place' needs NIXL.")
         return route
 
     def _describe(self, lost: frozenset[int], *, stage: bool) -> None:

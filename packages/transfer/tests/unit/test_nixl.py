@@ -18,7 +18,7 @@ from fairlead_transfer._remote.tensors import library
 from fairlead_transfer._remote.transport import Late, Lost
 
 from ..ends import Ends
-from .test_ends import same, shard, zeros
+from .test_ends import Worker, same, shard, zeros
 
 if explain_missing():
     pytest.skip(f"no NIXL: {explain_missing()}", allow_module_level=True)
@@ -223,4 +223,22 @@ def test_late_reads_keep_their_memory(values, commit, monkeypatch):
         assert not nixl.is_torn()
     assert late == []
     nixl.close()
+    close(ends)
+
+
+def test_torch():
+    """Torch tensors are read in the same way, also with a cast at the source."""
+    torch = pytest.importorskip("torch")
+    source = {"w": torch.rand(SHAPE), "b": torch.rand(7, dtype=torch.float64), "n": torch.arange(3)}
+    target = {name: torch.zeros_like(value) for name, value in source.items()}
+    halves = {name: torch.zeros(value.shape, dtype=torch.bfloat16) for name, value in source.items() if name != "n"}
+    ends = Ends([Worker(source)], [Worker(target)], transport="nixl")
+    for version in range(2):
+        source["w"] += 1
+        ends.send(version)
+        assert all(torch.equal(target[name], value) for name, value in source.items())
+    close(ends)
+    ends = Ends([Worker(source)], [Worker(halves)], transport="nixl", dtype="bfloat16", exclude=("n",))
+    ends.send(1)
+    assert all(torch.equal(value, source[name].to(torch.bfloat16)) for name, value in halves.items())
     close(ends)

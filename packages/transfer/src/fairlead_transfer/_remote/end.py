@@ -23,7 +23,7 @@ from .nixl import Nixl
 from .segment import SharedMemory
 from .store import ObjectStore
 from .tensors import check_tensors, describe, digest, library, look, nbytes, part
-from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted
+from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, explain_failure
 
 
 class End:
@@ -202,15 +202,19 @@ class End:
             name = f"{type(error).__name__}: {error}"
             return {"error": name, "traceback": text, "torn": writing, "done": self._committed == (epoch, version)}
         finally:
-            self._values, self._pieces, self._local = {}, [], []
+            self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 
     async def _release(self, worker: Any, epoch: int) -> None:
         """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
-            self._values, self._pieces, self._local, self._staged = {}, [], [], None
-            for transport in self._transports.values():
-                transport.release()
+            self._drop()
+            self._staged = None
+
+    def _drop(self) -> None:
+        self._values, self._pieces, self._local = {}, [], []
+        for transport in self._transports.values():
+            transport.release()
 
     def _close(self) -> None:
         for transport in self._transports.values():
@@ -322,7 +326,7 @@ class End:
         tools, tensors = self._tools(), [self._values.get(name) for name in self._orders["names"]]
         reply = self._fetch_all(epoch, version, staged, verify, time.monotonic() + within_s, tensors)
         if "bytes" not in reply:
-            raise RuntimeError(", ".join(f"{reason}: {what}" for reason, what in reply.items()))
+            raise RuntimeError(explain_failure(reply))
         tools.copy_all((part(tensors[at], box), value) for at, box, value in self._local)
         return reply
 
@@ -348,7 +352,7 @@ class End:
         blocked: dict[int, tuple[str, str]] = {}
         wrong: list[tuple[str, int]] = []
         verify_s = 0.0
-        fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any]]] = {}
+        fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
         for source, channels in orders["sources"].items():
             if "staged" not in replies[source]:
                 return {"unstaged": source}
@@ -368,7 +372,7 @@ class End:
                     return {"overwritten": source}
                 if into is not None:
                     self._reach("committing")
-                fetched[source, number] = found, channel
+                fetched[source, number] = found, channel, ordered
                 pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
                 if verify:
                     started = time.monotonic()
@@ -385,15 +389,9 @@ class End:
         reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": time.monotonic() - began - verify_s}
         if orders["relays"]:
             relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
-            staged_here = self._nixl.relay(tools, [found[position] for found, _, position in relayed])
-            channel = {"kind": "nixl", "staged": staged_here}
+            channel = {"kind": "nixl", "staged": self._nixl.relay(tools, [found[at] for found, _, _, at in relayed])}
             if verify:
-                pieces_of = [
-                    orders["sources"][source][number][position][2] for source, number, position in orders["relays"]
-                ]
-                channel["digests"] = [
-                    sent["digests"][piece] for (_, sent, _), piece in zip(relayed, pieces_of, strict=True)
-                ]
+                channel["digests"] = [sent["digests"][ordered[at][2]] for _, sent, ordered, at in relayed]
             reply["staged"] = {"channels": [channel]}
         return {**reply, "verify_s": verify_s} if verify else reply
 

@@ -74,7 +74,8 @@ class Nixl:
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
         # These may be other objects than before, with the same memory.
-        agent.keep("tensors", list(tensors.values()))
+        packed = set(kept.packed)
+        agent.keep("tensors", [block.tensor for at, block in enumerate(blocks) if at not in packed])
         tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
         return self._describe(agent, "tensors", kept.runs)
 

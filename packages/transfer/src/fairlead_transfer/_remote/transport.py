@@ -117,3 +117,16 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+def explain_failure(reply: Mapping[str, Any]) -> str:
+    """Return why a target rank has not fetched its tensors, for people."""
+    if "waiting" in reply:
+        return f"what source rank {reply['waiting'][0]} holds did not arrive by the deadline"
+    if "lost" in reply:
+        return f"source rank {reply['lost']} was lost: {reply['reason']}"
+    if "differing" in reply:
+        name, source = reply["differing"][0]
+        count = len(reply["differing"])
+        return f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
+    return f"it could not be read: {reply}"
