@@ -221,7 +221,7 @@ def remote(batch: Batch, dynamic: DynamicBatchingArgs, plan: ShardPlan, error: B
     assert_type(handle.reorder_data(plan.order.tolist()), RemoteBatch)
     assert_type(handle.shard(plan), list[RemoteBatch])
     assert_type(handle.shard_by_batch_size(8), list[RemoteBatch])
-    assert_type(handle.shard_by_batch_size(8, dynamic_batching_args=dynamic), Any)
+    assert_type(handle.shard_by_batch_size(8, dynamic_batching_args=dynamic), tuple[list[RemoteBatch], Order])
     assert_type(RemoteBatch.concat([handle, handle]), RemoteBatch)
     assert_type(handle.fetch(["tokens"], timeout_s=60.0, pad_value_dict={"tokens": 0}), SlicedDataDict[Any])
     assert_type(error.keys, tuple[str, ...])

@@ -5,19 +5,117 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Self, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
 from . import _gathering, _indices, _interop, _leaf, _microbatches, _packed, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from ._leaf import IntArray
 from ._packed import PackedBatch
 from ._plan import ShardPlan
 from ._registry import is_registered
 from ._samples import Content, Samples
 
+Part = TypeVar("Part")
 
-class BatchedDataDict(Samples[Content]):
+
+class Shardable(Generic[Part]):
+    """The base of what can be sharded: a batch, or a handle to one."""
+
+    def _read_lengths(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None
+    ) -> tuple[int | IntArray, int | None]:
+        """Return the lengths of the samples, or their number if that is enough; and the width of the sequences."""
+        raise NotImplementedError
+
+    def _apply(self, plan: ShardPlan) -> list[Part]:
+        """Return the shards of a plan of these samples."""
+        raise NotImplementedError
+
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[Part]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any],
+    ) -> tuple[list[Part], Order]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        sequence_packing_args: SequencePackingArgs | Mapping[str, Any],
+    ) -> tuple[list[Part], Order]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
+        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
+    ) -> Any: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
+        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
+    ) -> list[Part] | tuple[list[Part], Order]:
+        """Return one batch for each of ``shards`` ranks. Leaves are copied, each in one gather.
+
+        Samples are split into groups of ``batch_size``, and each group over all shards: shard s is piece s of every
+        group, one after the other. A group holds the samples of one optimizer step of all ranks together.
+
+        - By default each group is cut into equal pieces.
+        - With ``dynamic_batching_args`` the samples of a group are sorted by length (stable) and dealt to the shards in
+          turn. Microbatches are cut by tokens, at the same positions in all shards, according to the longest sample of
+          all shards at each position.
+        - With ``sequence_packing_args`` the samples of a group are packed into a multiple of ``shards`` bins, which
+          are dealt to the shards in turn.
+
+        After dynamic batching and packing every shard has the same number of microbatches in every group.
+
+        Args:
+            shards: the number of ranks.
+            batch_size: the number of samples in a group; by default there is one group.
+            allow_uneven_shards: gives leading shards one more sample, if there is one group.
+            dynamic_batching_args: how to cut microbatches by tokens; or a mapping with the same names.
+            sequence_packing_args: how to pack microbatches; or a mapping with the same names. Not both.
+
+        Returns:
+            The shards; after dynamic batching and packing also the `Order` that restores the order of the batch.
+
+        Raises:
+            ValueError: the batch is empty, sizes are not multiples of each other, leaves or lengths disagree, a
+                sequence is longer than a microbatch, or there are too few samples for all shards to have a microbatch.
+
+        >>> batch = BatchedDataDict(x=list("AABBCCDD"))
+        >>> [shard["x"] for shard in batch.shard_by_batch_size(shards=2, batch_size=2)]
+        [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
+        """
+        planned_by = dynamic_batching_args, sequence_packing_args
+        lengths, width = self._read_lengths(_planner.choose_args(*planned_by))
+        plan = _planner.plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
+        parts = self._apply(plan)
+        return parts if plan.args is None else (parts, Order(plan.order.tolist()))
+
+
+class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample; or `Leaf` types.
 
     It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` tells
@@ -129,86 +227,6 @@ class BatchedDataDict(Samples[Content]):
         group.input_key, group.input_lengths_key = self.input_key, self.input_lengths_key
         return group
 
-    @overload
-    def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[SlicedDataDict[Content]]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any],
-    ) -> tuple[list[SlicedDataDict[Content]], Order]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any],
-    ) -> tuple[list[SlicedDataDict[Content]], Order]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
-    ) -> Any: ...
-
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
-    ) -> list[SlicedDataDict[Content]] | tuple[list[SlicedDataDict[Content]], Order]:
-        """Return one batch for each of ``shards`` ranks. Leaves are copied, each in one gather.
-
-        Samples are split into groups of ``batch_size``, and each group over all shards: shard s is piece s of every
-        group, one after the other. A group holds the samples of one optimizer step of all ranks together.
-
-        - By default each group is cut into equal pieces.
-        - With ``dynamic_batching_args`` the samples of a group are sorted by length (stable) and dealt to the shards in
-          turn. Microbatches are cut by tokens, at the same positions in all shards, according to the longest sample of
-          all shards at each position.
-        - With ``sequence_packing_args`` the samples of a group are packed into a multiple of ``shards`` bins, which
-          are dealt to the shards in turn.
-
-        After dynamic batching and packing every shard has the same number of microbatches in every group.
-
-        Args:
-            shards: the number of ranks.
-            batch_size: the number of samples in a group; by default there is one group.
-            allow_uneven_shards: gives leading shards one more sample, if there is one group.
-            dynamic_batching_args: how to cut microbatches by tokens; or a mapping with the same names.
-            sequence_packing_args: how to pack microbatches; or a mapping with the same names. Not both.
-
-        Returns:
-            The shards; after dynamic batching and packing also the `Order` that restores the order of the batch.
-
-        Raises:
-            ValueError: the batch is empty, sizes are not multiples of each other, leaves or lengths disagree, a
-                sequence is longer than a microbatch, or there are too few samples for all shards to have a microbatch.
-
-        >>> batch = BatchedDataDict(x=list("AABBCCDD"))
-        >>> [shard["x"] for shard in batch.shard_by_batch_size(shards=2, batch_size=2)]
-        [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
-        """
-        arguments = dynamic_batching_args, sequence_packing_args
-        plan = _planner.plan_leaves(self.data, shards, batch_size, allow_uneven_shards, *arguments)
-        parts = self._apply(plan)
-        return parts if plan.args is None else (parts, Order(plan.order.tolist()))
-
     def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
 
@@ -224,6 +242,11 @@ class BatchedDataDict(Samples[Content]):
         key = "" if plan.args is None else plan.args.input_lengths_key
         plan.check(self.size, None if lengths is None else _leaf.to_integers(key, lengths))
         return self._apply(plan)
+
+    def _read_lengths(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None
+    ) -> tuple[int | IntArray, int | None]:
+        return _planner.read_lengths(self.data, args)
 
     def _apply(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._derive(lambda leaf: _leaf.take(leaf, plan.order), SlicedDataDict)
@@ -407,22 +430,10 @@ class BatchedDataDict(Samples[Content]):
         Raises:
             ValueError: it is unknown which rows are dummies, or known for another number of rows.
         """
-        padding = (self if like is None else like).padding
-        if mask_key is not None:
-            if mask_key not in self:
-                raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
-            mask = self[mask_key]
-            values = _interop.to_numpy(mask.bool()) if _interop.is_tensor(mask) else np.asarray(mask)
-            real = np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
-        elif padding is None:
-            raise ValueError(
-                "There is no record of which rows are padding. Pass the padded batch that has the same rows, "
-                "drop_padding(like=padded), or drop rows by their mask, drop_padding(mask_key='sample_mask')."
-            )
-        elif len(padding) != self.size:
-            raise ValueError(f"The batch has {self.size} samples, but the record of padding has {len(padding)}.")
-        else:
-            real = np.flatnonzero(~padding)
+        if mask_key is not None and mask_key not in self:
+            raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
+        mask = None if mask_key is None else self[mask_key]
+        real = _indices.find_real((self if like is None else like).padding, mask, self.size)
         dropped = self._derive(lambda leaf: _leaf.take(leaf, real), BatchedDataDict)
         dropped.padding = None
         return dropped

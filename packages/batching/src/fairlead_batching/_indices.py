@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from . import _interop
 from ._args import as_int
-from ._leaf import IntArray, to_integers
+from ._leaf import BoolArray, IntArray, to_integers
 
 
 def check(indices: Iterable[int], size: int) -> IntArray:
@@ -37,3 +39,22 @@ def invert(indices: Iterable[int], size: int) -> IntArray:
 def shuffle(seed: int, size: int) -> IntArray:
     """Return a random order of all samples that depends on the seed only."""
     return np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(size)
+
+
+def find_real(padding: BoolArray | None, mask: Any, size: int) -> IntArray:
+    """Return the positions of the samples that are not padding: by their mask, or if that is None by the record of it.
+
+    Raises:
+        ValueError: there is no mask and no record, or the record is of another number of samples.
+    """
+    if mask is not None:
+        values = _interop.to_numpy(mask.bool()) if _interop.is_tensor(mask) else np.asarray(mask)
+        return np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
+    if padding is None:
+        raise ValueError(
+            "There is no record of which rows are padding. Pass the padded batch that has the same rows, "
+            "drop_padding(like=padded), or drop rows by their mask, drop_padding(mask_key='sample_mask')."
+        )
+    if len(padding) != size:
+        raise ValueError(f"The batch has {size} samples, but the record of padding has {len(padding)}.")
+    return np.flatnonzero(~padding)

@@ -71,31 +71,25 @@ def plan_shards(
     return _plan_packed(numbers, group, shards, args)
 
 
-def plan_leaves(
-    leaves: Mapping[str, Any],
-    shards: int,
-    batch_size: int | None,
-    allow_uneven_shards: bool,
-    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None,
-    packing: SequencePackingArgs | Mapping[str, Any] | None,
-) -> ShardPlan:
-    """Return the plan for the samples of ``leaves``; for arguments and errors see `shard_by_batch_size`."""
-    lengths: int | IntArray = _leaf.count_samples(leaves)
-    width = None
-    args = choose_args(dynamic, packing) if lengths else None
-    if args is not None:
-        for name in ("input_key", "input_lengths_key"):
-            if (key := getattr(args, name)) not in leaves:
-                raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
-        sequences = leaves[args.input_key]
-        if getattr(sequences, "ndim", 0) < 2:
-            found = (
-                f"shape {tuple(sequences.shape)}" if hasattr(sequences, "shape") else f"a {type(sequences).__name__}"
-            )
-            raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
-        lengths = _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key])
-        width = int(sequences.shape[1])
-    return plan_shards(lengths, shards, batch_size, allow_uneven_shards, dynamic, packing, width=width)
+def read_lengths(
+    leaves: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs | None
+) -> tuple[int | IntArray, int | None]:
+    """Return the lengths of the samples of a batch, or their number if that is enough, and the width of its sequences.
+
+    Raises:
+        ValueError: the batch lacks the leaves that the arguments name, or these are not sequences and lengths.
+    """
+    size = _leaf.count_samples(leaves)
+    if args is None or not size:
+        return size, None
+    for name in ("input_key", "input_lengths_key"):
+        if (key := getattr(args, name)) not in leaves:
+            raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
+    sequences = leaves[args.input_key]
+    if getattr(sequences, "ndim", 0) < 2:
+        found = f"shape {tuple(sequences.shape)}" if hasattr(sequences, "shape") else f"a {type(sequences).__name__}"
+        raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
+    return _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key]), int(sequences.shape[1])
 
 
 def choose_args(

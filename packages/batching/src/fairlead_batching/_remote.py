@@ -6,16 +6,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from . import _indices, _joining, _leaf
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
-from ._batch import BatchedDataDict, Order, SlicedDataDict
+from ._batch import BatchedDataDict, Shardable, SlicedDataDict
 from ._leaf import BoolArray, IntArray
 from ._plan import ShardPlan, table_html
-from ._planner import choose_args, plan_shards
 from ._ragged import RaggedLeaf
 from ._samples import PLANNED, find_keys, rename_keys
 
@@ -52,7 +51,7 @@ class _Stored:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RemoteBatch:
+class RemoteBatch(Shardable["RemoteBatch"]):
     """A handle to a batch whose leaves are in Ray's object store, in one or several pieces.
 
     The handle holds indices, so sharding, selecting, shuffling and joining move no leaf, and a handle is small enough
@@ -193,56 +192,27 @@ class RemoteBatch:
         lengths_key = names.get(self.lengths_key or "", self.lengths_key)
         return replace(self, stored=tuple(stored), widths=widths, lengths_key=lengths_key, meta=dict(self.meta))
 
-    @overload
-    def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[RemoteBatch]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
-    ) -> Any: ...
-
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
-    ) -> list[RemoteBatch] | tuple[list[RemoteBatch], Order]:
-        """Return one handle for each of ``shards`` ranks, as `BatchedDataDict.shard_by_batch_size` returns batches.
-
-        Raises:
-            ValueError: as for `BatchedDataDict.shard_by_batch_size`; or microbatches need lengths that the handle does
-                not have.
-        """
-        args = choose_args(dynamic_batching_args, sequence_packing_args)
-        lengths: int | IntArray = self.size
-        if args is not None:
-            if self.lengths is None or self.lengths_key != args.input_lengths_key:
-                raise ValueError(
-                    f"The handle has the lengths of {self.lengths_key!r}, and the plan needs those of "
-                    f"{args.input_lengths_key!r}: RemoteBatch.put(batch, lengths_key={args.input_lengths_key!r})."
-                )
-            if args.input_key not in self.keys():
-                raise ValueError(f"Unknown input_key {args.input_key!r}; the batch has {sorted(self.keys())}.")
-            lengths = self.lengths
-        width = None if args is None else self.widths.get(args.input_key)
-        planned = dynamic_batching_args, sequence_packing_args
-        plan = plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned, width=width)
-        parts = self.shard(plan)
-        return parts if args is None else (parts, Order(plan.order.tolist()))
+    def _read_lengths(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None
+    ) -> tuple[int | IntArray, int | None]:
+        if args is None:
+            return self.size, None
+        if self.lengths is None or self.lengths_key != args.input_lengths_key:
+            raise ValueError(
+                f"The handle has the lengths of {self.lengths_key!r}, and the plan needs those of "
+                f"{args.input_lengths_key!r}: RemoteBatch.put(batch, lengths_key={args.input_lengths_key!r})."
+            )
+        if args.input_key not in self.keys():
+            raise ValueError(f"Unknown input_key {args.input_key!r}; the batch has {sorted(self.keys())}.")
+        return self.lengths, self.widths.get(args.input_key)
 
     def shard(self, plan: ShardPlan) -> list[RemoteBatch]:
         """Return one handle for each shard of a plan that `plan_shards` made; ValueError if it is of another batch."""
         key = None if plan.args is None else plan.args.input_lengths_key
         plan.check(self.size, self.lengths if key == self.lengths_key else None)
+        return self._apply(plan)
+
+    def _apply(self, plan: ShardPlan) -> list[RemoteBatch]:
         return [self._take(samples, plan.attributes(number)) for number, samples in enumerate(plan.samples)]
 
     @classmethod
