@@ -20,7 +20,7 @@ from ._accelerators.slices import SliceInfo
 from ._health import gone_nodes, silent_nodes
 from ._reserve.reservation import Reservation, Snapshot
 from ._run.attempt import HostCall, cancel, watch
-from ._run.retry import Backoff, CrashPolicy, RetryBudget, retry
+from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, judge
 from ._run.work import Class, Function, Work, inspect_work
@@ -280,8 +280,8 @@ class SlicePool(ClosesOnExit):
         budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
         with self._begin_run(function, args, kwargs, first_hosts=first_hosts) as attempt:
             find_lost = functools.partial(self._find_lost_slices, self._reservation.epoch)
-            crashes = CrashPolicy(config.crash_grace_s, find_lost)
-            return list(retry(attempt, budget, Backoff(), crashes=crashes).result)
+            came = retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s, find_lost=find_lost)
+            return list(came.result)
 
     @contextlib.contextmanager
     def _take_turn(self, name: str) -> Iterator[None]:

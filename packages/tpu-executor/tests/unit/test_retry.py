@@ -20,7 +20,7 @@ from fairlead_tpu_executor import (
     SliceInfo,
     SliceLostError,
 )
-from fairlead_tpu_executor._run.retry import Backoff, CrashPolicy, RetryBudget, retry
+from fairlead_tpu_executor._run.retry import Backoff, RetryBudget, retry
 
 INFO = JobInfo("train")
 
@@ -143,9 +143,9 @@ def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
             return JobSucceeded(info, [number])
         return (JobPreempted if isinstance(error, SliceLostError) else JobFailed)(info, error)
 
-    crashes = CrashPolicy(grace_s, lambda slices: lost(clock.now, slices)) if grace_s else CrashPolicy()
+    crashes = {"grace_s": grace_s, "find_lost": lambda slices: lost(clock.now, slices)} if grace_s else {}
     try:
-        came = retry(attempt, budget, Backoff(base_s=0.1), crashes=crashes, sleep=clock.sleep, clock=clock)
+        came = retry(attempt, budget, Backoff(base_s=0.1), **crashes, sleep=clock.sleep, clock=clock)
     except Exception as error:  # noqa: BLE001 - the tests look at it
         came = error
     return came, budget, clock

@@ -91,28 +91,13 @@ class Backoff:
         return most * self.rng.uniform(0.5, 1.0)
 
 
-@dataclass(frozen=True)
-class CrashPolicy:
-    """How to tell a crash of the function from the first sign of a preemption.
-
-    Ray often reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider
-    ends the processes of a virtual machine first.
-
-    Attributes:
-        grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption.
-        find_lost: returns which of some slices have lost a host.
-    """
-
-    grace_s: float = 0.0
-    find_lost: Callable[[Sequence[SliceInfo]], Sequence[SliceInfo]] = lambda slices: ()
-
-
 def retry(
     attempt: Callable[[int], JobStatus],
     budget: RetryBudget,
     backoff: Backoff,
     *,
-    crashes: CrashPolicy | None = None,
+    grace_s: float = 0.0,
+    find_lost: Callable[[Sequence[SliceInfo]], Sequence[SliceInfo]] = lambda slices: (),
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
@@ -122,13 +107,17 @@ def retry(
         attempt: runs one attempt. Its argument is the number of the attempt, from 1. Its exceptions end the retries.
         budget: how many attempts may fail or be preempted.
         backoff: how long to wait before the next attempt.
-        crashes: how to recognize a preemption that first looks like a failure; None for not at all.
+        grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. Ray often
+            reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider
+            ends the processes of a virtual machine first.
+        find_lost: returns which of some slices have lost a host.
+        sleep: waits for some seconds.
+        clock: returns the time in seconds.
 
     Raises:
         PreemptedTooOftenError: slices were lost once more than allowed.
         BaseException: the function's last exception, with a note of the attempts.
     """
-    crashes = crashes or CrashPolicy()
     number = 0
     recent: list[tuple[float, JobInfo]] = []
     while True:
@@ -142,7 +131,11 @@ def retry(
         budget.add_running(status.info.seconds)
         recent = _refund(recent, status, began, seen, budget)
         if isinstance(status, JobFailed) and budget.last_failure and process_died(status.error):
-            status = _wait_for_loss(status, seen, crashes, sleep, clock)
+            while isinstance(status, JobFailed) and (left := seen + grace_s - clock()) > 0:
+                if lost := find_lost(status.info.slices):
+                    status = _as_preempted(status, lost)
+                else:
+                    sleep(min(_LOOK_S, left))
         error, name = status.error, status.info.name
         preempted = isinstance(status, JobPreempted)
         if not budget.spend(preempted=preempted):
@@ -157,9 +150,9 @@ def retry(
             )
             raise error
         wait = backoff.after(ran_s=status.info.seconds)
-        if not preempted and crashes.grace_s > 0:
+        if not preempted and grace_s > 0:
             # Nothing watches the hosts during the back-off.
-            recent.append((seen + max(crashes.grace_s, wait), status.info))
+            recent.append((seen + max(grace_s, wait), status.info))
         kind = "preemption" if preempted else "failure"
         logger.warning("Attempt %d of %s ended in a %s. It is repeated in %.1f s. %s", number, name, kind, wait, error)
         sleep(wait)
@@ -185,14 +178,8 @@ def _refund(
     return left
 
 
-def _wait_for_loss(
-    status: JobFailed, seen: float, crashes: CrashPolicy, sleep: Callable[[float], None], clock: Callable[[], float]
-) -> JobFailed | JobPreempted:
-    """Wait until a host of a failed attempt is lost, which makes it a preemption, or the grace period is over."""
-    while clock() - seen < crashes.grace_s:
-        if lost := crashes.find_lost(status.info.slices):
-            names = tuple(one.slice_name for one in lost)
-            reason = f"first seen as {type(status.error).__name__}: {status.error}"
-            return make_preempted(replace(status.info, state="preempted"), names, reason, status.error)
-        sleep(min(_LOOK_S, max(0.0, crashes.grace_s - (clock() - seen))))
-    return status
+def _as_preempted(status: JobFailed, lost: Sequence[SliceInfo]) -> JobPreempted:
+    """Return the outcome of an attempt whose failure was the first sign of a preemption."""
+    names = tuple(one.slice_name for one in lost)
+    reason = f"first seen as {type(status.error).__name__}: {status.error}"
+    return make_preempted(replace(status.info, state="preempted"), names, reason, status.error)
