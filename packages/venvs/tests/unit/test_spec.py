@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
-from fairlead_venvs._planning.project import find_locked_versions
+from fairlead_venvs._planning.project import Locked
 from fairlead_venvs._planning.requirements import find_excluded_version, normalise
 
 
@@ -210,7 +210,7 @@ version = "2.59.0"
 
 def test_versions_in_a_lock():
     """Only the packages count that these extras install."""
-    assert find_locked_versions(LOCK, "ray", "proj", (), (), "3.11") == frozenset()
-    assert find_locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.12") == frozenset()
-    assert find_locked_versions(LOCK, "ray", "proj", ("serve",), (), "3.11") == {"2.59.0"}
-    assert find_locked_versions(LOCK, "numpy", "proj", ("serve",), (), "3.11") == frozenset()
+    assert Locked(LOCK, "proj", (), (), "3.11").find_versions("ray") == frozenset()
+    assert Locked(LOCK, "proj", ("serve",), (), "3.12").find_versions("ray") == frozenset()
+    assert Locked(LOCK, "proj", ("serve",), (), "3.11").find_versions("ray") == {"2.59.0"}
+    assert Locked(LOCK, "proj", ("serve",), (), "3.11").find_versions("numpy") == frozenset()

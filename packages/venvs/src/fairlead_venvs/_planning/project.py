@@ -36,21 +36,51 @@ class LocalFolder:
     installable: bool
 
 
+@dataclass(frozen=True)
+class Locked:
+    """A lock, and what an installation takes from it.
+
+    Attributes:
+        lock: the lock's bytes.
+        name: the name of the project's distribution; empty for a workspace without one.
+        extras: the extras to install.
+        groups: the groups to install, with the default ones.
+        python: the version of Python that it is read for.
+    """
+
+    lock: bytes
+    name: str
+    extras: tuple[str, ...]
+    groups: tuple[str, ...]
+    python: str
+
+    def find_versions(self, distribution: str) -> frozenset[str]:
+        """Return the versions of a distribution that the lock may install; empty if it installs none.
+
+        There are several if the lock has forks, such as one for each platform.
+        """
+        # A cheap search first, as most locks are large.
+        if not re.search(rb'^name = "' + re.escape(distribution.encode()) + rb'"$', self.lock, flags=re.MULTILINE):
+            return frozenset()
+        return frozenset(
+            one["version"] for one in _list_reached(self) if one["name"] == distribution and "version" in one
+        )
+
+
 @functools.lru_cache(maxsize=16)
-def find_local_parts(
-    lock: bytes, name: str, extras: tuple[str, ...], groups: tuple[str, ...], python: str
-) -> tuple[tuple[LocalFolder, ...], tuple[str, ...]]:
-    """Return the local folders and files that an installation of the project `name` needs, each once.
+def find_local_parts(locked: Locked) -> tuple[tuple[LocalFolder, ...], tuple[str, ...]]:
+    """Return the local folders and files that an installation needs, each once.
 
     The project's own folder is among them, and so are dependencies whose markers cannot be evaluated. Paths are
     relative to the lock.
     """
+    lock = locked.lock
     if set(re.findall(LOCAL, lock, flags=re.MULTILINE)) <= {b"."}:
         own = re.search(rb'^source = \{ (editable|virtual|directory) = "\." \}', lock, flags=re.MULTILINE)
-        return ((LocalFolder(name, ".", own[1] != b"virtual"),) if own else ()), ()
+        return ((LocalFolder(locked.name, ".", own[1] != b"virtual"),) if own else ()), ()
     folders: list[LocalFolder] = []
     files: list[str] = []
-    for package in _list_reached(lock, name, extras, groups, python):
+    for package in _list_reached(locked):
         source = package.get("source", {})
         kind = next(iter(source), "")
         if kind in FOLDERS:
@@ -63,33 +93,17 @@ def find_local_parts(
     return tuple(folders), tuple(files)
 
 
-def find_locked_versions(
-    lock: bytes, distribution: str, name: str, extras: tuple[str, ...], groups: tuple[str, ...], python: str
-) -> frozenset[str]:
-    """Return the versions of a distribution that an installation of the project `name` may use; empty if it uses none.
-
-    There are several if the lock has forks, such as one for each platform.
-    """
-    # A cheap search first, as most locks are large.
-    if not re.search(rb'^name = "' + re.escape(distribution.encode()) + rb'"$', lock, flags=re.MULTILINE):
-        return frozenset()
-    reached = _list_reached(lock, name, extras, groups, python)
-    return frozenset(one["version"] for one in reached if one["name"] == distribution and "version" in one)
-
-
-def _list_reached(
-    lock: bytes, name: str, extras: Iterable[str], groups: Iterable[str], python: str
-) -> list[Mapping[str, Any]]:
-    """Return the packages of a lock that an installation of the project `name` may need."""
+def _list_reached(locked: Locked) -> list[Mapping[str, Any]]:
+    """Return the packages of a lock that an installation may need."""
     by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for package in tomllib.loads(lock.decode()).get("package", []):
+    for package in tomllib.loads(locked.lock.decode()).get("package", []):
         by_name.setdefault(package["name"], []).append(package)
     seen: dict[tuple[str, str], None] = {}
-    own = by_name.get(canonicalize_name(name), [])
-    todo = [(name, extra) for extra in ("", *extras)]
+    own = by_name.get(canonicalize_name(locked.name), [])
+    todo = [(locked.name, extra) for extra in ("", *locked.extras)]
     for package in own:
-        for group in groups:
-            todo += _list_edges(package.get("dev-dependencies", {}).get(group, []), python)
+        for group in locked.groups:
+            todo += _list_edges(package.get("dev-dependencies", {}).get(group, []), locked.python)
     while todo:
         key = todo.pop()
         if key in seen:
@@ -97,7 +111,7 @@ def _list_reached(
         seen[key] = None
         for package in by_name.get(key[0], []):
             of_extra = package.get("optional-dependencies", {}).get(key[1], [])
-            todo += _list_edges(of_extra if key[1] else package.get("dependencies", []), python)
+            todo += _list_edges(of_extra if key[1] else package.get("dependencies", []), locked.python)
     return [package for one in {name: None for name, _ in seen} for package in by_name.get(one, [])]
 
 
@@ -112,32 +126,22 @@ DECIDING = ("build-system", "dependency-groups", "project")
 
 
 @dataclass(frozen=True)
-class Project:
-    """A project, read once.
+class Project(Locked):
+    """A project, read once, with its lock.
 
     Attributes:
-        name: the name of its distribution; empty for a workspace without one.
         folder: the project's folder.
         root: the folder of its lock, which may be that of the workspace.
-        lock: the lock's bytes.
         settings: pyproject.toml and uv.toml of the root, by name, as bytes.
         deciding: the parts of the pyprojects that decide the content, without comments, as JSON.
-        python: the version of Python that it is read for.
-        extras: the extras to install.
-        groups: the groups to install, with the default ones.
         folders: local projects that it needs, and itself.
         files: paths of local distributions that the lock names, relative to the lock.
     """
 
-    name: str
     folder: Path
     root: Path
-    lock: bytes
     settings: dict[str, bytes]
     deciding: str
-    python: str
-    extras: tuple[str, ...]
-    groups: tuple[str, ...]
     folders: tuple[LocalFolder, ...]
     files: tuple[str, ...]
 
@@ -149,10 +153,6 @@ class Project:
         left_out = [f"--no-install-package={folder.name}" for folder in self.folders if folder.installable]
         return ("--no-default-groups", "--no-install-project", *chosen, *left_out)
 
-    def find_versions(self, distribution: str) -> frozenset[str]:
-        """Return the versions of a distribution that the lock may install; empty if it installs none."""
-        return find_locked_versions(self.lock, distribution, self.name, self.extras, self.groups, self.python)
-
 
 def read_project(spec: BaseSpec) -> Project | None:
     """Read the project of a spec; None if it has none. No process is started.
@@ -163,21 +163,20 @@ def read_project(spec: BaseSpec) -> Project | None:
     if spec.project is None:
         return None
     folder = Path(spec.project)
-    extras = tuple(spec.extras)
-    python = spec.python or this_python()
     pyproject = _read_pyproject(folder)
     if pyproject is None:
         raise ValueError(f"there is no pyproject.toml in {folder}")
     root = _find_root(folder)
     lock = (root / "uv.lock").read_bytes()
-    name = pyproject.get("project", {}).get("name", "")
-    _check_names("extra", extras, pyproject.get("project", {}).get("optional-dependencies", {}), folder)
+    table = pyproject.get("project", {})
+    _check_names("extra", spec.extras, table.get("optional-dependencies", {}), folder)
     known_groups = _list_groups(pyproject)
     _check_names("group", spec.groups, known_groups, folder)
     chosen = {*spec.groups, *(_default_groups(pyproject, known_groups) if spec.default_groups else ())}
     groups = tuple(sorted(chosen - set(spec.no_groups)))
+    locked = lock, table.get("name", ""), tuple(spec.extras), groups, spec.python or this_python()
     try:
-        folders, files = find_local_parts(lock, name, extras, groups, python)
+        folders, files = find_local_parts(Locked(*locked))
     except ValueError as error:
         raise ValueError(f"{root / 'uv.lock'} cannot be read: {error}") from None
     settings = {name: path.read_bytes() for name in ("pyproject.toml", "uv.toml") if (path := root / name).is_file()}
@@ -188,7 +187,7 @@ def read_project(spec: BaseSpec) -> Project | None:
     if "uv.toml" in settings:
         facts.append(_parse(settings["uv.toml"], root / "uv.toml"))
     deciding = json.dumps(facts, sort_keys=True, default=str)
-    return Project(name, folder, root, lock, settings, deciding, python, extras, groups, folders, files)
+    return Project(*locked, folder, root, settings, deciding, folders, files)
 
 
 def _read_pyproject(folder: Path) -> dict[str, Any] | None:
