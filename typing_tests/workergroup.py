@@ -34,6 +34,8 @@ from fairlead_workergroup import (
     ResizeTimeoutError,
     ResultStream,
     Shard,
+    StartPhase,
+    StartReport,
     StragglerReport,
     StuckWorker,
     Watch,
@@ -309,6 +311,26 @@ def watch(group: RayWorkerGroup) -> None:
     with group.watch(5, 300, on_event, slow_after_s=60) as watch:
         assert_type(watch, Watch)
     group.watch(on_event=print).close()
+
+
+def start(group: RayWorkerGroup) -> None:
+    report = group.start_report
+    assert_type(report, StartReport)
+    assert_type((report.group, report.workers), tuple[str, int])
+    assert_type(report.seconds, float)
+    assert_type(report.phases, tuple[StartPhase, ...])
+    assert_type(report["create"], StartPhase)
+    assert_type(report.to_json(), str)
+    phase = report.phases[0]
+    assert_type(phase.seconds, float)
+    assert_type(phase.median_s, float | None)
+    assert_type(phase.max_s, float | None)
+    assert_type(phase.slowest, tuple[tuple[int, float], ...])
+    name: Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
+    name = phase.name
+    assert_type(report[name], StartPhase)
+    report["start"]  # type: ignore[index]  # pyright: ignore[reportArgumentType]
+    report.seconds = 1.0  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def trace(group: RayWorkerGroup) -> None:

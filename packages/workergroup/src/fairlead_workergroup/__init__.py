@@ -29,6 +29,7 @@ from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
 from ._start.options import recursive_merge_options
+from ._start.report import StartPhase, StartReport
 from .exceptions import (
     BrokenEpochError,
     CallCancelledError,
@@ -66,6 +67,8 @@ __all__ = [
     "ResizeTimeoutError",
     "ResultStream",
     "Shard",
+    "StartPhase",
+    "StartReport",
     "StragglerReport",
     "StuckWorker",
     "Watch",

@@ -48,6 +48,7 @@ from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from ._observe.watch import Watch
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import lay_out
+from ._start.report import StartClock, StartReport
 
 # The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
 CLEANED_S = 10.0
@@ -146,7 +147,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
-        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        clock = StartClock()
+        with clock.phase("reserve"):
+            slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
             slots,
@@ -177,7 +180,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             concurrent=async_communication,
             start_timeout_s=float(start_timeout_s),
         )
-        self._launcher = Launcher(spec, self._resources, self._counters)
+        self._launcher = Launcher(spec, self._resources, self._counters, clock)
         restarter = Restarter(self._launcher, self._verdicts, policy, slots=slots)
         self._sender = Sender(
             self._roster,
@@ -206,6 +209,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
                     self._sender.method(method)
             self._launcher.store()
             self._launcher.start(range(self.world_size), epoch=0)
+            self._start_report = clock.report(self.name_prefix)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -283,6 +287,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         if not 0 <= dp_shard_idx < len(leaders):
             raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
         return leaders[dp_shard_idx]
+
+    @property
+    def start_report(self) -> StartReport:
+        """How long the start of the group took: by phase, and for the slowest workers. Restarts do not change it."""
+        return self._start_report
 
     def statistics(self) -> GroupStatistics:
         """Return the counts of what has been stored, sent and fetched so far."""

@@ -53,6 +53,27 @@ def answers(group, method, *args):
     return group.get_all_worker_results(group.run_all_workers_single_data(method, *args))
 
 
+def test_start_report(cluster):
+    """The report of a start shows the phases, and names the rank with the slow constructor."""
+    before = time.monotonic()
+    with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=0.5, ranks=(1,))) as group:
+        took = time.monotonic() - before
+        report = group.start_report
+        assert (report.group, report.workers) == ("Slow", group.world_size)
+        assert 0.5 <= report.seconds <= took
+        constructor = report["constructor"]
+        assert constructor.slowest[0] == (1, constructor.max_s)
+        assert constructor.median_s < 0.5 <= constructor.max_s
+        assert all(report[name].max_s > 0 for name in ("create", "process", "import"))
+        # Phases of the driver follow each other, and workers start only after them.
+        assert sum(report[name].seconds for name in ("reserve", "environment", "describe", "create")) < report.seconds
+        kill(group, 1)
+        with pytest.raises(WorkerFailureError):
+            group.call("when").result()
+        group.restart_failed_workers()
+        assert group.start_report == report
+
+
 class TestSignature:
     def test_by_keyword(self, cluster):
         """Every parameter of the original is accepted by keyword, under the original's name."""

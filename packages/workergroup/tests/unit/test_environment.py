@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variables of workers: their sources and precedence."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 
-from fairlead_workergroup._start.environment import RANK_VARIABLES, check_env_vars, worker_environment
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._start import environment
+from fairlead_workergroup._start.environment import (
+    RANK_VARIABLES,
+    WorkerPython,
+    check_env_vars,
+    forwarded_variables,
+    worker_environment,
+)
+from fairlead_workergroup._start.launch import plan_workers
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._start.worker_class import WorkerClass
 
 NOTHING: dict[str, str] = {}
 
 
 def make_environment(**layers):
     names = ("driver", "of_class", "of_slot", "of_user", "of_rank", "configured")
-    return worker_environment(**{name: layers.get(name, NOTHING) for name in names})
+    given = {name: layers.get(name, NOTHING) for name in names}
+    return worker_environment(**{**given, "driver": forwarded_variables(given["driver"])})
 
 
 class TestLayers:
@@ -63,3 +79,42 @@ class TestLayers:
         """A warning names the variables that configure_worker overrides."""
         make_environment(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
         assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
+
+
+def test_the_environment_is_filtered_once(monkeypatch):
+    """Each variable of the driver is matched once per group, however many workers the group has."""
+    matched = Counter()
+    match = environment.fnmatch.fnmatchcase
+
+    def count(name, pattern):
+        matched[name, pattern] += 1
+        return match(name, pattern)
+
+    monkeypatch.setattr(environment.fnmatch, "fnmatchcase", count)
+    environment._matches.cache_clear()
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * 64)
+    slots = [
+        Slot(
+            placement_group=group,
+            bundle_index=at,
+            node_idx=0,
+            node_id="node",
+            node_ip="10.0.0.1",
+            node_rank=0,
+            local_rank=at,
+            worker_resources={"CPU": 1.0},
+        )
+        for at in range(64)
+    ]
+    plans = plan_workers(
+        lay_out(slots, prefix="p"),
+        WorkerClass("a.B", "B", {}),
+        sharding=NamedSharding.from_shape(dp=64),
+        env_vars={"A": "1"},
+        python=WorkerPython(),
+    )
+    assert [plan.environment.variables["RANK"] for plan in plans] == [str(rank) for rank in range(64)]
+    assert all(plan.environment.variables["NCCL_DEBUG"] == "INFO" for plan in plans)
+    # Once against the variables that are forwarded, once against those that a new process needs.
+    assert max(matched.values()) <= 2

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens at the start and at the end of a group, without Ray."""
 
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -10,32 +14,98 @@ from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._observe import requests
 from fairlead_workergroup._start import launch
-from fairlead_workergroup._start.launch import wait_started
+from fairlead_workergroup._start.launch import create_actors, wait_started
+from fairlead_workergroup._start.report import StartClock
+
+
+class Answer(Future):
+    """The reference to an answer, which is its own future."""
+
+    def future(self):
+        return self
+
+
+def make_plans(count):
+    return [SimpleNamespace(place=SimpleNamespace(rank=rank), facts=f"rank {rank}") for rank in range(count)]
 
 
 def test_the_first_failure_is_reported(monkeypatch):
     """If a worker fails and its peers fail because of it a moment later, the error names the first one."""
-    ends = {"ref of rank 0": 0.10, "ref of rank 1": 0.05}
-    clock = 0.0
-
-    def wait(refs, *, num_returns, timeout):
-        nonlocal clock
-        due = sorted(ends[ref] for ref in refs)
-        clock = max(clock, min(due[num_returns - 1], clock + timeout))
-        ready = [ref for ref in refs if ends[ref] <= clock][:num_returns]
-        return ready, [ref for ref in refs if ref not in ready]
-
-    def get(ref):
-        raise RuntimeError(f"from the {ref}")
-
-    monkeypatch.setattr(launch.ray, "wait", wait)
-    monkeypatch.setattr(launch.ray, "get", get)
-    plans = [SimpleNamespace(place=SimpleNamespace(rank=rank), facts=None) for rank in range(2)]
+    refs = [Answer(), Answer()]
     monkeypatch.setattr(
         launch, "_start_error", lambda error, plan, started, waiting: WorkerStartError(f"{plan.place.rank}: {error}")
     )
-    with pytest.raises(WorkerStartError, match="1: from the ref of rank 1"):
-        wait_started(list(ends), plans, name="a group", timeout_s=10)
+    later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
+    later.start()
+    with pytest.raises(WorkerStartError, match="1: from 1"):
+        wait_started(refs, make_plans(2), name="a group", timeout_s=10, clock=StartClock())
+    later.join()
+
+
+def test_each_answer_is_looked_at_once():
+    """The cost of the wait for the start grows with the number of workers, not with its square."""
+    looked = Counter()
+
+    class Counted(Answer):
+        def result(self, timeout=None):
+            looked[self] += 1
+            return super().result(timeout)
+
+    refs = [Counted() for _ in range(1000)]
+    for at, ref in enumerate(refs):
+        ref.set_result({"at": at})
+    clock = StartClock()
+    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, clock=clock)
+    assert [answer["at"] for answer in answers] == list(range(1000))
+    assert set(looked.values()) == {1}
+
+
+def test_workers_that_are_late():
+    """If constructors take too long, the error says how many, and names the first of them."""
+    refs = [Answer() for _ in range(10)]
+    refs[0].set_result({})
+    with pytest.raises(WorkerStartError, match=r"9 of 10 workers .* after 0.1 s .*: rank 1, rank 2, .* and others"):
+        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, clock=StartClock())
+
+
+class TestCreation:
+    """The creation of actors, whose requests Ray's head acknowledges one by one."""
+
+    def test_window(self, monkeypatch):
+        """No more requests wait for Ray's head than the window holds, and several do."""
+        running, most, lock = 0, 0, threading.Lock()
+
+        def create_actor(plan, described, suffix):
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.005)
+            with lock:
+                running -= 1
+            return plan.place.rank, suffix
+
+        monkeypatch.setattr(launch, "create_actor", create_actor)
+        clock = StartClock()
+        suffixes = [f"s{rank}" for rank in range(100)]
+        actors = create_actors(make_plans(100), None, suffixes, name="a group", clock=clock)
+        assert actors == list(zip(range(100), suffixes, strict=True))
+        assert 1 < most <= launch.WINDOW
+
+    def test_failure(self, monkeypatch):
+        """After a failure no further actor is requested."""
+        requested = []
+
+        def create_actor(plan, described, suffix):
+            requested.append(plan.place.rank)
+            if plan.place.rank == 3:
+                raise RuntimeError("the head is gone")
+            time.sleep(0.01)
+
+        monkeypatch.setattr(launch, "create_actor", create_actor)
+        with pytest.raises(RuntimeError, match="the head is gone"):
+            create_actors(make_plans(1000), None, [""] * 1000, name="a group", clock=StartClock())
+        assert len(requested) < 100
 
 
 def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):

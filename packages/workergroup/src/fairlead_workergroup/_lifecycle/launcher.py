@@ -19,8 +19,9 @@ from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.environment import RANK_VARIABLES, prepare_python, start_variables
-from .._start.launch import WorkerPlan, create_actor, plan_workers, wait_started
+from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
+from .._start.report import StartClock
 from .._start.worker_class import WorkerClass, describe_class
 from .resources import Resources
 from .shutdown import RunningWorker
@@ -64,6 +65,7 @@ class Launcher:
         spec: the description of the group's workers.
         resources: the resources of the group, to which the launcher adds the workers that it starts.
         counters: the counters of the group.
+        clock: measures the phases of the start.
 
     Attributes:
         spec, resources: as given.
@@ -75,8 +77,9 @@ class Launcher:
     worker_class: WorkerClass
     master: tuple[str, int]
 
-    def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters) -> None:
+    def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters, clock: StartClock) -> None:
         self.spec = spec
+        self._clock = clock
         self.resources = resources
         self._roster = resources.roster
         self._counters = counters
@@ -91,18 +94,20 @@ class Launcher:
         """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
         spec = self.spec
         nodes = [place.slot.node_id for place in places]
-        python = prepare_python(spec.python, nodes, timeout_s=spec.start_timeout_s)
+        with self._clock.phase("environment"):
+            python = prepare_python(spec.python, nodes, timeout_s=spec.start_timeout_s)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(spec.env_vars)
-        described = describe_class(
-            spec.worker,
-            asks=[place.configure_ask(per_node) for place in places],
-            node_id=nodes[0],
-            runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
-            timeout_s=spec.start_timeout_s,
-            concurrent=spec.concurrent,
-        )
+        with self._clock.phase("describe"):
+            described = describe_class(
+                spec.worker,
+                asks=[place.configure_ask(per_node) for place in places],
+                node_id=nodes[0],
+                runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
+                timeout_s=spec.start_timeout_s,
+                concurrent=spec.concurrent,
+            )
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding)
 
@@ -138,7 +143,8 @@ class Launcher:
         plan = self._planned
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         actors = self._create_actors(plan, ranks)
-        lease = self.resources.lease_port(plan.workers[0].place, self._port_range)
+        with self._clock.phase("agents"):
+            lease = self.resources.lease_port(plan.workers[0].place, self._port_range)
         started = self._construct(plan, actors, lease, epoch=epoch)
         self.master = lease.address, lease.port
         self._roster.record_start(started, epoch=epoch)
@@ -197,15 +203,19 @@ class Launcher:
         token, registration = self.spec.token, self.resources.registration
         if registration is None:
             raise self._roster.ended_error()
-        starting = []
-        for rank in ranks:
-            worker = plan.workers[rank]
-            incarnation = self._roster.next_incarnation(rank)
-            actor = create_actor(worker, plan.worker_class, f"{token[:6]}-{rank}-{incarnation}")
-            starting.append(_Starting(worker, actor, mark_of(token, rank), incarnation))
+        workers = [plan.workers[rank] for rank in ranks]
+        incarnations = [self._roster.next_incarnation(rank) for rank in ranks]
+        suffixes = [f"{token[:6]}-{rank}-{number}" for rank, number in zip(ranks, incarnations, strict=True)]
+        name = self._roster.name_prefix
+        actors = create_actors(workers, plan.worker_class, suffixes, name=name, clock=self._clock)
+        starting = [
+            _Starting(worker, actor, mark_of(token, worker.place.rank), incarnation)
+            for worker, actor, incarnation in zip(workers, actors, incarnations, strict=True)
+        ]
         for one in starting:
             self.resources.add({one.plan.place.rank: RunningWorker(one.actor, one.plan.place.slot.node_id, one.mark)})
-        registration.publish({one.plan.place.rank: one.actor for one in starting})
+        with self._clock.phase("agents"):
+            registration.publish({one.plan.place.rank: one.actor for one in starting})
         return starting
 
     def _construct(
@@ -245,7 +255,8 @@ class Launcher:
         self._counters.add(requests=len(refs), puts=configured.puts, bytes_put=configured.bytes_put)
         plans = [one.plan for one in actors]
         timeout_s = deadline.left(at_most=spec.start_timeout_s) or 0.0
-        answers = wait_started(refs, plans, name=self._roster.name_prefix, timeout_s=timeout_s)
+        name = self._roster.name_prefix
+        answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock)
         started = []
         for one, answer in zip(actors, answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}

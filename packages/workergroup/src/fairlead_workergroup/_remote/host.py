@@ -76,11 +76,12 @@ class WorkerHost:
         Returns:
             The facts that only the process itself knows, such as its pid.
         """
+        began = time.monotonic()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, _get_values(facts.values())))
         cls = load(*_fill(target, _get_values(target)))
         values = _get_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
 
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """Set the environment and publish the facts, before any code of the user is imported."""
@@ -94,7 +95,8 @@ class WorkerHost:
         published.__dict__.update(facts=facts, record=self._fairlead_record)
         sys.modules["_fairlead_worker"] = published
 
-    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any], began: float) -> dict[str, Any]:
+        imported = time.monotonic()
         try:
             self._fairlead_instance = cls(*args, **kwargs)
         except BaseException as error:
@@ -108,6 +110,7 @@ class WorkerHost:
             "node_id": context.get_node_id(),
             "python": sys.executable,
             "accelerator_ids": context.get_accelerator_ids(),
+            "took": {"import": imported - began, "constructor": time.monotonic() - imported},
         }
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
@@ -254,11 +257,12 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        began = time.monotonic()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, await _await_values(facts.values())))
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self, method)(*args, **kwargs))

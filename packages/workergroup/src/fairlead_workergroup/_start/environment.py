@@ -6,6 +6,7 @@ it: its node, the `runtime_env` of the class's own `@ray.remote`, the driver's v
 user's `env_vars`, its slot, its rank, and `configure_worker`."""
 
 import fnmatch
+import functools
 import logging
 import os
 import sys
@@ -89,6 +90,11 @@ def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env_vars.items() if _matches(name, LOADER)}
 
 
+def forwarded_variables(driver: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the driver that workers get, once for all workers of a group."""
+    return {n: v for n, v in driver.items() if _matches(n, FORWARDED) and not _matches(n, NEVER)}
+
+
 def worker_environment(
     *,
     driver: Mapping[str, str],
@@ -98,12 +104,11 @@ def worker_environment(
     of_rank: Mapping[str, str],
     configured: Mapping[str, str],
 ) -> WorkerEnvironment:
-    """Merge the variables of all sources; none of the inputs is changed."""
-    forwarded = {n: v for n, v in driver.items() if _matches(n, FORWARDED) and not _matches(n, NEVER)}
+    """Merge the variables of all sources, those of the driver as `forwarded_variables` returns them."""
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
-    merged = {**of_class, **forwarded, **of_user, **of_slot, **of_rank, **configured}
+    merged = {**of_class, **driver, **of_user, **of_slot, **of_rank, **configured}
     path = merged.pop("PYTHONPATH", "")
     return WorkerEnvironment(
         variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
@@ -112,6 +117,8 @@ def worker_environment(
     )
 
 
+# The workers of a group have the same variables.
+@functools.lru_cache(maxsize=4096)
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -1,25 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of each worker, the creation of its actor, and the wait until every constructor has finished."""
 
+import itertools
 import os
+import queue
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fairlead_placement.spi import never_connect
 from fairlead_sharding import NamedSharding
 
 from .._display import Bar
 from .._members import Place, WorkerFacts
 from .._observe.failures import as_failure, remote_traceback
 from ..exceptions import WorkerStartError
-from .environment import WorkerEnvironment, WorkerPython, worker_environment
+from .environment import WorkerEnvironment, WorkerPython, forwarded_variables, worker_environment
 from .options import actor_options, recursive_merge_options
+from .report import StartClock
 from .worker_class import WorkerClass
+
+# How many actors are requested at a time. Ray's head acknowledges each request for a named actor before the next one of
+# the same thread is sent, so that a large group neither waits for every round trip nor floods the head.
+WINDOW = 16
+# How often the progress bar moves.
+SHOWN_EVERY_S = 0.1
+# How many ranks it is given; it names 8.
+NAMED = 9
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ def plan_workers(
     Raises:
         ValueError: a worker requests something that its slot does not hold, or several threads.
     """
+    forwarded = forwarded_variables(os.environ)
     class_env = dict(described.options.get("runtime_env") or {})
     of_class = {**class_env.pop("env_vars", {}), **python.variables}
     shared = {**class_env, **python.runtime_env}
@@ -58,7 +72,7 @@ def plan_workers(
     for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
         environment = worker_environment(
-            driver=os.environ,
+            driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
             of_user=env_vars,
@@ -114,8 +128,45 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, suffix: str) -> Any:
     ).remote()
 
 
+def create_actors(
+    plans: Sequence[WorkerPlan], described: WorkerClass, suffixes: Sequence[str], *, name: str, clock: StartClock
+) -> list[Any]:
+    """Create the actors of workers, `WINDOW` at a time; return their handles in the order of the plans.
+
+    Args:
+        plans: the plan of each worker.
+        described: the class.
+        suffixes: makes each name unique, as for `create_actor`.
+        name: the name of the group, for the progress bar.
+        clock: notes how long Ray's head took to acknowledge each actor.
+
+    Raises:
+        Exception: what Ray raised for an actor; no further actor is requested.
+    """
+
+    def create(plan: WorkerPlan, suffix: str) -> Any:
+        began = time.monotonic()
+        actor = create_actor(plan, described, suffix)
+        clock.note(plan.place.rank, create=time.monotonic() - began)
+        return actor
+
+    with clock.phase("create"), Bar(f"Starting {name}: create", len(plans)) as bar:
+        # The first one exports the class, which has to happen once.
+        actors = [create(plan, suffix) for plan, suffix in zip(plans[:1], suffixes, strict=False)]
+        with ThreadPoolExecutor(WINDOW, "fairlead-create", initializer=never_connect) as pool:
+            requested = [pool.submit(create, *one) for one in zip(plans[1:], suffixes[1:], strict=True)]
+            try:
+                for future in requested:
+                    actors.append(future.result())
+                    bar.show(len(actors))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return actors
+
+
 def wait_started(
-    started: Sequence[ObjectRef], plans: Sequence[WorkerPlan], *, name: str, timeout_s: float
+    started: Sequence[ObjectRef], plans: Sequence[WorkerPlan], *, name: str, timeout_s: float, clock: StartClock
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished.
 
@@ -126,32 +177,52 @@ def wait_started(
         WorkerStartError: a constructor failed, or some had not finished within `timeout_s`.
     """
     began = time.monotonic()
-    plan_of = dict(zip(started, plans, strict=True))
-    answers: dict[ObjectRef, dict[str, Any]] = {}
-    pending = list(started)
-    with Bar(f"Starting {name}", len(started)) as bar:
+    answers: dict[int, dict[str, Any]] = {}
+    pending = dict(enumerate(plans))
+    # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
+    # `ray.wait` would be given all pending references again for each answer.
+    arrived: queue.SimpleQueue[tuple[int, float, Future[dict[str, Any]]]] = queue.SimpleQueue()
+    for at, ref in enumerate(started):
+        ref.future().add_done_callback(partial(_note_arrival, arrived, at))
+    with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
+        shown_at = began
         while pending:
-            # The first failure is the cause of others that soon follow.
-            first, pending = ray.wait(pending, num_returns=1, timeout=0.2)
-            others, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
-            for ref in [*first, *others]:
-                try:
-                    answers[ref] = ray.get(ref)
-                except Exception as error:
-                    waiting = [plan_of[other].place.rank for other in started if other not in answers and other != ref]
-                    raise _start_error(error, plan_of[ref], len(answers), waiting) from error
-            slow = [plan_of[ref] for ref in started if ref not in answers]
-            bar.show(len(answers), waiting_for=[plan.place.rank for plan in slow])
-            if pending and time.monotonic() - began >= timeout_s:
-                where = ", ".join(f"{plan.facts}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
-                raise WorkerStartError(
-                    f"{len(slow)} of {len(started)} workers had not finished their constructor after {timeout_s:.4g} s "
-                    f"(start_timeout_s, or the timeout of a resize): {where}"
-                )
-    return [answers[ref] for ref in started]
+            left = began + timeout_s - time.monotonic()
+            try:
+                at, arrived_at, answer = arrived.get(timeout=max(0.0, min(SHOWN_EVERY_S, left)))
+            except queue.Empty:
+                if left <= 0:
+                    raise _late_error(list(pending.values()), len(started), timeout_s) from None
+            else:
+                plan = pending.pop(at)
+                if (error := answer.exception()) is not None:
+                    waiting = [other.place.rank for other in pending.values()]
+                    raise _start_error(error, plan, len(answers), waiting) from error
+                answers[at] = answer.result()
+                took = answers[at].get("took", {})
+                clock.note(plan.place.rank, process=arrived_at - began - sum(took.values()), **took)
+            if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
+                shown_at = now
+                some = itertools.islice(pending.values(), NAMED)
+                bar.show(len(answers), waiting_for=[plan.place.rank for plan in some])
+    return [answers[at] for at in range(len(started))]
 
 
-def _start_error(error: Exception, plan: WorkerPlan, started: int, waiting: Sequence[int]) -> WorkerStartError:
+def _note_arrival(
+    arrived: "queue.SimpleQueue[tuple[int, float, Future[dict[str, Any]]]]", at: int, answer: Future[dict[str, Any]]
+) -> None:
+    arrived.put((at, time.monotonic(), answer))
+
+
+def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> WorkerStartError:
+    where = ", ".join(f"{plan.facts}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
+    return WorkerStartError(
+        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s "
+        f"(start_timeout_s, or the timeout of a resize): {where}"
+    )
+
+
+def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: Sequence[int]) -> WorkerStartError:
     lost = as_failure(error, plan.facts)
     if lost is not None:
         reason, trace = f"the worker was lost while it started: {lost.kind}: {lost.cause}", ""

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the start of a group took: by phase, and for the slowest workers."""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from .._display import table_html
+
+PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
+DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")
+# Each worker goes through these on its own.
+WORKER_PHASES: tuple[PhaseName, ...] = ("create", "process", "import", "constructor")
+# How many ranks a phase names.
+SLOWEST = 4
+HEADER = ("phase", "seconds", "median", "maximum", "slowest ranks")
+
+
+@dataclass(frozen=True)
+class StartPhase:
+    """How long one phase of a start took.
+
+    Attributes:
+        name: "reserve": the cluster; "environment": the Python of the workers on their nodes; "agents": the node
+            agents and the master port; "describe": the class; "create": Ray's head acknowledges each actor; "process":
+            Ray starts the process and delivers the request; "import": the arguments and the class are loaded;
+            "constructor": `__init__` runs.
+        seconds: the duration. Of the phases "process", "import" and "constructor", which the workers go through at the
+            same time, it is that of the slowest worker.
+        median_s: the median over the workers; None for a phase of the driver.
+        max_s: the maximum over the workers; None for a phase of the driver.
+        slowest: the slowest workers as `(rank, seconds)`, the slowest first; empty for a phase of the driver.
+    """
+
+    name: PhaseName
+    seconds: float
+    median_s: float | None = None
+    max_s: float | None = None
+    slowest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """How long the start of a group took, as a table for people or as JSON.
+
+    Attributes:
+        group: the name of the group.
+        workers: the number of its workers.
+        seconds: from the call of the constructor of the group until every worker had started.
+        phases: the phases in order.
+    """
+
+    group: str
+    workers: int
+    seconds: float
+    phases: tuple[StartPhase, ...] = field(default=())
+
+    def __getitem__(self, name: PhaseName) -> StartPhase:
+        """Return a phase by its name.
+
+        Raises:
+            KeyError: there is no such phase.
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(name)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, with the names of the attributes."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        longest = max(self.phases, key=lambda phase: phase.seconds)
+        return (
+            f"{self.group}: {self.workers} workers started in {self.seconds:.2f} s, "
+            f"longest phase: {longest.name}, {longest.seconds:.2f} s"
+        )
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=str(self))
+        for name in HEADER:
+            table.add_column(name, justify="left" if name in (HEADER[0], HEADER[-1]) else "right")
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def _repr_html_(self) -> str:
+        return table_html(str(self), HEADER, self._rows())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                phase.name,
+                f"{phase.seconds:.3f}",
+                "" if phase.median_s is None else f"{phase.median_s:.3f}",
+                "" if phase.max_s is None else f"{phase.max_s:.3f}",
+                ", ".join(f"{rank} ({seconds:.3f} s)" for rank, seconds in phase.slowest),
+            )
+            for phase in self.phases
+        ]
+
+
+class StartClock:
+    """Measures the phases of a start. It begins when it is made."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._of_workers: dict[str, dict[int, float]] = {name: {} for name in WORKER_PHASES}
+
+    @contextlib.contextmanager
+    def phase(self, name: PhaseName) -> Iterator[None]:
+        """Add the time of a block to a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+
+    def note(self, rank: int, **seconds: float) -> None:
+        """Note how long a worker took for phases, given by name; a repeated start of a rank counts alone."""
+        for name, taken in seconds.items():
+            self._of_workers[name][rank] = max(0.0, taken)
+
+    def report(self, group: str) -> StartReport:
+        """Return the report of the start of a group, which has finished."""
+        phases = [StartPhase(name, self._seconds.get(name, 0.0)) for name in DRIVER_PHASES]
+        for name in WORKER_PHASES:
+            taken = self._of_workers[name]
+            slowest = sorted(taken.items(), key=lambda one: (-one[1], one[0]))[:SLOWEST]
+            longest = slowest[0][1]
+            median = statistics.median(taken.values())
+            phases.append(StartPhase(name, self._seconds.get(name, longest), median, longest, tuple(slowest)))
+        workers = len(self._of_workers["constructor"])
+        return StartReport(group, workers, time.monotonic() - self._began, tuple(phases))
