@@ -82,6 +82,14 @@ def test_one_request_for_each_node(group, eventually):
     call.result()
 
 
+def test_no_request_for_dead_actors(group, monkeypatch):
+    """While every agent answers, Ray's head is not asked for the actors of the job that have ever died."""
+    asked = []
+    monkeypatch.setattr(_inspect, "dead_actors", lambda: asked.append(1) or frozenset())
+    assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
+    assert asked == []
+
+
 def test_fields(group, eventually):
     """A status has the worker's identity, its method and duration, and the last step and message, also when idle."""
     call = group.at(dp=2, tp=1).call("work", 1)

@@ -4,6 +4,7 @@
 import contextlib
 import fcntl
 import os
+import pickle
 import signal
 import struct
 import subprocess
@@ -170,6 +171,14 @@ def test_busy_record(workers):
         file = open_record(pid)
         assert os.pread(file, 8 + 24, CANCELLED_AT) == struct.pack("<Q", 1) + b"t" * 24
         os.close(file)
+
+
+def test_traffic(workers):
+    """A look at the eight healthy workers of a node moves fewer than 100 bytes for each of them, there and back."""
+    processes = (workers * 3)[:8]
+    request = pickle.dumps(["f" * 32, None, processes, 300.0, False], 5)
+    answer = pickle.dumps((look(processes, 300.0, False),), 5)
+    assert len(request) + len(answer) < 100 * len(processes)
 
 
 def test_overlapping_calls(monkeypatch):

@@ -62,18 +62,24 @@ class Observer:
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.
         now = self._roster.check_alive()
-        dead = find_dead(now)
+        dead = set(now.lost)
         asked = [
             member.facts for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
         living = alive_nodes() if None in answers else frozenset()
         rows: dict[int, Mapping[str, Any]] = {}
+        # Their agents did not answer, and their nodes are alive.
+        silent: set[int] = set()
         for worker, row in zip(asked, answers, strict=True):
             if row is not None and not row["gone"]:
                 rows[worker.rank] = row
             elif row is not None or worker.node_id not in living:
                 dead.add(worker.rank)
+            else:
+                silent.add(worker.rank)
+        if silent:  # Ray's head answers with every actor of the job that has ever died
+            dead |= find_dead(now) & silent
         states: dict[int, State] = {
             member.rank: "restarting" if member.restarting else state_of(member.rank in dead, rows.get(member.rank, {}))
             for member in now.members

@@ -44,7 +44,7 @@ def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump:
     rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)
     return [
         {
-            **{name: value for name, value in row.items() if name != "task"},
+            **row,
             "pid": pid,
             "started": started,
             "process": process_state(pid) if pid else "",

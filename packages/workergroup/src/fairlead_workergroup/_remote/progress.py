@@ -39,6 +39,8 @@ CANCELLED_AT, CANCELLED_KEPT, CANCELLED_BYTES = 800, 512, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
 ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * CANCELLED_BYTES
 TRIES = 10_000
+# The entries of a record that only processes of its node need.
+OF_NODE = ("task", "dump_signal")
 # Other processes hold the lock for microseconds, unless they are stopped.
 LOCK_S = 2.0
 NO_STEP = -(2**63)
@@ -344,7 +346,8 @@ def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list
 
     Returns:
         For each worker its record, or nothing if the record could not be read, with these entries added: `gone`,
-        whether its process has ended; `stuck`; `stacks`; `note`, why there are no stacks.
+        whether its process has ended; `stuck`; `stacks`; `note`, why there are no stacks. The entries of `OF_NODE` are
+        left out, because the answers of all nodes meet in one process.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as open_files:
@@ -365,6 +368,9 @@ def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list
                 dumps[file], row_of[file] = (pid, record["dump_signal"]), row
         for file, (stacks, note) in dump_stacks(dumps).items():
             row_of[file].update(stacks=stacks, note=note)
+    for row in rows:
+        for name in OF_NODE:
+            row.pop(name, None)
     return rows
 
 
