@@ -105,6 +105,32 @@ def test_several_nodes_at_once(agent, child):
     assert usage_on_nodes({}) == {}
 
 
+def test_a_function_travels_once(agent, monkeypatch):
+    """A function is sent to an agent once, by value; after that its hash is. A new agent gets it again."""
+    sent = []
+    send = _agent._send
+
+    def record(agent, method, *args):
+        sent.append((method, len(ray.cloudpickle.dumps(args))))
+        return send(agent, method, *args)
+
+    def double(value):
+        return 2 * value
+
+    monkeypatch.setattr(_agent, "_send", record)
+    node_id = agent.node_id
+    assert [run_on_nodes(double, {node_id: [value]})[node_id] for value in (1, 2, 3)] == [2, 4, 6]
+    (_, first), *others = sent
+    assert [method for method, _ in sent] == ["run_known"] * 3
+    assert all(size < 100 < first for _, size in others)
+    with contextlib.suppress(PlacementError):
+        agent.run(os._exit, 1, timeout_s=1.0)
+    assert run_on_nodes(double, {node_id: [4]}) == {node_id: 8}
+    offset = 5
+    assert run_on_nodes(lambda value: value + offset, {node_id: [1]}) == {node_id: 6}
+    assert sent[-1][0] == "run"
+
+
 def test_one_sample(local_ray, agent, requests):
     """Without `monitor_memory` each call takes one sample, with one request to each node, and no sampling goes on."""
     with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
@@ -178,7 +204,7 @@ def test_no_agent(local_ray, monkeypatch):
     get = ray.get
 
     def fail(refs, *, timeout=None):
-        if refs:
+        if refs and timeout is not None:
             raise ray.exceptions.ActorUnschedulableError("no")
         return get(refs, timeout=timeout)
 

@@ -5,8 +5,10 @@ import collections
 import contextlib
 import contextvars
 import functools
+import hashlib
 import threading
 import time
+import types
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +54,9 @@ for _module in (agent_process, board, meters, owners, _ray_private):
 _handles: dict[tuple[str, str, str], Any] = {}
 # How many agents have died there: the name of one that has been killed twice leads to the dead one for good.
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
-# By the same: the agent that guards this process's placement groups, and its answer, which is not waited for.
+# By the same and the number of deaths there: the functions that the agent has, by the hash of their code.
+_known: dict[tuple[str, str, str, int], set[str]] = {}
+# By session, job and node: the agent that guards this process's placement groups, and its answer, which nobody awaits.
 _guards: dict[tuple[str, str, str], tuple[Any, Any]] = {}
 # Reentrant: a signal handler may shut a cluster down in the middle of anything.
 _lock = threading.RLock()
@@ -292,7 +296,30 @@ def run_on_nodes(
         By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
         so that a node that is gone does not hide what the other nodes return.
     """
-    return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
+    # Anything else may hold references to objects, which only Ray itself can send.
+    if not isinstance(function, types.FunctionType) or function.__closure__:
+        return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    code = ray.cloudpickle.dumps(function)
+    digest = hashlib.sha256(code).hexdigest()[:32]
+    asked = {
+        node_id: (digest, None if digest in _known.get(_agent(node_id), ()) else code, *args)
+        for node_id, args in arguments.items()
+    }
+    answers = ask_nodes("run_known", asked, timeout_s)
+    # An agent that has taken the place of a dead one, or that has run many other functions since.
+    unknown = {node_id: (digest, code, *arguments[node_id]) for node_id, answer in answers.items() if answer is None}
+    if unknown:
+        answers |= ask_nodes("run_known", unknown, max(0.1, deadline - time.monotonic()))
+    for node_id, answer in answers.items():
+        if isinstance(answer, tuple):
+            _known.setdefault(_agent(node_id), set()).add(digest)
+    return {node_id: answer[0] if isinstance(answer, tuple) else answer for node_id, answer in answers.items()}
+
+
+def _agent(node_id: str) -> tuple[str, str, str, int]:
+    key = _key(node_id)
+    return *key, _deaths[key]
 
 
 def usage_on_nodes(

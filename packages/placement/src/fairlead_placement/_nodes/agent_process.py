@@ -22,6 +22,9 @@ from .board import Board
 from .meters import Gpus, MemoryMeter, ProcessMeter
 from .owners import Owners, end_this_actor
 
+# How many functions an agent keeps.
+FUNCTIONS_KEPT = 256
+
 
 class AgentProcess:
     """Holds the leased ports of one node for one job, and measures the node.
@@ -40,6 +43,7 @@ class AgentProcess:
         self._board = Board()
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._unwanted: dict[str, None] = {}
         # The processes that hold a lease or watch the memory: worker ids by lease id and by watcher.
@@ -172,6 +176,25 @@ class AgentProcess:
         """Call a function on this node."""
         self._count("run")
         return function(*args)
+
+    def run_known(self, digest: str, code: bytes | None, *args: Any) -> tuple[Any] | None:
+        """Call a function on this node that is sent once, and then known by the hash of its code.
+
+        Returns:
+            What the function returned, in a tuple; None if the agent does not have the function.
+        """
+        if code is not None:
+            function = ray.cloudpickle.loads(code)
+            with self._lock:
+                self._functions[digest] = function
+                while len(self._functions) > FUNCTIONS_KEPT:
+                    del self._functions[next(iter(self._functions))]
+        else:
+            with self._lock:
+                function = self._functions.get(digest)
+            if function is None:
+                return None
+        return (self.run(function, *args),)
 
     def _count(self, method: str) -> None:
         with self._lock:
