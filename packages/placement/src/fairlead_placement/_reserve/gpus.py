@@ -10,10 +10,11 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import Ask, Node, Request
@@ -25,7 +26,17 @@ from .._ray_private import LiveActor, live_actors, visible_gpus
 from .._show import Holder
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .attempt import Attempt, report_of
-from .groups import LEAST_S, PLACING_S, Reserved, accelerator_ids, create_group, place, remove, unique_name
+from .groups import (
+    LEAST_S,
+    Reserved,
+    accelerator_ids,
+    create_group,
+    create_groups,
+    place,
+    remove,
+    unique_name,
+    wait_placed,
+)
 
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
@@ -282,44 +293,35 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
         nodes: the nodes.
         deadline: the end of the reservation's time, as of `time.monotonic`, to read the ids.
     """
-    made: list[Reserved] = []
+    groups: list[PlacementGroup] = []
+    where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
+    bundle = {"GPU": 1.0}
     guard_groups()
     try:
-        for node in nodes:
-            for _ in range(int(node.free.get("GPU", 0))):
-                bundle = {"GPU": 1.0}
-                name = "" if is_driver() else unique_name("fairlead-gpu")
-                group = create_group([bundle], name, nodes=[node.node_id])
-                made.append(Reserved(group, (0,), (node.node_id,), (bundle,)))
-        placed = _wait_until_placed(made)
+        names = ["" if is_driver() else unique_name("fairlead-gpu") for _ in where]
+        create_groups(
+            [
+                partial(create_group, [bundle], name, nodes=[node_id])
+                for name, node_id in zip(names, where, strict=True)
+            ],
+            groups,
+        )
+        made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
+        there = {group.id for group in wait_placed(groups, [1] * len(groups))}
+        placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
-        there = {one.group.id for one in placed}
         drop([one for one in made if one.group.id not in there])
         held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
         for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
             held[one.node_ids[0]][gpu_id] = one
         yield held
     finally:
-        drop(made)
+        remove(groups)
 
 
 def drop(made: Sequence[Reserved]) -> None:
     """Remove groups and wait until their resources are back. Groups that are removed already are ignored."""
     remove([one.group for one in made])
-
-
-def _wait_until_placed(made: Sequence[Reserved]) -> list[Reserved]:
-    """Return the groups that Ray has placed, after it has placed all, or no other one for as long as one may take."""
-    placed: list[Reserved] = []
-    deadline = time.monotonic() + PLACING_S
-    while len(placed) < len(made) and time.monotonic() < deadline:
-        table = ask_head("list placement groups", placement_group_table)
-        now = [one for one in made if table.get(one.group.id.hex(), {}).get("state") == "CREATED"]
-        if len(now) > len(placed):
-            placed, deadline = now, time.monotonic() + PLACING_S
-        else:
-            time.sleep(0.005)
-    return placed
 
 
 def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: Iterable[str]) -> str:

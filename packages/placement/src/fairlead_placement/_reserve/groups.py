@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the placement groups of a plan, waits for them, turns them into slots, and removes them."""
 
+import contextlib
+import contextvars
 import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -24,13 +29,20 @@ from .._nodes.agent import guard_groups, is_driver, this_process
 from .._nodes.head import ask_head, read_nodes
 from .._nodes.owners import owned_name
 from .._plan.topology import accelerator_order
-from .._ray_private import free_per_node
+from .._ray_private import free_per_node, never_connect
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 
-# Whole seconds. Ray places groups one after the other, and a pinned group whose node has room within milliseconds. A
-# group that is not placed so long after the one before it has lost a race.
-PLACING_S = 1
+# Ray places groups one after the other, and a pinned group whose node has room within milliseconds. If it places none
+# for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
+PLACING_S = 1.0
+BUNDLE_S = 0.01
+# How many groups are requested at a time: Ray's head answers each request on its own.
+CREATED_AT_ONCE = 16
+# Up to so many groups are looked up one by one, and more of them in the table of all groups.
+ASKED_ALONE = 16
+# The first pause of a wait for Ray's tables, which takes a few milliseconds.
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,16 +88,66 @@ def place_pinned(wanted: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]
     made: list[PlacementGroup] = []
     guard_groups()
     try:
-        for name, bundles in wanted.items():
-            nodes = [node_id for node_id, _ in bundles]
-            made.append(create_group([bundle for _, bundle in bundles], unique_name(name), nodes=nodes))
-        if all(group.wait(PLACING_S) for group in made):
+        create_groups(
+            [
+                functools.partial(
+                    create_group,
+                    [bundle for _, bundle in bundles],
+                    unique_name(name),
+                    nodes=[node_id for node_id, _ in bundles],
+                )
+                for name, bundles in wanted.items()
+            ],
+            made,
+        )
+        sizes = [len(bundles) for bundles in wanted.values()]
+        if len(wait_placed(made, sizes)) == len(made):
             return tuple(made)
     except BaseException:
         remove(made)
         raise
     remove(made)
     return None
+
+
+def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[PlacementGroup]) -> None:
+    """Call functions that create a group each, several at a time, and add the groups to `made` in order.
+
+    If one fails, or an interrupt comes, the groups that exist by then are added before the error is raised.
+    """
+    with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-groups", initializer=never_connect) as pool:
+        requested = [pool.submit(contextvars.copy_context().run, create) for create in creates]
+        try:
+            wait_for_futures(requested, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            made += [one.result() for one in requested if not one.cancelled() and one.exception() is None]
+    for one in requested:
+        if not one.cancelled() and (error := one.exception()) is not None:
+            raise error
+
+
+def wait_placed(groups: Sequence[PlacementGroup], sizes: Sequence[int]) -> list[PlacementGroup]:
+    """Return the groups that Ray has placed, once it has placed all or seems to place no more.
+
+    Args:
+        groups: the groups.
+        sizes: the number of bundles of each.
+    """
+    waiting = {group.ready(): (group, size) for group, size in zip(groups, sizes, strict=True)}
+    placed: set[Any] = set()
+    pending = list(waiting)
+    while pending:
+        patience = PLACING_S + BUNDLE_S * sum(waiting[ref][1] for ref in pending)
+        # Eighths: to look at all of them after each one would cost the square of their number.
+        done, pending = ray.wait(pending, num_returns=-(-len(pending) // 8), timeout=patience)
+        if not done:
+            break
+        for ref in done:
+            with contextlib.suppress(ray.exceptions.RayError):  # it has been removed
+                ray.get(ref)
+                placed.add(waiting[ref][0].id)
+    return [group for group in groups if group.id in placed]
 
 
 def create_group(
@@ -120,7 +182,7 @@ def _remove_late(group: PlacementGroup) -> None:
     """Remove a group that was created after everybody had stopped waiting for it."""
     # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
     # with Ray 2.60 when the group was removed at once, never after this wait.
-    group.wait(PLACING_S)
+    group.wait(math.ceil(PLACING_S))
     remove_placement_group(group)
 
 
@@ -199,8 +261,17 @@ def unique_name(name: str) -> str:
 
 
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
-    """Return the rows of Ray's table for those of the groups that are not removed."""
-    return [row for group_id, row in placement_group_table().items() if group_id in ids and row["state"] != "REMOVED"]
+    """Return the rows of Ray's table for those of the groups that are not removed.
+
+    The table lists every group since the cluster has started, also those that are removed. The row of a single group
+    takes a request of its own.
+    """
+    if len(ids) <= ASKED_ALONE:
+        groups = (PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))) for group_id in ids)
+        rows = [placement_group_table(group) for group in groups]
+    else:
+        rows = [row for group_id, row in placement_group_table().items() if group_id in ids]
+    return [row for row in rows if row and row["state"] != "REMOVED"]
 
 
 def _on(free: Mapping[str, float]) -> set[str]:
@@ -223,7 +294,7 @@ def _are_shown(ids: AbstractSet[str]) -> bool:
 
 
 def _poll(done: Callable[[], bool], deadline: float) -> bool:
-    pause = 0.002
+    pause = POLL_S
     while not done():
         if time.monotonic() >= deadline:
             return False
