@@ -4,6 +4,7 @@
 Our variables override the user's, and these override the node's.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,14 +150,24 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
     # Only tasks with this very environment share processes, and each of them ends its process.
     options = _require_new_process(target.options) if raw or dedicated else target.options
     facts = {**target.facts, "dedicated": raw or dedicated}
-    task = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
     # The list delays the unpickling until the environment on the host is set.
-    return task.options(**options).remote(facts, [payload])
+    return _task(raw).options(**options).remote(facts, [payload])
+
+
+@functools.cache
+def _task(raw: bool) -> Any:
+    """Return the remote function, which Ray pickles and stores once for all hosts."""
+    return ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
+
+
+@functools.cache
+def _actor_class() -> Any:
+    return ray.remote(_host.HostActor)
 
 
 def start_actor(target: Target, payload: Any) -> Any:
     """Start an actor on a host, and return its handle. Its first call makes the instance of the user's class."""
-    actor = ray.remote(_host.HostActor).options(**_require_new_process(target.options), max_restarts=0)
+    actor = _actor_class().options(**_require_new_process(target.options), max_restarts=0)
     return actor.remote(dict(target.facts), [payload])
 
 
