@@ -10,6 +10,7 @@ from pathlib import Path
 
 import bench_batching
 import bench_placement
+import bench_scale
 import bench_sharding
 import bench_tpu_executor
 import bench_transfer
@@ -24,6 +25,7 @@ MODULES = {
     "placement": bench_placement,
     "venvs": bench_venvs,
     "workergroup": bench_workergroup,
+    "workergroup at scale": bench_scale,
     "tpu-executor": bench_tpu_executor,
     "transfer": bench_transfer,
 }
