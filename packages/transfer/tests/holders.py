@@ -94,7 +94,7 @@ class AsyncHolder(Holder):
 
 
 class Gated(Holder):
-    """The same; its constructor and its method `weights` wait while the file of their name exists in a folder."""
+    """The same; constructor, `rejoin` and `weights` wait while a file of this name exists in a folder."""
 
     def __init__(self, folder, dims, scale=0.0):
         self.folder = folder
@@ -104,6 +104,9 @@ class Gated(Holder):
     def wait(self, name):
         while os.path.exists(os.path.join(self.folder, name)):
             time.sleep(0.01)
+
+    def rejoin(self):
+        self.wait("rejoin")
 
     def weights(self):
         self.wait("weights")

@@ -232,7 +232,10 @@ class Attempt:
 
     def _look(self, ranks: Collection[int] | None = None) -> None:
         """Look at both groups; refuse lost target ranks."""
-        if [*self._source.look(), *self._target.look()]:
+        kept = self._router.kept
+        changed = [*self._source.look(), *self._target.look()]
+        sizes = len(self._source.members), len(self._target.members)
+        if changed or (kept is not None and (len(kept.sources), len(kept.targets)) != sizes):
             self._router.kept = None
         lost = {rank: why for rank, why in self._target.lost.items() if ranks is None or rank in ranks}
         if lost:
@@ -449,9 +452,13 @@ class Attempt:
     def _is_kept(self, staged: Staged, ranks: Collection[int]) -> bool:
         """Return whether the source ranks still have what some target ranks need."""
         orders = staged.route.orders.target
+        if not staged.route.targets.issuperset(ranks):
+            return False
         needed = {source for rank in ranks for source in orders[rank]["sources"] if source >= 0}
         same = all(
-            self._source.ends[rank].process == staged.processes.get(rank) and rank not in self._source.lost
+            rank in self._source.ends
+            and self._source.ends[rank].process == staged.processes.get(rank)
+            and rank not in self._source.lost
             for rank in needed
         )
         # What NIXL reads is not kept, but what the source holds at that time.

@@ -78,6 +78,8 @@ class Side:
         if now.version == self.version:
             return []
         self.version, self.members = now.version, now.members
+        # Without the ranks that have left a group that shrank.
+        self.ends = {rank: end for rank, end in self.ends.items() if rank < len(now.members)}
         changed = []
         for member in now.members:
             known = self.ends.get(member.rank)

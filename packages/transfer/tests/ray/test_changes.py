@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends while a group restarts, or is looked at from another process."""
+"""Sends while a group restarts, resizes, or is looked at from another process."""
 
 import contextlib
 import json
@@ -79,6 +79,48 @@ def test_send_during_a_restart(groups, tmp_path, eventually):
         link.send(9, timeout=60)
         assert target.call("holds").result() == [3.0, 3.0]
         assert link.versions() == {0: 9, 1: 9}
+
+
+def test_sends_and_resizes(local_ray, tmp_path, eventually):
+    """Each send serves the ranks that there are, also if a group has grown or shrunk since the last one."""
+    options = {"sharding_annotations": NamedSharding.from_shape(replica=2), "workers_per_node": [2]}
+    folder = str(tmp_path)
+    with (
+        RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=2) as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Gated, folder, {}, 1.0), name_prefix="policy", **options) as source,
+        RayWorkerGroup(
+            cluster, RayWorkerBuilder(Gated, folder, {}), name_prefix="generation", on_resize="rejoin", **options
+        ) as target,
+        Link(source, target, source="weights", target="weights") as link,
+        Link(source, target, source="weights", apply="load") as applied,
+    ):
+        changes = [(source, 2), (target, 3), (target, 1), (source, 3), (target, 3), (source, 1), (target, 2)]
+        for version, (group, size) in enumerate(changes):
+            group.resize(replica=size)
+            source.call("fill", version + 1.0).result()
+            for one in (link, applied):
+                one.send(version, timeout=60)
+                assert one.versions() == dict.fromkeys(range(target.world_size), version)
+                assert target.call("holds").result() == [version + 1.0] * target.world_size
+                target.call("fill", 0.0).result()
+        link.send(20, timeout=60)
+        target.resize(replica=3)
+        assert link.versions() == {0: 20, 1: 20, 2: None}
+        assert link.sync(timeout=60) is not None
+        assert target.call("holds").result() == [7.0] * 3
+
+        # A resize that has begun: the request waits in the worker behind `on_resize`.
+        with ThreadPoolExecutor() as threads:
+            source.call("fill", 30.0).result()
+            with held(tmp_path, "rejoin"):
+                resize = threads.submit(target.resize, replica=2)
+                assert eventually(lambda: target.epoch == 6)
+                send = threads.submit(link.send, 30, 60)
+                time.sleep(0.2)  # Long enough for the first round; the send is right in any case.
+            resize.result(60)
+            assert send.result(60).version == 30
+        assert target.call("holds").result() == [30.0] * 2
+        assert link.versions() == {0: 30, 1: 30}
 
 
 def inspect(*arguments):
