@@ -56,9 +56,11 @@ from fairlead_workergroup import (
 from fairlead_workergroup.torch import (
     GradientBytes,
     axis_group,
+    broadcast_state,
     destroy,
     gradient_bytes,
     init_process_group,
+    rewrap_ddp,
     wrap_ddp,
 )
 
@@ -82,13 +84,16 @@ class Worker:
         assert_type(me.sharding, NamedSharding)
         return sum(batch) * lr
 
-    def join(self, model: Any) -> None:
+    def join(self, model: Any, optimizer: Any) -> None:
         assert_type(init_process_group("gloo", timeout_s=60), None)
         wrapped = wrap_ddp(model, compression="bf16", group=axis_group("dp"), bucket_cap_mb=1)
         sent = gradient_bytes(wrapped)
         assert_type(sent, GradientBytes)
         assert_type(sent.handed, int)
         assert_type(sent.uncompressed, int)
+        assert_type(broadcast_state(model), None)
+        assert_type(broadcast_state(wrapped, optimizer, source=0, group=axis_group("dp")), None)
+        assert_type(gradient_bytes(rewrap_ddp(wrapped, group=axis_group("dp"))), GradientBytes)
         assert_type(destroy(), None)
 
 

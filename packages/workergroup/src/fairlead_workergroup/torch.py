@@ -7,12 +7,20 @@ It needs the extra `torch` in the worker's Python. A method of every worker call
     model = wrap_ddp(model)
     dist.all_reduce(loss, group=axis_group("dp"))
     destroy()
+
+After a resize of the group, its method `on_resize` calls:
+
+    init_process_group()
+    broadcast_state(model, optimizer)
+    model = rewrap_ddp(model)
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of communication hooks.
 import fcntl
 import inspect
+import io
 import os
+import pickle
 import socket
 import struct
 import weakref
@@ -28,13 +36,26 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ._context import Compression, check_compression, current_worker
 
-__all__ = ["GradientBytes", "axis_group", "destroy", "gradient_bytes", "init_process_group", "wrap_ddp"]
+__all__ = [
+    "GradientBytes",
+    "axis_group",
+    "broadcast_state",
+    "destroy",
+    "gradient_bytes",
+    "init_process_group",
+    "rewrap_ddp",
+    "wrap_ddp",
+]
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 _groups: dict[tuple[str, ...], Any] = {}
 # The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
 _timeout: timedelta | None = None
+# How many process groups this process has joined.
+_joined = 0
+# The epoch of the last attempt to join one, and the number of attempts in it.
+_attempts = -1, 0
 # Before torch 2.10 there was no such option, and groups kept the given order.
 _UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
@@ -42,7 +63,10 @@ _UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_
 def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) -> None:
     """Join all workers of the group in one process group, with the store on the leased master port.
 
-    Every worker has to call it. Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
+    Every worker has to call it. A worker that is in a process group leaves it first, so after a resize or a restart of
+    the group all workers call it again. Models keep the process group that they were wrapped with; see `rewrap_ddp`.
+
+    Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
     address in Ray. Gloo's own default is the interface of the host name's address, which is often the loopback.
 
     Args:
@@ -54,8 +78,10 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         RuntimeError: this process runs no worker of a group.
         torch.distributed.DistStoreError: other workers did not join in time.
     """
-    global _timeout
+    global _timeout, _joined, _attempts
     worker = current_worker()
+    destroy()
+    _attempts = worker.epoch, _attempts[1] + 1 if _attempts[0] == worker.epoch else 1
     backend = backend or worker.communication_backend or "gloo"
     if "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = _interface_of(ray.util.get_node_ip_address())
@@ -65,8 +91,13 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     url = _store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     rank, world_size = worker.rank, worker.world_size
     with worker.waiting():
-        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
+        shared, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
+        shared.set_timeout(timeout)
+        # The port, and with it the store, may be that of earlier epochs, whose keys must not be read again.
+        store = dist.PrefixStore("epoch {} attempt {}".format(*_attempts), shared)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _timeout = timeout
+    _joined += 1
 
 
 def _store_url(address: str, port: str) -> str:
@@ -151,6 +182,18 @@ _Hook = Callable[[Any, Any], Any]
 _counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class _Wrapping:
+    """How `wrap_ddp` wrapped a model: what it was given, and the axes of the process group if it has any."""
+
+    compression: bool | Compression | None
+    axes: tuple[str, ...] | None
+    options: dict[str, Any]
+
+
+_wrappings: "weakref.WeakKeyDictionary[Any, _Wrapping]" = weakref.WeakKeyDictionary()
+
+
 def wrap_ddp(
     model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
 ) -> torch.nn.parallel.DistributedDataParallel:
@@ -171,15 +214,140 @@ def wrap_ddp(
     """
     worker = current_worker()
     chosen = worker.gradient_compression if compression is None else check_compression(compression)
+    axes = () if group is None else next((axes for axes, one in _groups.items() if one is group), None)
+    wrapping = _Wrapping(compression, axes, dict(options))
     device = next(model.parameters()).device
     if device.type == "cuda":
         options.setdefault("device_ids", [device])
     wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, **options)
+    _wrappings[wrapped] = wrapping
     if chosen is not None:
         counter = _Counter(chosen, group)
         wrapped.register_comm_hook(None, counter.hook)
         _counts[wrapped] = counter
     return wrapped
+
+
+def rewrap_ddp(model: torch.nn.Module, *, group: Any = None) -> torch.nn.parallel.DistributedDataParallel:
+    """Return a new `DistributedDataParallel` of a model that `wrap_ddp` wrapped, over the process groups of now.
+
+    A wrapped model keeps its process group, which has other members than the group of workers after a resize. Every
+    worker calls it at the same time as those that wrap the model for the first time. The compression and the options
+    are those that `wrap_ddp` was given; counted bytes and the error feedback of PowerSGD start again. All replicas get
+    the parameters of rank 0 of the process group, so call `broadcast_state` first.
+
+    Args:
+        model: the wrapped model. Use the result instead of it.
+        group: the process group to average over; None for that of the same axes, or of all workers, as before.
+
+    Raises:
+        ValueError: `wrap_ddp` has not wrapped the model; or it was given a process group that is not that of axes, and
+            no other one is given now.
+        RuntimeError: this process runs no worker of a group.
+    """
+    wrapping = _wrappings.get(model)
+    if wrapping is None or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"rewrap_ddp takes a model that wrap_ddp has returned, got a {type(model).__qualname__}. Wrap it with "
+            "wrap_ddp."
+        )
+    if group is None and wrapping.axes != ():
+        if wrapping.axes is None:
+            raise ValueError("The model was wrapped with a process group of its own; give the new one with group=.")
+        group = axis_group(*wrapping.axes)
+    return wrap_ddp(model.module, compression=wrapping.compression, group=group, **wrapping.options)
+
+
+def broadcast_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    source: int | None = None,
+    group: Any = None,
+) -> None:
+    """Give all replicas the parameters, the buffers and the optimizer's state of one of them.
+
+    Every worker has to call it, such as in `on_resize`: new workers then have what the others have learned, including
+    the moments of Adam.
+
+    Args:
+        model: the model, wrapped or not. Its parameters are overwritten in place.
+        optimizer: its optimizer; None for none.
+        source: the rank in the process group whose state all get; None for the lowest of the ranks that have joined
+            most process groups, which is not one that has just started.
+        group: the process group of the replicas, such as `axis_group("dp")`; None for all workers.
+
+    Raises:
+        TypeError: a parameter is a DTensor, which each rank holds a part of.
+        ValueError: there is no such rank; or the models differ in their tensors, which every worker raises.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if source is not None and not 0 <= source < world:
+        raise ValueError(f"source must be a rank of the process group, 0 to {world - 1}, got {source!r}")
+    tensors = [one.detach() for one in (*model.parameters(), *model.buffers())]
+    if any(hasattr(one, "placements") for one in tensors):
+        raise TypeError(
+            "broadcast_state copies whole replicas, and some parameters are DTensors, of which each rank holds a part"
+        )
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if source is None:
+        # The largest number is that of the lowest rank among those that have joined most often.
+        oldest = torch.tensor([_joined * world - rank], device=device)
+        dist.all_reduce(oldest, dist.ReduceOp.MAX, group=group)
+        source = -int(oldest) % world
+    sender = source if group is None else dist.get_global_rank(group, source)
+
+    outline, moments = io.BytesIO(), list[torch.Tensor]()
+    if rank == source:
+        _OutlinePickler(outline, moments).dump({} if optimizer is None else optimizer.state_dict())
+    shapes = [(one.shape, one.dtype) for one in tensors]
+    plan = [(shapes, outline.getvalue())]
+    dist.broadcast_object_list(plan, sender, group=group, device=device)
+    agrees = torch.tensor([int(plan[0][0] == shapes)], device=device)
+    dist.all_reduce(agrees, dist.ReduceOp.MIN, group=group)
+    if not agrees:
+        raise ValueError(f"Workers have models whose tensors differ in shape or dtype from those of rank {source}.")
+    state = {}
+    if rank != source:
+        state = _OutlineUnpickler(io.BytesIO(plan[0][1]), moments, device).load()
+    for tensor in (*tensors, *moments):
+        # NCCL takes no tensors in host memory, where Adam counts its steps, and gloo only contiguous ones.
+        sent = tensor.to(device).contiguous()
+        dist.broadcast(sent, sender, group=group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+    if optimizer is not None and state:
+        optimizer.load_state_dict(state)
+
+
+class _OutlinePickler(pickle.Pickler):
+    """Pickles a value without its tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        """Take a tensor out."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        self._tensors.append(value.detach())
+        return value.shape, value.dtype, value.device.type == "cpu"
+
+
+class _OutlineUnpickler(pickle.Unpickler):
+    """Restores such a value with new tensors, which it collects in the same order."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._device = device
+
+    def persistent_load(self, description: Any) -> torch.Tensor:
+        """Return a new tensor."""
+        shape, dtype, in_host_memory = description
+        self._tensors.append(torch.empty(shape, dtype=dtype, device="cpu" if in_host_memory else self._device))
+        return self._tensors[-1]
 
 
 def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> GradientBytes:

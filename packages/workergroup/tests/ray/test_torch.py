@@ -10,6 +10,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard, current_worker
+from fairlead_workergroup.testing import kill
 
 pytest.importorskip("torch", reason="the torch helpers need torch")
 datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with scikit-learn")
@@ -192,6 +193,119 @@ def test_no_compression(local_ray):
         pytest.raises(ValueError, match="wrapped with a compression"),
     ):
         group.call("gradient_bytes").result()
+
+
+class Replica:
+    """A replica of a model with buffers, which begins with parameters of its own."""
+
+    def __init__(self):
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(current_worker().rank + 10 * current_worker().epoch)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.ddp = None
+
+    def connect(self):
+        from fairlead_workergroup.torch import (
+            axis_group,
+            broadcast_state,
+            init_process_group,
+            rewrap_ddp,
+            wrap_ddp,
+        )
+
+        init_process_group(timeout_s=60)
+        broadcast_state(self.model, self.optimizer, group=axis_group("dp"))
+        if self.ddp is None:
+            self.ddp = wrap_ddp(self.model, group=axis_group("dp"), compression="bf16", bucket_cap_mb=1)
+        else:
+            self.ddp = rewrap_ddp(self.ddp)
+
+    def train(self, steps):
+        import torch
+        import torch.distributed as dist
+
+        from fairlead_workergroup.torch import axis_group, gradient_bytes
+
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.ddp(torch.randn(6, 4)).square().mean().backward()
+            self.optimizer.step()
+        group = axis_group("dp")
+        assert self.ddp.process_group is group
+        assert gradient_bytes(self.ddp).handed > 0
+        return dist.get_world_size(), dist.get_world_size(group)
+
+    def state(self):
+        """Return the bits of the parameters and of the moments, and the number of steps that Adam has counted."""
+        moments = [moment for state in self.optimizer.state.values() for moment in state.values()]
+        (steps,) = {int(state["step"]) for state in self.optimizer.state.values()}
+        return [value.detach().numpy().tobytes() for value in (*self.model.parameters(), *moments)], steps
+
+    def broadcast_other(self):
+        import torch
+
+        from fairlead_workergroup.torch import broadcast_state
+
+        broadcast_state(torch.nn.Linear(4, 1 + current_worker().rank))
+
+    def refused(self):
+        import torch
+
+        from fairlead_workergroup.torch import broadcast_state, rewrap_ddp
+
+        texts = []
+        for wrong in (
+            lambda: broadcast_state(self.model, source=9),
+            lambda: rewrap_ddp(self.model),
+            lambda: rewrap_ddp(torch.nn.parallel.DistributedDataParallel(self.model)),
+        ):
+            try:
+                wrong()
+            except ValueError as error:
+                texts.append(str(error))
+        return texts
+
+
+def test_process_groups_of_several_epochs(local_ray):
+    """DDP with Adam grows, loses workers, and shrinks; after each change all replicas have the same state."""
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster,
+            Replica,
+            workers_per_node=[2],
+            sharding_annotations=NamedSharding.from_shape(dp=2),
+            on_resize="connect",
+        ) as group,
+    ):
+
+        def train(taken):
+            size = group.world_size
+            assert group.call("train", 5, timeout=120).result() == [(size, size)] * size
+            states = group.call("state").result()
+            assert [steps for _, steps in states] == [taken] * size
+            assert all(state == states[0] for state in states)
+
+        group.call("connect", timeout=120).result()
+        train(5)
+        group.resize(dp=3)
+        train(10)
+        # The store is on the same port, in a new process; the state is that of those that stayed.
+        kill(group, 0)
+        assert group.restart_failed_workers() == [0]
+        group.call("connect", timeout=120).result()
+        train(15)
+        group.resize(dp=2)
+        train(20)
+        with pytest.raises(ValueError, match="differ in shape or dtype from those of rank 0"):
+            group.call("broadcast_other", timeout=120).result()
+        source, unwrapped, foreign = group.call("refused", timeout=120, collect=()).result()
+        assert "0 to 1, got 9" in source
+        assert "a Sequential" in unwrapped
+        assert "a DistributedDataParallel. Wrap it with wrap_ddp" in foreign
 
 
 def test_outside_a_worker():
