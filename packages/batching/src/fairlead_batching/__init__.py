@@ -21,12 +21,12 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
+from ._leaves.ragged import RaggedLeaf
+from ._leaves.registry import Leaf, register_leaf
 from ._packed import PackedBatch
 from ._packing.packer import Packer, PackingMetrics, get_packer
 from ._plan import ShardPlan
 from ._planner import plan_shards
-from ._ragged import RaggedLeaf
-from ._registry import Leaf, register_leaf
 from ._remote import BatchLostError, RemoteBatch
 
 __version__ = "0.1.0"

@@ -9,12 +9,13 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
-from . import _gathering, _indices, _interop, _leaf, _microbatches, _packed, _planner
+from . import _gathering, _indices, _microbatches, _packed, _planner
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
-from ._leaf import IntArray
+from ._leaves import interop, operations
+from ._leaves.operations import IntArray
+from ._leaves.registry import is_registered
 from ._packed import PackedBatch
 from ._plan import ShardPlan
-from ._registry import is_registered
 from ._samples import Content, Samples
 
 Part = TypeVar("Part")
@@ -147,7 +148,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
         """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
         _indices.check_span(start, end, self.size)
-        return self._derive(lambda leaf: _leaf.cut(leaf, start, end), SlicedDataDict)
+        return self._derive(lambda leaf: operations.cut(leaf, start, end), SlicedDataDict)
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
         """Return piece ``rank`` of ``chunks`` equal ones, as views; ValueError if there is no such piece.
@@ -166,7 +167,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     def select_indices(self, indices: Iterable[int]) -> SlicedDataDict[Content]:
         """Return copies of the samples at ``indices``, in that order; ValueError if there is no such sample."""
         where = _indices.check(indices, self.size)
-        return self._derive(lambda leaf: _leaf.take(leaf, where), SlicedDataDict)
+        return self._derive(lambda leaf: operations.take(leaf, where), SlicedDataDict)
 
     def minibatches(self, size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[SlicedDataDict[Content]]:
         """Return batches of ``size`` samples for the optimizer's steps, without the plan of this batch.
@@ -240,7 +241,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """
         lengths = None if plan.args is None else self.get(plan.args.input_lengths_key)
         key = "" if plan.args is None else plan.args.input_lengths_key
-        plan.check(self.size, None if lengths is None else _leaf.to_integers(key, lengths))
+        plan.check(self.size, None if lengths is None else operations.to_integers(key, lengths))
         return self._apply(plan)
 
     def _read_lengths(
@@ -249,7 +250,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         return _planner.read_lengths(self.data, args)
 
     def _apply(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
-        gathered = self._derive(lambda leaf: _leaf.take(leaf, plan.order), SlicedDataDict)
+        gathered = self._derive(lambda leaf: operations.take(leaf, plan.order), SlicedDataDict)
         shards = []
         for number, (start, end) in enumerate(pairwise(accumulate(map(len, plan.samples), initial=0))):
             shards.append(gathered.slice(start, end))
@@ -382,7 +383,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             microbatch = self.slice(start, end)
             microbatch.input_key, microbatch.input_lengths_key = self.input_key, self.input_lengths_key
             for key in keys:
-                microbatch.data[key] = _leaf.truncate(microbatch.data[key], dim, length)
+                microbatch.data[key] = operations.truncate(microbatch.data[key], dim, length)
             yield microbatch
 
     def pad_to_multiple(self, n: int, mask_key: str = "sample_mask") -> BatchedDataDict[Content]:
@@ -403,11 +404,11 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         if not size:
             raise ValueError("An empty batch cannot be padded: it has no sample to copy.")
         extra = -size % n
-        padded = self._derive(lambda leaf: _leaf.pad(leaf, extra), BatchedDataDict)
+        padded = self._derive(lambda leaf: operations.pad(leaf, extra), BatchedDataDict)
         if mask_key not in padded:
-            tensor = next(filter(_interop.is_tensor, self.data.values()), None)
+            tensor = next(filter(interop.is_tensor, self.data.values()), None)
             ones = np.ones(size + extra, dtype=np.float32)
-            padded[mask_key] = ones if tensor is None else _interop.from_numpy(ones, like=tensor)
+            padded[mask_key] = ones if tensor is None else interop.from_numpy(ones, like=tensor)
         if is_registered(padded[mask_key]):
             raise ValueError(f"The mask {mask_key!r} must be a list, an array or a tensor: choose another mask_key.")
         padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
@@ -434,7 +435,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
         mask = None if mask_key is None else self[mask_key]
         real = _indices.find_real((self if like is None else like).padding, mask, self.size)
-        dropped = self._derive(lambda leaf: _leaf.take(leaf, real), BatchedDataDict)
+        dropped = self._derive(lambda leaf: operations.take(leaf, real), BatchedDataDict)
         dropped.padding = None
         return dropped
 

@@ -12,21 +12,21 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from . import _interop, _leaf
+from ._leaves import interop, operations
 from ._samples import Samples
 
 
 def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
     """Return the samples of each rank, on every rank; for errors see `BatchedDataDict.all_gather`."""
-    torch = _interop.require_torch()
+    torch = interop.require_torch()
     flat: dict[str, Any] = {}
 
     def describe() -> tuple[Any, ...]:
-        _leaf.count_samples(batch.data)  # raises if leaves disagree
+        operations.count_samples(batch.data)  # raises if leaves disagree
         signatures, others = {}, {}
         for key, leaf in batch.data.items():
             # All ranks have to agree on these, except for the sizes.
-            device = leaf.device.type if _interop.is_tensor(leaf) else ""
+            device = leaf.device.type if interop.is_tensor(leaf) else ""
             dtype, shape = str(getattr(leaf, "dtype", "")), tuple(getattr(leaf, "shape", ()))
             signatures[key] = type(leaf).__name__, dtype, device, shape
             if device:
@@ -83,7 +83,7 @@ def _exchange(step: Callable[[], Any], group: Any) -> list[Any]:
     except Exception as error:  # noqa: BLE001 - the other ranks have to learn of any error
         failure = error
     mine = value, None if failure is None else f"{type(failure).__name__}: {failure}"
-    dist = _interop.require_torch().distributed
+    dist = interop.require_torch().distributed
     results: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(results, mine, group=group)
     failed = [f"rank {rank} ({text})" for rank, (_, text) in enumerate(results) if text is not None]

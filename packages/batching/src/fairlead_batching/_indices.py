@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _interop
 from ._args import as_int
-from ._leaf import BoolArray, IntArray, to_integers
+from ._leaves import interop
+from ._leaves.operations import BoolArray, IntArray, to_integers
 
 
 def check(indices: Iterable[int], size: int) -> IntArray:
@@ -48,7 +48,7 @@ def find_real(padding: BoolArray | None, mask: Any, size: int) -> IntArray:
         ValueError: there is no mask and no record, or the record is of another number of samples.
     """
     if mask is not None:
-        values = _interop.to_numpy(mask.bool()) if _interop.is_tensor(mask) else np.asarray(mask)
+        values = interop.to_numpy(mask.bool()) if interop.is_tensor(mask) else np.asarray(mask)
         return np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
     if padding is None:
         raise ValueError(

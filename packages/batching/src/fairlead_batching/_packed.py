@@ -9,9 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import _interop, _joining, _leaf, _microbatches
+from . import _microbatches
 from ._args import as_int
-from ._leaf import IntArray
+from ._leaves import interop, joining, operations
+from ._leaves.operations import IntArray
 from ._samples import Samples
 
 Batch = TypeVar("Batch", bound=Samples[Any])
@@ -51,8 +52,8 @@ class PackedBatch(Generic[Batch]):
 
     def to(self, device: Any) -> PackedBatch[Batch]:
         """Return a copy with all tensors on ``device``; arrays and lists are not moved."""
-        row = {name: _leaf.move(getattr(self, name), device) for name in ("position_ids", *_BOUNDS)}
-        return replace(self, leaves={key: _leaf.move(leaf, device) for key, leaf in self.leaves.items()}, **row)
+        row = {name: operations.move(getattr(self, name), device) for name in ("position_ids", *_BOUNDS)}
+        return replace(self, leaves={key: operations.move(leaf, device) for key, leaf in self.leaves.items()}, **row)
 
     def unpack(
         self, results: Mapping[str, Any] | None = None, pad_value_dict: Mapping[str, Any] | None = None
@@ -68,17 +69,17 @@ class PackedBatch(Generic[Batch]):
             ValueError: a leaf has neither a value for each token of the row nor one for each sequence, or its dtype
                 does not hold the value to pad with.
         """
-        starts, ends = (_leaf.to_integers("cu_seqlens", getattr(self, name)) for name in reversed(_BOUNDS))
+        starts, ends = (operations.to_integers("cu_seqlens", getattr(self, name)) for name in reversed(_BOUNDS))
         lengths, starts = np.diff(ends), starts[:-1]
         tokens = int(np.prod(tuple(self.position_ids.shape)))
         unpacked = {}
         for key, leaf in (self.leaves if results is None else results).items():
             shape = tuple(getattr(leaf, "shape", ()))
             if shape[:2] != (1, tokens) or (results is None and key not in self.token_keys):
-                if _leaf.count_samples({key: leaf}) != len(lengths):
+                if operations.count_samples({key: leaf}) != len(lengths):
                     raise ValueError(
                         f"Leaf {key!r} must be (1, {tokens}, ...), a value for each token of the row, or have an entry "
-                        f"for each of the {len(lengths)} sequences, found {_leaf.describe(leaf)}."
+                        f"for each of the {len(lengths)} sequences, found {operations.describe(leaf)}."
                     )
                 unpacked[key] = leaf
                 continue
@@ -108,7 +109,7 @@ def pack(
             f"The lengths of the sequences are unknown: the batch has no leaf {key!r}. Name it: lengths_key=..., one "
             f"of {sorted(batch)}."
         )
-    size, lengths = batch.size, _leaf.to_integers(key, batch[key])
+    size, lengths = batch.size, operations.to_integers(key, batch[key])
     keys = _microbatches.find_sequence_keys(batch, 1, sequence_keys)
     if not size or not keys:
         raise ValueError(f"There is nothing to pack: the batch has {size} samples, and the leaves of sequences {keys}.")
@@ -135,10 +136,10 @@ def pack(
         index = np.where(is_real, samples * width + positions, size * width)
         flat = leaf.reshape(size * width, *leaf.shape[2:])
         packed[name] = _gather(name, flat, index[None], pad_values.get(name, 0))
-    tensor = batch[keys[0]] if _interop.is_tensor(batch[keys[0]]) else None
+    tensor = batch[keys[0]] if interop.is_tensor(batch[keys[0]]) else None
 
     def convert(array: IntArray) -> Any:
-        return array if tensor is None else _interop.from_numpy(array, like=tensor)
+        return array if tensor is None else interop.from_numpy(array, like=tensor)
 
     return PackedBatch(
         leaves={**batch.data, **packed},
@@ -156,5 +157,5 @@ def pack(
 def _gather(key: str, flat: Any, index: IntArray, value: Any) -> Any:
     """Return rows of a leaf; an index beyond them gives ``value``."""
     if index.size and index.max() == len(flat):
-        flat = _joining.append(key, flat, value)
-    return _leaf.take(flat, index.ravel()).reshape(*index.shape, *flat.shape[1:])
+        flat = joining.append(key, flat, value)
+    return operations.take(flat, index.ravel()).reshape(*index.shape, *flat.shape[1:])

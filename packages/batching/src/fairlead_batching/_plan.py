@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
-from ._leaf import IntArray
+from ._leaves.operations import IntArray
 from ._packing.even import Costs
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard

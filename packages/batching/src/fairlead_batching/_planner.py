@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _leaf
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
-from ._leaf import IntArray
+from ._leaves import operations
+from ._leaves.operations import IntArray
 from ._packing import algorithms
 from ._packing.even import Costs, exchange_shards, fill_evenly, split_by_cost, split_evenly
 from ._packing.packer import get_packer
@@ -56,7 +56,7 @@ def plan_shards(
     if isinstance(lengths, (int, np.integer)):
         numbers, size = None, as_int("lengths", lengths, at_least=0)
     else:
-        numbers = _leaf.to_integers("lengths" if args is None else args.input_lengths_key, lengths)
+        numbers = operations.to_integers("lengths" if args is None else args.input_lengths_key, lengths)
         size = numbers.size
     group = _group_size(size, shards, batch_size, allow_uneven_shards)
     if args is None:
@@ -79,7 +79,7 @@ def read_lengths(
     Raises:
         ValueError: the batch lacks the leaves that the arguments name, or these are not sequences and lengths.
     """
-    size = _leaf.count_samples(leaves)
+    size = operations.count_samples(leaves)
     if args is None or not size:
         return size, None
     for name in ("input_key", "input_lengths_key"):
@@ -89,7 +89,7 @@ def read_lengths(
     if getattr(sequences, "ndim", 0) < 2:
         found = f"shape {tuple(sequences.shape)}" if hasattr(sequences, "shape") else f"a {type(sequences).__name__}"
         raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
-    return _leaf.to_integers(args.input_lengths_key, leaves[args.input_lengths_key]), int(sequences.shape[1])
+    return operations.to_integers(args.input_lengths_key, leaves[args.input_lengths_key]), int(sequences.shape[1])
 
 
 def choose_args(

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from . import _indices, _joining, _leaf
+from . import _indices
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
-from ._leaf import BoolArray, IntArray
+from ._leaves import joining, operations
+from ._leaves.operations import BoolArray, IntArray
+from ._leaves.ragged import RaggedLeaf
 from ._plan import ShardPlan, table_html
-from ._ragged import RaggedLeaf
 from ._samples import PLANNED, find_keys, rename_keys
 
 _INPUTS = ("input_key", "input_lengths_key")
@@ -99,7 +100,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         if lengths_key is not None:
             if lengths_key not in given:
                 raise ValueError(f"Unknown lengths_key {lengths_key!r}; the batch has {sorted(given)}.")
-            lengths = _leaf.to_integers(lengths_key, given[lengths_key]).copy()
+            lengths = operations.to_integers(lengths_key, given[lengths_key]).copy()
         step = max(size, 1) if rows_per_object is None else as_int("rows_per_object", rows_per_object, at_least=1)
         stored = []
         for start in range(0, max(size, 1), step):
@@ -254,8 +255,8 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             keys.pop() if known else None,
             np.concatenate(lengths) if known else None,
             {key: max(batch.widths.get(key, 0) for batch in given) for key in given[0].widths},
-            _joining.join_meta([batch.meta for batch in given]),
-            _joining.join_padding([batch.padding for batch in given], sizes),
+            joining.join_meta([batch.meta for batch in given]),
+            joining.join_padding([batch.padding for batch in given], sizes),
         )
 
     def fetch(
@@ -321,7 +322,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 
 def _copy_rows(leaf: Any, rows: IntArray) -> Any:
     """Return a copy of the rows, because the leaf is a view of the store."""
-    taken = _leaf.take(leaf, rows)
+    taken = operations.take(leaf, rows)
     return taken.compact() if isinstance(taken, RaggedLeaf) else taken
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import numpy as np
 
-from . import _indices, _joining, _leaf, _transport
+from . import _indices
 from ._args import as_int
-from ._leaf import BoolArray
+from ._leaves import joining, operations, transport
+from ._leaves.operations import BoolArray
+from ._leaves.registry import is_registered
 from ._plan import Cuts, Lengths, table_html
-from ._registry import is_registered
 
 if TYPE_CHECKING:
     # TypeVars have a default only from Python 3.13 on. The default spares users the annotation of every batch.
@@ -108,7 +109,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             size = str(self.size)
         except (TypeError, ValueError):
             size = "inconsistent"
-        leaves = [f"{key}: {_leaf.describe(leaf)}" for key, leaf in self.data.items()]
+        leaves = [f"{key}: {operations.describe(leaf)}" for key, leaf in self.data.items()]
         return f"{type(self).__name__}({', '.join([f'size={size}', *leaves])})"
 
     def _repr_html_(self) -> str:
@@ -116,7 +117,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             caption = f"{type(self).__name__} of {self.size} samples"
         except (TypeError, ValueError) as error:
             caption = f"{type(self).__name__}: {error}"
-        rows = [(key, _leaf.describe(leaf)) for key, leaf in self.data.items()]
+        rows = [(key, operations.describe(leaf)) for key, leaf in self.data.items()]
         return table_html(caption, [("key", "leaf"), *rows])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -127,7 +128,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        packed = {name: _transport.pack(self.__dict__[name], self._views) for name in ("data", "meta")}
+        packed = {name: transport.pack(self.__dict__[name], self._views) for name in ("data", "meta")}
         state = {**self.__dict__, **packed, "_views": False}
         state.pop("__orig_class__", None)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             ValueError: leaves disagree, or one has no dims.
             TypeError: a leaf is not an array, a tensor or a list.
         """
-        return _leaf.count_samples(self.data)
+        return operations.count_samples(self.data)
 
     @classmethod
     def from_batches(
@@ -170,9 +171,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if not given:
             raise ValueError("There are no batches to join.")
         sizes = [batch.size for batch in given]
-        joined = cls(_joining.join([batch.data for batch in given], sizes, pad_value_dict or {}))
-        joined.padding = _joining.join_padding([batch.padding for batch in given], sizes)
-        joined.meta = _joining.join_meta([batch.meta for batch in given])
+        joined = cls(joining.join([batch.data for batch in given], sizes, pad_value_dict or {}))
+        joined.padding = joining.join_padding([batch.padding for batch in given], sizes)
+        joined.meta = joining.join_meta([batch.meta for batch in given])
         return joined
 
     def _replace(self, leaves: dict[str, Any]) -> Self:
@@ -236,14 +237,14 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if self.data and added.data and self.size != added.size:
             raise ValueError(f"Batches of {self.size} and {added.size} samples have no union: their samples differ.")
         shared = self.data.keys() & added.data.keys()
-        if conflicts := sorted(key for key in shared if not _leaf.is_same(self.data[key], added.data[key])):
+        if conflicts := sorted(key for key in shared if not operations.is_same(self.data[key], added.data[key])):
             raise ValueError(f"Both batches have {conflicts}, with different leaves: drop or rename them in one batch.")
         if self.padding is not None and added.padding is not None and not np.array_equal(self.padding, added.padding):
             row = int(np.flatnonzero(self.padding != added.padding)[0])
             raise ValueError(f"Row {row} is a dummy row in one of the batches only: drop_padding() in both first.")
         new = self._replace({**self.data, **added.data})
         new.padding = added.padding if self.padding is None else self.padding
-        new.meta = _joining.join_meta([self.meta, added.meta])
+        new.meta = joining.join_meta([self.meta, added.meta])
         return new
 
     @overload
@@ -269,7 +270,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             raise TypeError("repeat_interleave() needs one number: num_repeats or repeats, which mean the same.")
         times = as_int("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
         indices = np.repeat(np.arange(self.size), times)
-        return self._derive(lambda leaf: _leaf.repeat(leaf, indices), type(self))
+        return self._derive(lambda leaf: operations.repeat(leaf, indices), type(self))
 
     def shuffle(self, seed: int) -> Self:
         """Return copies of all samples in a random order that depends on ``seed`` only. A plan is dropped.
@@ -278,7 +279,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         [3, 1, 2, 4]
         """
         order = _indices.shuffle(seed, self.size)
-        return self._derive(lambda leaf: _leaf.take(leaf, order), type(self))
+        return self._derive(lambda leaf: operations.take(leaf, order), type(self))
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
         """Put sample i at position ``indices[i]``, in place, and return the batch itself.
@@ -294,7 +295,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         [30, 10, 20]
         """
         inverse = _indices.invert(indices, self.size)
-        moved = self._derive(lambda leaf: _leaf.take(leaf, inverse), Samples)
+        moved = self._derive(lambda leaf: operations.take(leaf, inverse), Samples)
         self.data, self.padding = moved.data, moved.padding
         self._clear_plan()
         return self
@@ -307,7 +308,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """
         as_int("dim", dim, at_least=1)
         as_int("truncated_len", truncated_len, at_least=0)
-        self.data = {key: _leaf.truncate(leaf, dim, truncated_len) for key, leaf in self.data.items()}
+        self.data = {key: operations.truncate(leaf, dim, truncated_len) for key, leaf in self.data.items()}
 
     def get_dict(self) -> dict[str, Any]:
         """Return a new plain dict of the leaves, which are not copied."""
@@ -315,7 +316,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def to(self, device: Any) -> Self:
         """Move torch tensors to ``device``, in place, and return the batch itself. Arrays and lists are not moved."""
-        self.data = {key: _leaf.move(leaf, device) for key, leaf in self.data.items()}
+        self.data = {key: operations.move(leaf, device) for key, leaf in self.data.items()}
         return self
 
     def to_device(self, device: Any) -> Self:

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from .._args import Algorithm, check_choice, convert_fields
-from .._leaf import to_integers
+from .._leaves.operations import to_integers
 from . import algorithms
 from .algorithms import Bins
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from . import _interop, _leaf, _transport
-from ._leaf import IntArray
-from ._registry import register_leaf
+from . import interop, operations, transport
+from .operations import IntArray
+from .registry import register_leaf
 
 
 @register_leaf
@@ -92,11 +92,11 @@ class RaggedLeaf:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RaggedLeaf):
             return NotImplemented
-        return len(self) == len(other) and all(map(_leaf.is_same, self, other))
+        return len(self) == len(other) and all(map(operations.is_same, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
         compact = self.compact()
-        buffer = _transport.pack({"buffer": compact.buffer}, views=False)["buffer"]
+        buffer = transport.pack({"buffer": compact.buffer}, views=False)["buffer"]
         return copyreg.__newobj__, (type(self),), (buffer, compact.shapes, compact.rows)  # type: ignore[attr-defined]
 
     @property
@@ -138,7 +138,7 @@ class RaggedLeaf:
 
     def to(self, device: Any, /) -> Self:
         """Return the leaf with its tensors on ``device``; arrays are not moved."""
-        return self._make(_leaf.move(self.buffer, device), self.shapes, self.rows)
+        return self._make(operations.move(self.buffer, device), self.shapes, self.rows)
 
     def compact(self) -> Self:
         """Return a leaf whose buffer holds only the rows that occur in it; the leaf itself if that is so already."""
@@ -155,14 +155,14 @@ class RaggedLeaf:
         [[1, 2], [3, 0]]
         """
         shape = [len(self), *(self.shapes[self.rows].max(axis=0).tolist() if len(self) else [])]
-        padded = _interop.full(shape, value, self.dtype, self.buffer)
+        padded = interop.full(shape, value, self.dtype, self.buffer)
         for number, row in enumerate(self):
             padded[(number, *map(slice, row.shape))] = row
         return padded
 
 
 def _check_row(number: int, row: Any, first: Any) -> None:
-    if not isinstance(row, np.ndarray) and not _interop.is_tensor(row):
+    if not isinstance(row, np.ndarray) and not interop.is_tensor(row):
         raise TypeError(f"Row {number} must be an array or a tensor, found {type(row).__name__}: convert it first.")
     if isinstance(row, np.ndarray) != isinstance(first, np.ndarray):
         raise TypeError(
@@ -178,7 +178,7 @@ def _check_row(number: int, row: Any, first: Any) -> None:
 
 
 def _concatenate(flat: Sequence[Any]) -> Any:
-    return np.concatenate(flat) if isinstance(flat[0], np.ndarray) else _interop.require_torch().cat(list(flat))
+    return np.concatenate(flat) if isinstance(flat[0], np.ndarray) else interop.require_torch().cat(list(flat))
 
 
 def _address(buffer: Any) -> int:

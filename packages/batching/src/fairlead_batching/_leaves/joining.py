@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _interop, _leaf
-from ._leaf import BoolArray
-from ._registry import is_registered
+from . import interop, operations
+from .operations import BoolArray
+from .registry import is_registered
 
 _NUMBERS = "biufc"
 
@@ -46,7 +46,7 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first: dict[str, int] = {}
     for number, meta in enumerate(metas):
         for key, value in meta.items():
-            if key in joined and not _leaf.is_same(joined[key], value):
+            if key in joined and not operations.is_same(joined[key], value):
                 raise ValueError(
                     f"Batches {first[key]} and {number} have different meta[{key!r}]: {joined[key]!r:.100} and "
                     f"{value!r:.100}. Set it to one value, or delete it, before joining."
@@ -77,7 +77,7 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
         ValueError: they have different numbers of dims, or differ in another dim than the first two; no dtype holds
             the values of all; or their dtype does not hold the pad value.
     """
-    kinds = {_leaf.kind(key, leaf) for leaf in leaves}
+    kinds = {operations.kind(key, leaf) for leaf in leaves}
     if len(kinds) > 1:
         raise TypeError(f"Leaf {key!r} is of several kinds in the batches to join: {sorted(kinds)}.")
     if kinds == {"list"}:
@@ -96,10 +96,10 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
     if len({shape[1:] for shape in shapes}) == 1:
         if masked:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
-        return np.concatenate(leaves) if arrays else _interop.require_torch().cat(leaves)
+        return np.concatenate(leaves) if arrays else interop.require_torch().cat(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
     check_pad_value(key, pad_value, dtype)
-    joined = _interop.full(total, pad_value, dtype, leaves[0])
+    joined = interop.full(total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
     start = 0
@@ -122,7 +122,7 @@ def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
     if arrays and len({_family(dtype) for dtype in dtypes} - {"O"}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {[str(dtype) for dtype in dtypes]}.")
     try:
-        dtype = np.result_type(*dtypes) if arrays else reduce(_interop.require_torch().promote_types, dtypes)
+        dtype = np.result_type(*dtypes) if arrays else reduce(interop.require_torch().promote_types, dtypes)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"Leaf {key!r} cannot be joined: {error}. Convert it to one dtype first.") from error
     for leaf in leaves:
@@ -148,7 +148,7 @@ def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
         with np.errstate(over="ignore"):
             converted = values.astype(dtype).real
     else:
-        values, converted = _interop.convert_integers(leaf, dtype)
+        values, converted = interop.convert_integers(leaf, dtype)
     limit = float(int(np.iinfo(values.dtype).max) + 1)
     with np.errstate(invalid="ignore"):
         # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
@@ -168,12 +168,12 @@ def check_pad_value(key: str, value: Any, dtype: Any) -> None:
 def append(key: str, leaf: Any, value: Any) -> Any:
     """Return an array or tensor with one more row, which is full of ``value``."""
     check_pad_value(key, value, leaf.dtype)
-    row = _interop.full((1, *leaf.shape[1:]), value, leaf.dtype, leaf)
+    row = interop.full((1, *leaf.shape[1:]), value, leaf.dtype, leaf)
     return _concatenate(key, [leaf, row], value)
 
 
 def _kind_of(dtype: Any) -> str:
-    return dtype.kind.replace("u", "i") if isinstance(dtype, np.dtype) else _interop.kind_of(dtype)
+    return dtype.kind.replace("u", "i") if isinstance(dtype, np.dtype) else interop.kind_of(dtype)
 
 
 def _is_held(value: Any, dtype: Any) -> bool:
@@ -186,7 +186,7 @@ def _is_held(value: Any, dtype: Any) -> bool:
         given = np.asarray(value).dtype
         alike = given.kind == kind or given.kind + kind == "UT"
         return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
-    library: Any = np if of_numpy else _interop.require_torch()
+    library: Any = np if of_numpy else interop.require_torch()
     try:
         if kind == "b":
             return bool(value in (0, 1))
@@ -201,6 +201,6 @@ def _is_held(value: Any, dtype: Any) -> bool:
         # The value is None, a string, an array or beyond all floats, or torch does not know the limits of the dtype.
         return False
     return all(
-        least <= part <= most if math.isfinite(part) else of_numpy or kind == "c" or _interop.keeps(part, dtype)
+        least <= part <= most if math.isfinite(part) else of_numpy or kind == "c" or interop.keeps(part, dtype)
         for part in parts
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from . import _interop
+from . import interop
 
 Kind = TypeVar("Kind", bound=type[Any])
 
@@ -59,7 +59,7 @@ def register_leaf(kind: Kind) -> Kind:
     """
     if not isinstance(kind, type):
         raise TypeError(f"register_leaf() needs a class, found {kind!r}.")
-    if issubclass(kind, (list, np.ndarray)) or _interop.is_tensor_type(kind):
+    if issubclass(kind, (list, np.ndarray)) or interop.is_tensor_type(kind):
         raise TypeError(f"{kind.__name__} is a list, an array or a tensor, so its instances are leaves already.")
     methods = ("__len__", "take", "concat", "to")
     if missing := [f"{name}()" for name in methods if not callable(getattr(kind, name, None))]:

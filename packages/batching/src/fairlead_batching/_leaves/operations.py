@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _interop
-from ._registry import is_registered
+from . import interop
+from .registry import is_registered
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -25,7 +25,7 @@ def kind(key: str, leaf: Any) -> str:
         return "list"
     if isinstance(leaf, np.ndarray):
         return "numpy"
-    if _interop.is_tensor(leaf):
+    if interop.is_tensor(leaf):
         return "torch"
     raise TypeError(
         f"Leaf {key!r} must be a list, a numpy array or a torch tensor, found {type(leaf).__name__}. A value that is "
@@ -65,7 +65,7 @@ def take(leaf: Any, indices: IntArray) -> Any:
                 f"{type(leaf).__qualname__}.take() returned {len(taken)} samples for {len(indices)} indices."
             )
         return taken
-    return _interop.take(leaf, indices)
+    return interop.take(leaf, indices)
 
 
 def cut(leaf: Any, start: int, end: int) -> Any:
@@ -75,14 +75,14 @@ def cut(leaf: Any, start: int, end: int) -> Any:
 
 def move(leaf: Any, device: Any) -> Any:
     """Return a tensor or a registered leaf on the device, any other leaf unchanged."""
-    return leaf.to(device) if _interop.is_tensor(leaf) or is_registered(leaf) else leaf
+    return leaf.to(device) if interop.is_tensor(leaf) or is_registered(leaf) else leaf
 
 
 def pad(leaf: Any, count: int) -> Any:
     """Return a leaf with ``count`` dummy samples after its own: copies of the last one, which are valid input."""
     if is_registered(leaf) and hasattr(leaf, "pad"):
         return leaf.pad(count)
-    size = leaf.size(0) if _interop.is_tensor(leaf) else len(leaf)
+    size = leaf.size(0) if interop.is_tensor(leaf) else len(leaf)
     return repeat(leaf, np.minimum(np.arange(size + count), size - 1))
 
 
@@ -112,8 +112,8 @@ def is_same(one: Any, other: Any) -> bool:
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
         return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-    if _interop.is_tensor(one):
-        return _interop.is_same(one, other)
+    if interop.is_tensor(one):
+        return interop.is_same(one, other)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict):
@@ -123,10 +123,10 @@ def is_same(one: Any, other: Any) -> bool:
 
 def to_integers(name: str, values: Iterable[int] | Any) -> IntArray:
     """Return a list, array or tensor of whole numbers as an int64 array of one dim."""
-    if _interop.is_tensor(values):
-        if not _interop.has_numpy_dtype(values):
-            raise ValueError(f"{name!r} must be whole numbers, found {_interop.dtype_name(values)}.")
-        values = _interop.to_numpy(values)
+    if interop.is_tensor(values):
+        if not interop.has_numpy_dtype(values):
+            raise ValueError(f"{name!r} must be whole numbers, found {interop.dtype_name(values)}.")
+        values = interop.to_numpy(values)
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     if array.ndim != 1:
         raise ValueError(f"{name!r} must have one dim, found shape {array.shape}.")
@@ -145,10 +145,10 @@ def describe(leaf: Any) -> str:
         return f"list[{len(leaf)}]"
     if isinstance(leaf, np.ndarray):
         return f"numpy {leaf.dtype}{list(leaf.shape)}"
-    if _interop.is_tensor(leaf):
+    if interop.is_tensor(leaf):
         # The parts of a nested tensor differ.
         shape = [leaf.size(0), *[None] * (leaf.ndim - 1)] if leaf.is_nested else list(leaf.shape)
-        return f"torch {_interop.dtype_name(leaf)}{shape}"
+        return f"torch {interop.dtype_name(leaf)}{shape}"
     if is_registered(leaf):
         size = f", {leaf.nbytes:,} bytes" if hasattr(leaf, "nbytes") else ""
         return f"{type(leaf).__qualname__}[{len(leaf)}{size}]"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _interop
-from ._interop import Array
+from . import interop
+from .interop import Array
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
 # torch assumes that memory is aligned to 16 bytes: reading a complex128 at another address ends the process.
@@ -56,7 +56,7 @@ def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
         return entries
     if kind is tuple:
         return tuple(_pack(key, item, views, memo) for item in value)
-    if _interop.is_tensor(value):
+    if interop.is_tensor(value):
         memo[id(value)] = sent = _pack_tensor(key, value, views)
         return sent
     return value
@@ -69,11 +69,11 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
     if tensor.is_nested:
-        parts, *rest = _interop.unnest(tensor)
-        return _Sent(_interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
-    if not _interop.is_plain(tensor):
+        parts, *rest = interop.unnest(tensor)
+        return _Sent(interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
+    if not interop.is_plain(tensor):
         return tensor  # sparse, quantized and subclassed tensors have their own pickling
-    return _Sent(_read, _interop.memory(tensor), _interop.dtype_name(tensor), views)
+    return _Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
 
 
 class _Sent:
@@ -95,7 +95,7 @@ def _read(array: Array, dtype: str, view: bool) -> Any:
         array = array.copy(order="K")
     elif not array.flags.writeable:
         array = np.asarray(_Window(array))
-    tensor = _interop.from_carrier(_interop.require_torch().from_numpy(array), dtype)
+    tensor = interop.from_carrier(interop.require_torch().from_numpy(array), dtype)
     # An older protocol has made an array that owns its memory for this reader.
     return tensor if view or array.flags.owndata else tensor.clone()
 
