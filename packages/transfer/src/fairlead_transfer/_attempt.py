@@ -132,6 +132,8 @@ class Attempt:
     def move_from_replicas(self, ranks: Collection[int], good: Collection[int]) -> None:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
+        if self._in_place:  # a late transfer is what to report first
+            self._collect_targets(ranks, counts=False)
         if self._source.method is None or not good:
             text = f"No rank holds version {self._version} any more. {SEND}"
             raise self._error("collect", self._problems("target", dict.fromkeys(ranks, "it needs the version")), text)
