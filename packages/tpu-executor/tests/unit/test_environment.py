@@ -17,6 +17,7 @@ from fairlead_tpu_executor import (
 )
 from fairlead_tpu_executor._reserve.leases import Lease, Ports, megascale_port
 from fairlead_tpu_executor._reserve.reservation import Snapshot
+from fairlead_tpu_executor._run import targets
 from fairlead_tpu_executor._run.targets import host_environment
 
 SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
@@ -45,6 +46,26 @@ def test_one_slice():
         "TPU_POD_COUNT": "1",
         **dict.fromkeys(MEGASCALE),
     }
+
+
+def test_slices_are_counted_once(monkeypatch):
+    """The hosts of the slices are counted once for all hosts, not again for each of them."""
+    counted = []
+    count = SliceInfo.num_hosts.fget
+    monkeypatch.setattr(SliceInfo, "num_hosts", property(lambda one: counted.append(one) or count(one)))
+    many = Snapshot(tuple(Lease(SLICES[0], None) for _ in range(100)), ("10.0.0.1:1400",) * 100, None)
+    config = TpuAcceleratorConfig("v4-16", 100)
+    found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
+    assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
+    assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"200"}
+    assert len(counted) == 100 + len(found)  # and once for its own slice, EXECUTOR_NUM_HOSTS
+
+
+def test_remote_functions_are_made_once():
+    """Ray stores each remote function that it meets, so all hosts share one."""
+    assert targets._task(False) is targets._task(False)
+    assert targets._task(False) is not targets._task(True)
+    assert targets._actor_class() is targets._actor_class()
 
 
 def test_two_slices():

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slices of a pool and their ports, held together and given back together."""
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import ray
 
@@ -41,10 +43,15 @@ class Snapshot:
     coordinators: tuple[str, ...]
     megascale: str | None
 
-    @property
+    @cached_property
     def slices(self) -> tuple[SliceInfo, ...]:
         """The slices, without their placement groups."""
         return tuple(lease.slice for lease in self.leases)
+
+    @cached_property
+    def first_hosts(self) -> tuple[int, ...]:
+        """The number of hosts before each slice, and at the end the number of all hosts."""
+        return tuple(itertools.accumulate((each.num_hosts for each in self.slices), initial=0))
 
 
 class Reservation:

@@ -121,8 +121,8 @@ def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, wor
         "EXECUTOR_NUM_HOSTS": str(one.num_hosts),
         "EXECUTOR_COORDINATOR_ADDRESS": held.coordinators[at],
         ENV_JOB_COORDINATOR_ADDRESS: held.coordinators[0],
-        ENV_PROCESS_COUNT: str(sum(each.num_hosts for each in slices)),
-        ENV_PROCESS_INDEX: str(sum(each.num_hosts for each in slices[:at]) + worker),
+        ENV_PROCESS_COUNT: str(held.first_hosts[-1]),
+        ENV_PROCESS_INDEX: str(held.first_hosts[at] + worker),
     }
     if isinstance(config, TpuAcceleratorConfig):
         ours |= {
