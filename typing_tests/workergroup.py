@@ -334,8 +334,8 @@ def start(group: RayWorkerGroup) -> None:
     name: Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
     name = phase.name
     assert_type(report[name], StartPhase)
-    report["start"]  # type: ignore[index]  # pyright: ignore[reportArgumentType]
-    report.seconds = 1.0  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+    report["start"]  # type: ignore[index]
+    report.seconds = 1.0  # type: ignore[misc]
 
 
 def trace(group: RayWorkerGroup) -> None:
