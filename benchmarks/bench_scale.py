@@ -62,8 +62,16 @@ def _simulated_rows() -> Iterator[Row]:
     plans = plan_workers(places, described, sharding=sharding, env_vars={}, python=WorkerPython())
     planned_cpu = time.process_time() - cpu
     suffixes = [str(rank) for rank in range(count)]
-    actors = create_actors(plans, described, suffixes, name="sim", clock=clock)
-    started = [actor._fairlead_start.remote({"rank": rank}, [], [], {}) for rank, actor in enumerate(actors)]
+    actors: dict[int, Any] = {}
+    create_actors(
+        plans,
+        described,
+        suffixes,
+        name="sim",
+        clock=clock,
+        add=lambda plan, actor: actors.update({plan.place.rank: actor}),
+    )
+    started = [actors[rank]._fairlead_start.remote({"rank": rank}, [], [], {}) for rank in range(count)]
     wait_started(started, plans, name="sim", timeout_s=600.0, clock=clock)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
 

@@ -115,6 +115,8 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.get_dp_leader_worker_idx(0), int)
         assert_type(group.restart_failed_workers(), list[int])
         assert_type(group.epoch, int)
+        assert_type(group.standby, int)
+        assert_type(group.standby_metadata, list[dict[str, Any]])
         assert_type(group.resize(dp=3), int)
         assert_type(group.resize(dp=4, slots=slots, timeout=60), int)
         assert_type(group.shutdown("save", timeout=None), bool)
@@ -131,7 +133,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
     RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")
-    RayWorkerGroup(slots, Worker, on_resize="join")
+    RayWorkerGroup(slots, Worker, on_resize="join", standby=2)
 
 
 def build(group: PlacementGroup) -> None:
@@ -301,7 +303,17 @@ def watch(group: RayWorkerGroup) -> None:
 
     def on_event(event: WorkerEvent) -> None:
         assert_type(
-            event.kind, Literal["worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted"]
+            event.kind,
+            Literal[
+                "worker-started",
+                "call-slow",
+                "worker-stuck",
+                "worker-dead",
+                "worker-restarted",
+                "resized",
+                "replaced",
+                "standby-ready",
+            ],
         )
         assert_type(event.rank, int)
         assert_type(event.coords, Mapping[str, int])

@@ -43,6 +43,12 @@ def draw(
             text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
             workers.setdefault(cell_of.get(key, key), []).append(text)
 
+        for standby in getattr(group, "standby_metadata", ()):
+            key = (standby["node_idx"], standby["bundle_index"])
+            label = "standby" if len(groups) == 1 else f"G{number}:standby"
+            text = Text(label if standby["state"] == "warm" else f"{label}\n{standby['state']}", style="dim green")
+            workers.setdefault(cell_of.get(key, key), []).append(text)
+
     for node_idx, count in enumerate(counts):
         head = Text(f"node {node_idx}")
         if count == 0:

@@ -37,6 +37,7 @@ from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
 from ._lifecycle.restart import Restarter, RestartPolicy, UserMethods
 from ._lifecycle.shutdown import clean_up
+from ._lifecycle.standbys import Standbys
 from ._members import Roster
 from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
@@ -82,6 +83,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             a checkpoint.
         on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
             as one that sets up the collectives again.
+        standby: how many more processes wait in slots that the group does not use, with the environment and the
+            class's module loaded and without its constructor run. A lost rank takes one instead of a new process, on
+            its own node if there is one there, and moves to its slot. They have no rank: a module that reads RANK when
+            it is imported finds none.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
@@ -125,6 +130,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         restart_scope: Literal["worker", "group"] = "worker",
         on_restart: str | None = None,
         on_resize: str | None = None,
+        standby: int = 0,
         memory_limit: int | str | None = None,
         async_communication: bool = False,
         enable_load_balancing: bool = False,
@@ -181,7 +187,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             start_timeout_s=float(start_timeout_s),
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
-        restarter = Restarter(self._launcher, self._verdicts, policy, slots=slots)
+        self._standbys = Standbys(self._launcher, standby)
+        restarter = Restarter(self._launcher, self._verdicts, policy, self._standbys, slots=slots)
         self._sender = Sender(
             self._roster,
             self._launcher,
@@ -207,9 +214,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             for method in (on_restart, on_resize):
                 if method is not None:
                     self._sender.method(method)
+            self._standbys.reserve(slots)
             self._launcher.store()
             self._launcher.start(range(self.world_size), epoch=0)
             self._start_report = clock.report(self.name_prefix)
+            self._standbys.fill()
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -258,6 +267,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
         return self._roster.snapshot().sharding
+
+    @property
+    def standby(self) -> int:
+        """The number of standbys that are ready; those that were used or have died are started again."""
+        return self._standbys.count_warm() if self.workers else 0
+
+    @property
+    def standby_metadata(self) -> list[dict[str, Any]]:
+        """A dict for each standby: its place, and whether it is "warm" or "starting"; empty after `shutdown`."""
+        return self._roster.standby_metadata
 
     @property
     def epoch(self) -> int:

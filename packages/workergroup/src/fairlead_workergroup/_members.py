@@ -149,6 +149,21 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Something that happened to the membership, for those who watch it.
+
+    Attributes:
+        kind: "resized", "replaced" or "standby-ready".
+        rank: the rank that it happened to; -1 if it is not about one rank.
+        message: what happened, in a line for people.
+    """
+
+    kind: str
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Resize:
     """A change of the size of one axis.
 
@@ -252,6 +267,7 @@ class Roster:
         name_prefix: the name of the group.
         handles: the actor handles by rank, changed in place by restarts; empty after the end.
         worker_metadata: the description of each worker for users; empty after the end.
+        standby_metadata: the description of each standby for the picture of the cluster.
         ending: whether a shutdown has begun.
     """
 
@@ -259,8 +275,10 @@ class Roster:
         self.name_prefix = name
         self.handles: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
+        self.standby_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
         self._made_on = connection()
+        self._changes: list[Change] = []
         self._lock = threading.Lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerFacts] = {}
@@ -462,6 +480,14 @@ class Roster:
         with self._lock:
             self._change({place.rank: replace(self._now[place.rank], place=place) for place in places})
 
+    def report(self, change: Change) -> None:
+        """Note a change for those who watch the group."""
+        self._changes.append(change)
+
+    def changes_since(self, count: int) -> list[Change]:
+        """Return the changes after the first `count`."""
+        return self._changes[count:]
+
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were observed from outside, except of workers that were replaced since `seen`."""
         with self._lock:
@@ -480,6 +506,7 @@ class Roster:
             self.begin_end()
             self.handles = []
             self.worker_metadata = []
+            self.standby_metadata = []
             self._now = replace(self._now, version=self._now.version + 1, ended=True)
 
     def _change(self, changed: Mapping[int, Member], **others: Any) -> None:

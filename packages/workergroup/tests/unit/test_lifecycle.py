@@ -88,13 +88,18 @@ class TestCreation:
         monkeypatch.setattr(launch, "create_actor", create_actor)
         clock = StartClock()
         suffixes = [f"s{rank}" for rank in range(100)]
-        actors = create_actors(make_plans(100), None, suffixes, name="a group", clock=clock)
-        assert actors == list(zip(range(100), suffixes, strict=True))
+        created = {}
+
+        def add(plan, actor):
+            created[plan.place.rank] = actor
+
+        create_actors(make_plans(100), None, suffixes, name="a group", clock=clock, add=add)
+        assert created == {rank: (rank, suffix) for rank, suffix in enumerate(suffixes)}
         assert 1 < most <= launch.WINDOW
 
     def test_failure(self, monkeypatch):
-        """After a failure no further actor is requested."""
-        requested = []
+        """After a failure no further actor is requested, and those that were created are known."""
+        requested, known = [], []
 
         def create_actor(plan, described, suffix):
             requested.append(plan.place.rank)
@@ -104,8 +109,16 @@ class TestCreation:
 
         monkeypatch.setattr(launch, "create_actor", create_actor)
         with pytest.raises(RuntimeError, match="the head is gone"):
-            create_actors(make_plans(1000), None, [""] * 1000, name="a group", clock=StartClock())
+            create_actors(
+                make_plans(1000),
+                None,
+                [""] * 1000,
+                name="a group",
+                clock=StartClock(),
+                add=lambda plan, _: known.append(plan.place.rank),
+            )
         assert len(requested) < 100
+        assert sorted([*known, 3]) == sorted(requested)
 
 
 def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):

@@ -4,8 +4,8 @@
 Seen of nixl-cu12 1.5.1 with host memory: Within a node a transfer is done when `transfer` returns, so reads are cut for
 the deadline to mean something. A dead source shows as an exception or as the state "ERR". A transfer that
 is released before it has ended goes on writing, so none is. NIXL's own progress thread keeps a core busy all the time,
-and makes TCP slower than a thread that sleeps between its looks. A process that was stopped, and continues after a process
-that read from it over TCP has died, is aborted by UCX.
+and makes TCP slower than a thread that sleeps between its looks. A process that was stopped, and continues after a
+process that read from it over TCP has died, is aborted by UCX.
 """
 
 import importlib

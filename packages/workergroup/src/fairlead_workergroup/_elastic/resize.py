@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, Slot
+from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 
 from .._calls.sender import Sender
@@ -16,7 +16,7 @@ from .._deadline import Deadline
 from .._lifecycle.delivery import deliver, drain, wait_for, wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.resources import key_of
-from .._members import Member, Resize, Snapshot
+from .._members import Change, Member, Resize, Snapshot
 from .._start.layout import choose_slots, resize_places
 from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, find_elastic_axis, resize_mesh
@@ -148,6 +148,8 @@ class Resizer:
                 roster.mark_broken([one.failure("resize-failed", "the resize was interrupted") for one in facts])
             raise
         logger.info("Resized %r %s.", roster.name_prefix, resize)
+        roster.report(Change("resized", -1, f"resized {resize}"))
+        self._restarter.note_slots()
         return resize.epoch
 
     def _claim(self, now: Snapshot, count: int, slots: Sequence[Slot] | None, tied: int) -> list[Slot]:
@@ -159,7 +161,7 @@ class Resizer:
         """
         if count <= 0:
             return []
-        used = {key_of(place.slot) for place in now.places}
+        used = {key_of(slot) for slot in (*(place.slot for place in now.places), *self._resources.standby_slots())}
         if slots is not None:
             if taken := [slot for slot in slots if key_of(slot) in used]:
                 raise ValueError(
@@ -173,18 +175,8 @@ class Resizer:
         cluster = self._launcher.spec.cluster
         if not isinstance(cluster, RayVirtualCluster):
             raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
-        claimed: list[Slot] = []
-        for slot in cluster.slots():
-            if key_of(slot) not in used and len(choose_slots(claimed, count, tied=tied)) < count:
-                try:
-                    self._resources.claim_slots([slot])
-                except ResourceInsufficientError:
-                    continue  # other groups fill it
-                claimed.append(slot)
-        chosen = choose_slots(claimed, count, tied=tied)
-        is_enough = len(chosen) == count
-        self._resources.keep_slots([*(place.slot for place in now.places), *(chosen if is_enough else ())])
-        if not is_enough:
+        chosen = self._resources.claim_free(cluster.slots(), count, tied=tied)
+        if len(chosen) < count:
             raise ValueError(
                 f"{count} more workers need {count} free slots{f' in tied groups of {tied}' if tied > 1 else ''}, and "
                 f"the cluster has {len(chosen)}. Reserve more with cluster.extend(), or give other slots."

@@ -23,19 +23,18 @@ SendOnResize = Callable[[Sequence[int]], Mapping[int, Any]]
 
 # When a worker has failed, the others may wait for it in a collective, and nothing good comes of that.
 OTHERS_S = 10.0
-# A request that was sent in time may arrive later than its deadline.
-ARRIVAL_S = 5.0
 
 
 @cache
-def _pickled(function: Callable[..., Any]) -> bytes:
+def pickle_function(function: Callable[..., Any]) -> bytes:
+    """Return a function of `_remote` as it travels to workers."""
     pickled: bytes = ray.cloudpickle.dumps(function)
     return pickled
 
 
 def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: bool, within_s: float) -> ObjectRef:
     """Send a function that runs between two calls of a worker, also if its calls overlap."""
-    name, pickled = function.__name__, _pickled(function)
+    name, pickled = function.__name__, pickle_function(function)
     if concurrent:
         ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
     else:
@@ -46,7 +45,7 @@ def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: 
 def send_epoch(members: Iterable[Member], epoch: int) -> None:
     """Send the number of an epoch whose other facts are those of the epoch before; nobody waits for it."""
     for member in members:
-        member.handle._fairlead_apply.remote("apply_facts", _pickled(apply_facts), {"epoch": epoch})
+        member.handle._fairlead_apply.remote("apply_facts", pickle_function(apply_facts), {"epoch": epoch})
 
 
 def drain(members: Iterable[Member], *, concurrent: bool, within_s: float) -> dict[int, ObjectRef]:

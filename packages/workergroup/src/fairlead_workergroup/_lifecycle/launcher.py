@@ -18,7 +18,7 @@ from .._observe.registration import Registration
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.environment import RANK_VARIABLES, prepare_python, start_variables
+from .._start.environment import RANK_VARIABLES, WorkerPython, prepare_python, start_variables
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
 from .._start.report import StartClock
@@ -109,7 +109,24 @@ class Launcher:
                 concurrent=spec.concurrent,
             )
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
-        return LaunchPlan(described, plans, sharding)
+        return LaunchPlan(described, plans, sharding, python)
+
+    def move(self, places: Sequence[Place]) -> None:
+        """Plan all workers at other places, on nodes that have their Python already, with the class as described."""
+        plan = self.planned
+        workers = plan_workers(
+            places, plan.worker_class, sharding=plan.sharding, env_vars=self.spec.env_vars, python=plan.python
+        )
+        self.adopt(dataclasses.replace(plan, workers=workers))
+
+    def plan_in(self, slot: Slot) -> WorkerPlan:
+        """Return the plan of a worker without a rank in a slot, with the options of rank 0."""
+        plan = self.planned
+        place = dataclasses.replace(plan.workers[0].place, slot=slot, name=f"{self._roster.name_prefix}-standby")
+        (worker,) = plan_workers(
+            [place], plan.worker_class, sharding=plan.sharding, env_vars=self.spec.env_vars, python=plan.python
+        )
+        return worker
 
     def adopt(self, plan: "LaunchPlan") -> None:
         """Use a plan for all starts from now on."""
@@ -133,16 +150,23 @@ class Launcher:
         """Release the stored arguments, because nothing is started any more."""
         self._arguments = None
 
-    def start(self, ranks: Sequence[int], *, epoch: int) -> None:
+    def start(
+        self, ranks: Sequence[int], *, epoch: int, processes: "Mapping[int, RunningWorker] | None" = None
+    ) -> None:
         """Start the workers of these ranks, wait until every constructor has finished, and begin an epoch.
+
+        Args:
+            ranks: the ranks.
+            epoch: the epoch.
+            processes: the processes that take over ranks, by rank; the others start in new ones.
 
         Raises:
             WorkerStartError: a constructor failed or took too long.
             WorkerGroupError: the group is being shut down.
         """
-        plan = self._planned
+        plan = self.planned
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
-        actors = self._create_actors(plan, ranks)
+        actors = self._create_actors(plan, ranks, processes or {})
         with self._clock.phase("agents"):
             lease = self.resources.lease_port(plan.workers[0].place, self._port_range)
         started = self._construct(plan, actors, lease, epoch=epoch)
@@ -156,7 +180,7 @@ class Launcher:
         Raises:
             WorkerStartError, WorkerGroupError: as of `start`.
         """
-        actors = self._create_actors(plan, ranks)
+        actors = self._create_actors(plan, ranks, {})
         lease = self.resources.lease_next_port(plan.workers[0].place, self._port_range)
         return self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
 
@@ -169,7 +193,7 @@ class Launcher:
 
     def facts_of(self, rank: int, *, epoch: int) -> dict[str, Any]:
         """Return the facts about a worker that change with the size of its group."""
-        plan = self._planned
+        plan = self.planned
         variables = plan.workers[rank].environment.variables
         env = {name: variables[name] for name in RANK_VARIABLES if name in variables}
         return {
@@ -178,12 +202,18 @@ class Launcher:
             "env": {**env, "MASTER_PORT": variables.get("MASTER_PORT", str(self.master[1]))},
         }
 
+    @property
+    def target(self) -> Any:
+        """The full name of the class, or its pickled bytes, or a reference to them."""
+        return self._stored.target
+
     def layout(self) -> Any:
         """Return the axes over the ranks as plain data, or a reference to them."""
-        return self._stored.layout_of(self._planned.sharding)
+        return self._stored.layout_of(self.planned.sharding)
 
     @property
-    def _planned(self) -> "LaunchPlan":
+    def planned(self) -> "LaunchPlan":
+        """The plan that starts use now."""
         if self._plan is None:
             raise self._roster.ended_error()
         return self._plan
@@ -199,24 +229,33 @@ class Launcher:
         cluster = self.spec.cluster
         return cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
 
-    def _create_actors(self, plan: "LaunchPlan", ranks: Sequence[int]) -> "list[_Starting]":
+    def _create_actors(
+        self, plan: "LaunchPlan", ranks: Sequence[int], processes: Mapping[int, RunningWorker]
+    ) -> "list[_Starting]":
         token, registration = self.spec.token, self.resources.registration
         if registration is None:
             raise self._roster.ended_error()
-        workers = [plan.workers[rank] for rank in ranks]
-        incarnations = [self._roster.next_incarnation(rank) for rank in ranks]
-        suffixes = [f"{token[:6]}-{rank}-{number}" for rank, number in zip(ranks, incarnations, strict=True)]
-        name = self._roster.name_prefix
-        actors = create_actors(workers, plan.worker_class, suffixes, name=name, clock=self._clock)
-        starting = [
-            _Starting(worker, actor, mark_of(token, worker.place.rank), incarnation)
-            for worker, actor, incarnation in zip(workers, actors, incarnations, strict=True)
-        ]
-        for one in starting:
-            self.resources.add({one.plan.place.rank: RunningWorker(one.actor, one.plan.place.slot.node_id, one.mark)})
+        starting: dict[int, _Starting] = {}
+
+        def add(worker: WorkerPlan, handle: Any, running: RunningWorker) -> None:
+            rank = worker.place.rank
+            self.resources.add({rank: running})
+            starting[rank] = _Starting(worker, handle, running.mark, incarnations[rank])
+
+        def add_new(worker: WorkerPlan, actor: Any) -> None:
+            slot = worker.place.slot
+            add(worker, actor, RunningWorker(actor, slot.node_id, mark_of(token, worker.place.rank)))
+
+        incarnations = {rank: self._roster.next_incarnation(rank) for rank in ranks}
+        for rank, process in processes.items():
+            add(plan.workers[rank], process.handle, dataclasses.replace(process, mark=mark_of(token, rank)))
+        new = [rank for rank in ranks if rank not in processes]
+        suffixes = [f"{token[:6]}-{rank}-{incarnations[rank]}" for rank in new]
+        workers, name = [plan.workers[rank] for rank in new], self._roster.name_prefix
+        create_actors(workers, plan.worker_class, suffixes, name=name, clock=self._clock, add=add_new)
         with self._clock.phase("agents"):
-            registration.publish({one.plan.place.rank: one.actor for one in starting})
-        return starting
+            registration.publish({rank: one.actor for rank, one in starting.items()})
+        return [starting[rank] for rank in ranks]
 
     def _construct(
         self,
@@ -281,11 +320,13 @@ class LaunchPlan:
         worker_class: the class, as described where the workers run.
         workers: the plan of each worker, by rank.
         sharding: the axes over the ranks.
+        python: the Python of the workers.
     """
 
     worker_class: WorkerClass
     workers: Sequence[WorkerPlan]
     sharding: NamedSharding
+    python: WorkerPython
 
 
 @dataclass(frozen=True)

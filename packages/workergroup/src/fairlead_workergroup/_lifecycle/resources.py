@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a group holds and has to release: claimed slots, a port, and processes."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,11 +9,12 @@ from dataclasses import dataclass, field
 
 import ray
 
-from fairlead_placement import PlacementError, PortLease, Slot, lease_ports
+from fairlead_placement import PlacementError, PortLease, ResourceInsufficientError, Slot, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots
 
 from .._members import Place, Roster
 from .._observe.registration import Registration
+from .._start.layout import choose_slots
 from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
@@ -27,14 +29,18 @@ class Resources:
         lease: the lease of the master port.
         next_lease: the lease of the master port of the next epoch, while a resize starts it.
         registration: what the group publishes about itself.
+        standby_slots: returns the slots that are kept for standbys.
         gave_all_back: whether everything has been released so far without a failure.
+        closed: whether the release has begun.
     """
 
     roster: Roster
     lease: PortLease | None = None
     next_lease: PortLease | None = None
     registration: Registration | None = None
+    standby_slots: Callable[[], Sequence[Slot]] = tuple
     gave_all_back: bool = True
+    closed: bool = False
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
@@ -42,6 +48,30 @@ class Resources:
     def add(self, workers: Mapping[int, RunningWorker]) -> None:
         """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
         self._workers.update(workers)
+
+    def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1) -> list[Slot]:
+        """Claim the first free ones of some slots that the group does not use; all that are asked for, or none.
+
+        Args:
+            slots: the slots to choose from.
+            count: how many.
+            tied: how many have to lie on one logical node together.
+
+        Returns:
+            The slots; fewer, none of them claimed, if there are not enough.
+        """
+        free: list[Slot] = []
+        for slot in slots:
+            if key_of(slot) not in self._claims and len(choose_slots(free, count, tied=tied)) < count:
+                with contextlib.suppress(ResourceInsufficientError):  # other groups fill it
+                    self.claim_slots([slot])
+                    free.append(slot)
+        chosen = choose_slots(free, count, tied=tied)
+        kept = {key_of(slot) for slot in chosen} if len(chosen) == count else set()
+        for slot in free:
+            if key_of(slot) not in kept:
+                self._claims.pop(key_of(slot)).release()
+        return chosen
 
     def claim_slots(self, slots: Iterable[Slot]) -> None:
         """Claim these slots in addition to those that are claimed already; all of them, or none.
@@ -61,8 +91,8 @@ class Resources:
         self._claims.update(made)
 
     def keep_slots(self, slots: Iterable[Slot]) -> None:
-        """Release the claims of all slots except these."""
-        kept = {key_of(slot) for slot in slots}
+        """Release the claims of all slots except these and those of standbys."""
+        kept = {key_of(slot) for slot in (*slots, *self.standby_slots())}
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
@@ -115,6 +145,7 @@ class Resources:
         If several threads call it, the first one does it, and the others wait until it is done.
         """
         with self._ending:
+            self.closed = True
             workers, self._workers = self._workers, {}
             registration = self.registration
             steps: dict[str, Callable[[], list[str] | None]] = {
@@ -130,7 +161,9 @@ class Resources:
                     is_done = False
                 self.gave_all_back = self.gave_all_back and is_done
             self.lease = self.next_lease = None
-            self.keep_slots(())
+            for claim in self._claims.values():
+                claim.release()
+            self._claims.clear()
 
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerSt
 from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
 from .resources import key_of
+from .standbys import Standby, Standbys
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Restarter:
         launcher: the launcher of the group.
         verdicts: decides which workers are dead.
         policy: when and how often workers are restarted.
+        standbys: the processes that take over ranks.
         slots: the cluster's slots as they were when the group was created.
 
     Attributes:
@@ -103,7 +105,16 @@ class Restarter:
         began: when the change that holds `turn` began; None if there is none.
     """
 
-    def __init__(self, launcher: Launcher, verdicts: Verdicts, policy: RestartPolicy, *, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        verdicts: Verdicts,
+        policy: RestartPolicy,
+        standbys: Standbys,
+        *,
+        slots: Sequence[Slot],
+    ) -> None:
+        self._standbys = standbys
         self.policy = policy
         self.changing: threading.RLock = threading.RLock()
         self.turn: threading.RLock = threading.RLock()
@@ -226,10 +237,12 @@ class Restarter:
         if reason := CLUSTER_GONE if self._lacks_cluster(everybody) else self._explain_limit(lost):
             raise WorkerFailureError(tuple(lost.values()), reason)
         roster.mark_restarting(ranks)
-        ended = False
+        ended, taken = False, dict[int, Standby]()
         try:
             self._end_old(ranks, tuple(lost.values()))
             ended = True
+            taken = self._standbys.take([now[rank].place for rank in lost])
+            self._take_over(taken)
             self._find_new_slots(tuple(lost.values()))
             # A restart that found no room does not count, because it has restarted nothing.
             self._group_restarts += self.policy.restarts_all
@@ -237,7 +250,8 @@ class Restarter:
             # The store of one set of processes cannot be used by another set.
             if self.policy.restarts_all or now.is_broken or self._master_moved():
                 resources.release_port()
-            self._launcher.start(ranks, epoch=now.epoch + 1)
+            processes = {rank: standby.worker for rank, standby in taken.items()}
+            self._launcher.start(ranks, epoch=now.epoch + 1, processes=processes)
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
@@ -258,8 +272,29 @@ class Restarter:
             if roster.ending:  # the shutdown on another thread could not see the workers that this restart has started
                 resources.give_back()
             roster.mark_restarting(ranks, running=False)
+            if taken:
+                self._standbys.vacate([now[rank].slot for rank in taken])
+                resources.keep_slots([place.slot for place in roster.snapshot().places])
+            self._standbys.fill()
         logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, ranks)), roster.name_prefix)
         return ranks
+
+    def _take_over(self, taken: Mapping[int, Standby]) -> None:
+        """Move ranks to the slots of the standbys that take over."""
+        if not taken:
+            return
+        slots = {rank: standby.slot for rank, standby in taken.items()}
+        places = move_places(self._roster.snapshot().places, slots)
+        self._launcher.move(places)
+        self._roster.move(places)
+        self._standbys.forget(taken.values())
+
+    def note_slots(self) -> None:
+        """Note the slots of logical nodes that the cluster has been extended by."""
+        cluster = self._launcher.spec.cluster
+        if isinstance(cluster, RayVirtualCluster):
+            known = {slot.node_idx for slot in self._slots}
+            self._slots = [*self._slots, *(slot for slot in cluster.slots() if slot.node_idx not in known)]
 
     def find_lost(self) -> dict[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
@@ -343,7 +378,13 @@ class Restarter:
         there = {slot.node_idx for slot in now}
         before = sorted((slot for slot in self._slots if slot.node_idx in there), key=lambda slot: slot.node_idx)
         instead = dict(zip(map(key_of, before), now, strict=True))
-        moved = move_places(places, {place.rank: instead[key_of(place.slot)] for place in places})
+        moved = move_places(places, {place.rank: instead.get(key_of(place.slot), place.slot) for place in places})
+        if gone := [place.rank for place in moved if place.slot.node_id not in alive_nodes()]:
+            raise WorkerFailureError(
+                lost,
+                f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
+                "group, which could reserve others. Resize the group without these ranks.",
+            )
         self._launcher.prepare(moved)
         # After the plan, so that the next attempt moves the ranks again if the plan fails.
         self._slots = now

@@ -122,8 +122,9 @@ class WorkerEvent:
     """Something that happened to one worker.
 
     Attributes:
-        kind: "worker-started", "call-slow", "worker-stuck", "worker-dead" or "worker-restarted".
-        rank: its number in the group.
+        kind: "worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted" or "replaced"; or about
+            the group: "resized" or "standby-ready".
+        rank: its number in the group; -1 for an event of the group.
         coords: its coordinates, by axis.
         node_id: Ray's id of its node.
         pid: its process there.
@@ -134,7 +135,16 @@ class WorkerEvent:
         stuck: the details of a "worker-stuck" event, with stacks; None for other events.
     """
 
-    kind: Literal["worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted"]
+    kind: Literal[
+        "worker-started",
+        "call-slow",
+        "worker-stuck",
+        "worker-dead",
+        "worker-restarted",
+        "resized",
+        "replaced",
+        "standby-ready",
+    ]
     rank: int
     coords: Mapping[str, int] = field(hash=False)
     node_id: str

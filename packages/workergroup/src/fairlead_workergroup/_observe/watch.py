@@ -14,7 +14,7 @@ from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
 
-from .._members import Roster
+from .._members import Change, Roster, Snapshot
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .failures import Verdicts
 from .observer import Observer, check_seconds
@@ -23,6 +23,9 @@ from .status import StuckWorker, WorkerEvent, WorkerStatus
 logger = logging.getLogger("fairlead_workergroup")
 
 LEVELS = {
+    "resized": logging.INFO,
+    "replaced": logging.WARNING,
+    "standby-ready": logging.INFO,
     "worker-started": logging.INFO,
     "worker-restarted": logging.WARNING,
     "call-slow": logging.WARNING,
@@ -51,6 +54,9 @@ class EventFilter:
 
     def find_new(self, statuses: Sequence[WorkerStatus]) -> list[tuple[str, WorkerStatus]]:
         """Return the kind of each new event, and the worker that it happened to."""
+        ranks = {now.rank for now in statuses}
+        for event, rank in [key for key in self._reported if key[1] not in ranks]:
+            del self._reported[event, rank]  # it has left the group; the next worker of this rank is a new one
         return [(kind, now) for now in statuses for kind in self._find_kinds(now)]
 
     def forget_stuck(self, rank: int) -> None:
@@ -112,6 +118,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
         self._filter = EventFilter(check_seconds("slow_after_s", slow_after_s))
+        self._seen_changes = len(roster.changes_since(0))
         self._unreported: deque[tuple[str, WorkerStatus]] = deque()
         self._end = end
         self._thread = threading.Thread(target=self._run, name=f"fairlead-watch-{self._name}", daemon=True)
@@ -188,6 +195,10 @@ class Watch(AbstractContextManager["Watch"]):
         if any(kind == "worker-stuck" for kind, _ in self._unreported):
             stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}
         events = []
+        for change in self._roster.changes_since(self._seen_changes):
+            self._seen_changes += 1
+            events.append(_event_of_change(change, self._roster.snapshot()))
+            self._counter.inc(1, tags={"group": self._name, "event": change.kind})
         while self._unreported:
             kind, now = self._unreported.popleft()
             cause = self._roster.snapshot().lost.get(now.rank) if kind == "worker-dead" else None
@@ -220,6 +231,22 @@ class Watch(AbstractContextManager["Watch"]):
                 self._on_event(event)
             except Exception:
                 logger.exception("on_event failed at: %s", event.message)
+
+
+def _event_of_change(change: Change, now: Snapshot) -> WorkerEvent:
+    member = None if change.rank < 0 else now[change.rank]
+    kind: Any = change.kind
+    return WorkerEvent(
+        kind,
+        change.rank,
+        {} if member is None else dict(member.coords),
+        "" if member is None else member.facts.node_id,
+        0 if member is None else member.facts.pid,
+        0 if member is None else member.incarnation,
+        None,
+        f"{change.kind}: {change.message}",
+        time.time(),
+    )
 
 
 def _event(kind: Any, now: WorkerStatus, cause: WorkerFailure | None, stuck: StuckWorker | None) -> WorkerEvent:

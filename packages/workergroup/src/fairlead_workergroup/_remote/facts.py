@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The change of the facts about a worker that keeps running, such as the size of its group."""
+"""The change of the facts about a worker that keeps running, and the preparation of a process without facts."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import ray
+
+from .describe import load
+from .host import add_to_path
+from .process import start_tick
 
 
 def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> None:
@@ -26,3 +32,22 @@ def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> 
 
 def do_nothing(worker: Any) -> None:
     """Return when everything that was sent to this worker before has ended."""
+
+
+def warm_up(worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes) -> dict[str, Any]:
+    """Import the module of a class in the environment of its workers; do not construct anything.
+
+    Args:
+        worker: nothing, because there is no instance.
+        variables: the variables of the environment, without those of a rank.
+        path: the entries of PYTHONPATH.
+        target: the full name or the pickled bytes of the class.
+
+    Returns:
+        The pid, the start tick and the node of this process.
+    """
+    os.environ.update(variables)
+    add_to_path(path)
+    load(target)
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id}

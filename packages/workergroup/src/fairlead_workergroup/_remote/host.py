@@ -34,7 +34,7 @@ FUNCTION = "<function>"
 KINDS = ("plain", "generator", "async", "async_generator")
 
 
-def _add_to_path(entries: Sequence[str]) -> None:
+def add_to_path(entries: Sequence[str]) -> None:
     """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them.
 
     Processes that the worker starts find the entries in the variable.
@@ -86,7 +86,7 @@ class WorkerHost:
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """Set the environment and publish the facts, before any code of the user is imported."""
         os.environ.update(facts["env"])
-        _add_to_path(facts["path"])
+        add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())

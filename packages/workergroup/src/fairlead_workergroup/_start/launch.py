@@ -5,7 +5,7 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -129,9 +129,15 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, suffix: str) -> Any:
 
 
 def create_actors(
-    plans: Sequence[WorkerPlan], described: WorkerClass, suffixes: Sequence[str], *, name: str, clock: StartClock
-) -> list[Any]:
-    """Create the actors of workers, `WINDOW` at a time; return their handles in the order of the plans.
+    plans: Sequence[WorkerPlan],
+    described: WorkerClass,
+    suffixes: Sequence[str],
+    *,
+    name: str,
+    clock: StartClock,
+    add: Callable[[WorkerPlan, Any], None],
+) -> None:
+    """Create the actors of workers, `WINDOW` at a time.
 
     Args:
         plans: the plan of each worker.
@@ -139,30 +145,30 @@ def create_actors(
         suffixes: makes each name unique, as for `create_actor`.
         name: the name of the group, for the progress bar.
         clock: notes how long Ray's head took to acknowledge each actor.
+        add: is called with each handle, on any thread, as soon as there is one.
 
     Raises:
         Exception: what Ray raised for an actor; no further actor is requested.
     """
 
-    def create(plan: WorkerPlan, suffix: str) -> Any:
+    def create(plan: WorkerPlan, suffix: str) -> None:
         began = time.monotonic()
-        actor = create_actor(plan, described, suffix)
+        add(plan, create_actor(plan, described, suffix))
         clock.note(plan.place.rank, create=time.monotonic() - began)
-        return actor
 
     with clock.phase("create"), Bar(f"Starting {name}: create", len(plans)) as bar:
         # The first one exports the class, which has to happen once.
-        actors = [create(plan, suffix) for plan, suffix in zip(plans[:1], suffixes, strict=False)]
+        for plan, suffix in zip(plans[:1], suffixes, strict=False):
+            create(plan, suffix)
         with ThreadPoolExecutor(WINDOW, "fairlead-create", initializer=never_connect) as pool:
             requested = [pool.submit(create, *one) for one in zip(plans[1:], suffixes[1:], strict=True)]
             try:
-                for future in requested:
-                    actors.append(future.result())
-                    bar.show(len(actors))
+                for done, future in enumerate(requested, start=2):
+                    future.result()
+                    bar.show(done)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-    return actors
 
 
 def wait_started(

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that wait to become workers: the class's module is imported in them, and its constructor has not run."""
+
+import itertools
+import logging
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import ray
+from ray.exceptions import RayError
+
+from fairlead_placement import PlacementError, Slot
+from fairlead_placement.spi import alive_nodes, never_connect
+
+from .._deadline import Deadline
+from .._members import Change, Place
+from .._ray_private import actor_id_of, dead_actors
+from .._remote.facts import warm_up
+from .._remote.process import mark_of
+from .._start.environment import RANK_VARIABLES
+from .._start.launch import create_actor
+from ..exceptions import WorkerGroupError
+from .delivery import pickle_function
+from .launcher import Launcher
+from .shutdown import RunningWorker
+
+logger = logging.getLogger(__name__)
+
+# What the resources of a group know standbys by, in place of a rank. A number is never used again.
+_numbers = itertools.count(-1, -1)
+
+
+@dataclass(frozen=True)
+class Standby:
+    """One process that waits.
+
+    Attributes:
+        number: what the resources of the group know it by.
+        slot: its slot.
+        worker: its actor and its process.
+    """
+
+    number: int
+    slot: Slot
+    worker: RunningWorker
+
+
+class Standbys:
+    """Keep processes ready to take over the ranks of lost workers.
+
+    Args:
+        launcher: the launcher of the group.
+        count: how many.
+
+    Attributes:
+        count: as given.
+    """
+
+    def __init__(self, launcher: Launcher, count: int) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"standby must be a whole number of at least 0, got {count!r}")
+        self.count = count
+        self._launcher = launcher
+        self._resources = launcher.resources
+        self._roster = launcher.resources.roster
+        self._lock = threading.Lock()
+        self._warm: list[Standby] = []
+        # Slots without a process, and those in which one is starting.
+        self._cold: list[Slot] = []
+        self._starting: list[Slot] = []
+        self._filler: threading.Thread | None = None
+        self._resources.standby_slots = lambda: self.slots
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots that are kept for standbys."""
+        with self._lock:
+            return [*(standby.slot for standby in self._warm), *self._cold, *self._starting]
+
+    def reserve(self, slots: Sequence[Slot]) -> None:
+        """Claim slots for standbys, as the group is made.
+
+        Args:
+            slots: the slots of the cluster, or those that the group was made from.
+
+        Raises:
+            ValueError: there are too few, or the ranks differ in what they need before they start.
+        """
+        if self.count == 0:
+            return
+        workers = self._launcher.planned.workers
+        if any(len(worker.place.tied_bundles[1]) > 1 for worker in workers):
+            raise ValueError("standby needs workers that can take each other's place, and those of tied groups cannot")
+        if odd := [one.place.rank for one in workers if one.options != workers[0].options]:
+            raise ValueError(
+                f"standby needs workers that start alike, but rank {odd[0]} has other options, or other variables that "
+                "a process needs when it starts, than rank 0. Look at configure_worker and at the slots."
+            )
+        chosen = self._resources.claim_free(slots, self.count)
+        if len(chosen) < self.count:
+            raise ValueError(
+                f"standby={self.count} needs slots that the group does not use, and there are {len(chosen)}. Reserve "
+                "more, or leave some free with workers_per_node."
+            )
+        for slot in chosen:
+            if self._launcher.plan_in(slot).options != workers[0].options:
+                self._resources.keep_slots([worker.place.slot for worker in workers])
+                raise ValueError(f"standby needs slots like those of the ranks, and {slot!r} holds other resources")
+        self._add_cold(chosen)
+
+    def _add_cold(self, slots: Iterable[Slot]) -> None:
+        with self._lock:
+            self._cold.extend(slots)
+        self._show()
+
+    def _show(self) -> None:
+        with self._lock:
+            states = [("warm", one.slot) for one in self._warm]
+            states += [("starting", slot) for slot in (*self._cold, *self._starting)]
+        if self._is_over:
+            states = []
+        self._roster.standby_metadata[:] = [
+            {"node_idx": slot.node_idx, "bundle_index": slot.bundle_index, "node_id": slot.node_id, "state": state}
+            for state, slot in states
+        ]
+
+    def count_warm(self) -> int:
+        """Return how many are ready; those that have died are started again."""
+        self._drop_dead()
+        self.fill()
+        with self._lock:
+            return len(self._warm)
+
+    def take(self, places: Iterable[Place]) -> dict[int, Standby]:
+        """Return a standby for each place, on the same node if there is one, as far as there are any; by rank."""
+        self._drop_dead()
+        taken = {}
+        with self._lock:
+            for place in places:
+                if not self._warm:
+                    break
+                here = [one for one in self._warm if one.slot.node_id == place.slot.node_id]
+                taken[place.rank] = (here or self._warm)[0]
+                self._warm.remove(taken[place.rank])
+        self._show()
+        return taken
+
+    def give_back(self, standbys: Iterable[Standby]) -> None:
+        """Keep standbys that were taken and not used."""
+        with self._lock:
+            self._warm.extend(standbys)
+        self._show()
+
+    def forget(self, standbys: Iterable[Standby]) -> None:
+        """Note that standbys have become workers."""
+        self._resources.forget([standby.number for standby in standbys])
+
+    def fill(self) -> None:
+        """Start what is missing, on a thread of its own."""
+        with self._lock:
+            if self._filler is not None or not self._cold or self._roster.ending:
+                return
+            self._filler = threading.Thread(target=self._fill, name="fairlead-standby", daemon=True)
+            self._filler.start()
+
+    def vacate(self, slots: Iterable[Slot]) -> None:
+        """Start standbys in the slots that ranks have left, if their nodes live and standbys are missing."""
+        alive = alive_nodes()
+        usable = [slot for slot in slots if slot.node_id in alive]
+        missing = self.count - len(self.slots)
+        self._add_cold(usable[: max(0, missing)])
+        self.fill()
+
+    def start_in(self, slots: Sequence[Slot], deadline: Deadline) -> list[Standby]:
+        """Start processes in slots, and wait until the class's module is loaded in all of them.
+
+        Raises:
+            RayError, TimeoutError: one could not be started; all of them have been ended.
+        """
+        numbers = [next(_numbers) for _ in slots]
+        token, launcher = self._launcher.spec.token, self._launcher
+        refs, waiting = [], []
+        try:
+            for number, slot in zip(numbers, slots, strict=True):
+                plan = launcher.plan_in(slot)
+                actor = create_actor(plan, launcher.worker_class, f"{token[:6]}{number}")
+                worker = RunningWorker(actor, slot.node_id, mark_of(token, number))
+                self._resources.add({number: worker})
+                waiting.append(Standby(number, slot, worker))
+                variables = {k: v for k, v in plan.environment.variables.items() if k not in RANK_VARIABLES}
+                refs.append(
+                    actor._fairlead_apply.remote(
+                        "warm_up",
+                        pickle_function(warm_up),
+                        variables,
+                        list(plan.environment.path),
+                        launcher.target,
+                    )
+                )
+            answers = ray.get(refs, timeout=deadline.left())
+        except BaseException:
+            self._resources.end(numbers)
+            self._resources.forget(numbers)
+            raise
+        ready = []
+        for standby, answer in zip(waiting, answers, strict=True):
+            worker = replace(standby.worker, pid=answer["pid"], started=answer["started"])
+            self._resources.add({standby.number: worker})
+            ready.append(Standby(standby.number, standby.slot, worker))
+        return ready
+
+    def _fill(self) -> None:
+        """Start standbys in the slots that have none; the work of a thread."""
+        never_connect()
+        while True:
+            with self._lock:
+                if not self._cold or self._is_over:
+                    self._filler = None
+                    break
+                slot = self._cold.pop(0)
+                self._starting.append(slot)
+            ready: list[Standby] = []
+            try:
+                ready = self.start_in([slot], Deadline.after(self._launcher.spec.start_timeout_s))
+            except (RayError, TimeoutError, PlacementError, WorkerGroupError) as error:
+                if not self._is_over:
+                    logger.warning("A standby of %r did not start: %s", self._roster.name_prefix, error)
+            with self._lock:
+                self._starting.remove(slot)
+                self._warm.extend(ready)
+            if ready:
+                where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
+                self._roster.report(Change("standby-ready", -1, f"a standby is ready {where}"))
+            self._show()
+        if self._is_over:  # the end of the group could not see what was started here
+            self._resources.give_back()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._roster.ending or self._resources.closed
+
+    def _drop_dead(self) -> None:
+        """Drop standbys that have died, and keep the slots on living nodes for others."""
+        dead, alive = dead_actors(), alive_nodes()
+        with self._lock:
+            lost = [one for one in self._warm if _is_lost(one, dead, alive)]
+            self._warm = [one for one in self._warm if one not in lost]
+        if lost:
+            self._resources.end([one.number for one in lost])
+            self._resources.forget([one.number for one in lost])
+            self._add_cold(one.slot for one in lost if one.slot.node_id in alive)
+
+
+def _is_lost(standby: Standby, dead: Collection[str], alive: Collection[str]) -> bool:
+    return actor_id_of(standby.worker.handle) in dead or standby.slot.node_id not in alive
