@@ -254,6 +254,13 @@ def grpo(session: nox.Session) -> None:
 
 
 @nox.session
+def elastic(session: nox.Session) -> None:
+    """Train while the group grows, loses a worker and shrinks; the loss must be that of one process."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "matplotlib")
+    session.run("python", "examples/elastic.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def tpu_psum(session: nox.Session) -> None:
     """Run JAX over the hosts of pretend TPU slices, and lose one of them in the middle."""
     install(session, *map(package, [*SIBLINGS["tpu-executor"], "tpu-executor"]), "jax")
@@ -434,6 +441,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "demo": ["--address", "local"],
         "grpo": ["--steps", "5", "--address", "local"],
         "survive": ["--steps", "120", "--address", "local"],
+        "elastic": ["--address", "local"],
         "soak": ["60"],
     },
 )
