@@ -76,7 +76,13 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_root"]
 html_copy_source = False
-html_theme_options = {"sidebar_hide_name": False}
+html_theme_options = {
+    "sidebar_hide_name": False,
+    "light_css_variables": {"color-brand-primary": "#1f5f99", "color-brand-content": "#1f5f99"},
+    "dark_css_variables": {"color-brand-primary": "#79b4e8", "color-brand-content": "#79b4e8"},
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 
 # From a docstring: pkg @ https://...
 linkcheck_ignore = [r"https://$"]
