@@ -7,10 +7,11 @@ python benchmarks/bench_scale.py
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 from _measure import Row, table
 from _simulated import ActorClass, Agents, Answers, Head, make_slots
@@ -20,14 +21,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import RayWorkerGroup, Shard
+from fairlead_workergroup._arguments import Arguments
+from fairlead_workergroup._calls.plan import Mesh, plan_call
+from fairlead_workergroup._calls.sender import make_requests, send
 from fairlead_workergroup._members import Roster, Started
 from fairlead_workergroup._observe.observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.report import StartClock
-from fairlead_workergroup._start.worker_class import WorkerClass
+from fairlead_workergroup._start.worker_class import Method, WorkerClass
 
 NODES, PER_NODE, ROUNDS = 8, 16, 3
 SIMULATED_NODES, SIMULATED_PER_NODE = 1_024, 8
@@ -93,6 +97,8 @@ def _simulated_rows() -> Iterator[Row]:
     )
     yield Row("  simulated: of that, planning", f"{each * 1e6:.0f} us each", "at most 150 us", each <= 150e-6)
 
+    yield from _call_rows(sharding, actors)
+
     agents = Agents()
     roster = Roster("sim", places, sharding)
     pid, tick = agents.process
@@ -110,6 +116,30 @@ def _simulated_rows() -> Iterator[Row]:
         "simulated: a look of the watch at them: requests", f"{requests:,}", "one a node", requests == SIMULATED_NODES
     )
     yield Row("  simulated: bytes there and back, per worker", f"{moved:.0f}", "under 100", moved < 100)
+
+
+def _call_rows(sharding: NamedSharding, actors: Sequence[Any]) -> Iterator[Row]:
+    """Measure the plan, the requests and their sending to actors that pickle the arguments, and nothing of Ray."""
+    method, mesh = Method("step", "plain", None), Mesh(sharding)
+    pieces = [np.zeros(1) for _ in range(sharding.shape["dp"])]
+
+    def call() -> None:
+        plan = plan_call(mesh, collect=("dp",))
+        batch = plan.column("batch", Shard(pieces, "dp"))
+        arguments = Arguments(put=lambda value: value)
+        rate = {"lr": plan.column("lr", 0.1)}
+        for rank, request in zip(plan.called, make_requests(method, plan, [batch], rate, arguments), strict=True):
+            send(actors[rank], request)
+
+    call()
+    cpu = []
+    for _ in range(5):
+        began = time.thread_time()
+        call()
+        cpu.append(time.thread_time() - began)
+    took = statistics.median(cpu)
+    what = f"simulated: driver CPU of a call of {len(actors):,} workers without Ray"
+    yield Row(what, f"{took * 1e3:.0f} ms, {took / len(actors) * 1e6:.0f} us each", "under 600 ms", took < 0.6)
 
 
 def _real_rows() -> Iterator[Row]:
