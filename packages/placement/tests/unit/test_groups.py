@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The creation of placement groups and the wait for them, without Ray."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from fairlead_placement._reserve import groups
+from fairlead_placement._reserve.groups import BUNDLE_S, CREATED_AT_ONCE, PLACING_S, create_groups, wait_placed
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Place groups at scripted times of a clock that only waits move. Return the seconds of each wait."""
+    waited = []
+
+    def wait(refs, *, num_returns, timeout):
+        due = sorted(ref for ref in refs)
+        now = sum(waited)
+        enough = due[num_returns - 1][0] <= now + timeout
+        end = max(now, due[num_returns - 1][0]) if enough else now + timeout
+        waited.append(end - now)
+        ready = [ref for ref in refs if ref[0] <= end][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    return waited
+
+
+def make_groups(*placed_at):
+    return [SimpleNamespace(id=at, ready=lambda at=at, due=due: (due, at)) for at, due in enumerate(placed_at)]
+
+
+def test_a_slow_group_does_not_discard_the_others(waits):
+    """As long as Ray places one group after the other, all of them are waited for, however long that takes."""
+    every = 0.9 * PLACING_S
+    made = make_groups(*(every * (at + 1) for at in range(8)))
+    assert wait_placed(made, [1] * 8) == made
+    assert sum(waits) == pytest.approx(8 * every)
+
+
+def test_a_lost_race(waits):
+    """If Ray places no further group, the wait ends, and the groups that are placed are known."""
+    made = make_groups(0.1, 1e9, 0.2)
+    assert wait_placed(made, [1] * 3) == [made[0], made[2]]
+    assert sum(waits) == pytest.approx(0.2 + PLACING_S + BUNDLE_S)
+
+
+def test_large_groups_may_take_longer(waits):
+    """The time that Ray may take grows with the number of bundles."""
+    made = make_groups(3 * PLACING_S)
+    assert wait_placed(made, [1]) == []
+    assert wait_placed(made, [round(3 * PLACING_S / BUNDLE_S)]) == made
+
+
+def test_the_wait_is_not_quadratic(waits):
+    """The number of waits for many groups grows with the logarithm of their number."""
+    made = make_groups(*(at / 10_000 for at in range(1000)))
+    assert len(wait_placed(made, [1] * 1000)) == 1000
+    assert len(waits) <= 60
+
+
+def test_several_groups_are_created_at_a_time():
+    """Up to `CREATED_AT_ONCE` requests wait for Ray's head at a time, and the groups keep their order."""
+    running, most, lock = 0, 0, threading.Lock()
+
+    def create(at):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+        return at
+
+    made = []
+    create_groups([lambda at=at: create(at) for at in range(100)], made)
+    assert made == list(range(100))
+    assert 1 < most <= CREATED_AT_ONCE
+
+
+def test_a_creation_fails():
+    """The first error is raised, no further group is created, and those that exist are known."""
+    created = []
+
+    def create(at):
+        if at == 20:
+            raise RuntimeError("the head is gone")
+        time.sleep(0.01)
+        created.append(at)
+        return at
+
+    made = []
+    with pytest.raises(RuntimeError, match="the head is gone"):
+        create_groups([lambda at=at: create(at) for at in range(1000)], made)
+    assert sorted(created) == made
+    assert len(made) < 100
+
+
+@pytest.mark.parametrize("count", [groups.ASKED_ALONE, groups.ASKED_ALONE + 1])
+def test_rows_of_groups(monkeypatch, count):
+    """Few groups are looked up one by one; the table, which lists all groups that have ever existed, is for many."""
+    asked = []
+    ids = {f"{at:036x}" for at in range(count)}
+
+    def read(group=None):
+        asked.append(group)
+        if group is not None:
+            return {"placement_group_id": group.id.hex(), "state": "CREATED"}
+        return {f"{at:036x}": {"placement_group_id": f"{at:036x}", "state": "CREATED"} for at in range(1000)}
+
+    monkeypatch.setattr(groups, "placement_group_table", read)
+    assert {row["placement_group_id"] for row in groups._rows(ids)} == ids
+    assert asked == [None] if count > groups.ASKED_ALONE else None not in asked
