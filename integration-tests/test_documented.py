@@ -22,6 +22,8 @@ def exported(request):
     """Return the exported objects of a public module by name."""
     if request.param.endswith(".torch"):
         pytest.importorskip("torch", reason="the torch helpers need torch")
+    if request.param.endswith(".otel"):
+        pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry exporter needs the SDK")
     module = importlib.import_module(request.param)
     return {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
 

@@ -22,6 +22,7 @@ from fairlead_workergroup import (
     CallTimeoutError,
     CurrentWorker,
     EpochError,
+    GroupHandle,
     GroupStatistics,
     GroupView,
     LateWorker,
@@ -53,6 +54,7 @@ from fairlead_workergroup import (
     spi,
     testing,
 )
+from fairlead_workergroup.otel import export_spans
 from fairlead_workergroup.torch import (
     GradientBytes,
     axis_group,
@@ -173,6 +175,24 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), ResultStream[Any])
     assert_type(group.map("step", range(3), return_exceptions=True), ResultStream[Any])
     assert_type(made.stream(), ResultStream[Outcome])
+
+
+def attach(group: RayWorkerGroup) -> None:
+    handle = group.handle()
+    assert_type(handle, GroupHandle)
+    assert_type(RayWorkerGroup.attach("policy", "10.0.0.1:6379"), GroupHandle)
+    assert_type((handle.name, handle.group_id, handle.epoch), tuple[str, str, int])
+    assert_type(handle.sharding_annotations, NamedSharding)
+    assert_type((handle.ranks, handle.coords), tuple[list[int], dict[int, dict[str, int]]])
+    assert_type(handle.call(Worker.step, [1], 0.1, collect=()).result(), float)
+    assert_type(handle.call("step", [1], 0.1), Call)
+    assert_type(handle.at(dp=0), GroupView)
+    assert_type(handle.with_options(timeout=1.0), GroupView)
+    assert_type(handle.map("step", range(3)), ResultStream[Any])
+    assert_type(handle.explain("step", [1]), CallExplanation)
+    assert_type(handle.status(stuck_after_s=10.0), list[WorkerStatus])
+    assert_type(export_spans(group), int)
+    assert_type(export_spans(handle, None), int)
 
 
 async def call_functions(group: RayWorkerGroup) -> None:
@@ -486,6 +506,8 @@ def build_on_groups(group: RayWorkerGroup) -> None:
     assert_type((facts.rank, facts.pid, facts.started), tuple[int, int, int])
     assert_type((facts.node_id, facts.node_ip), tuple[str, str])
     assert_type(facts.failure("killed", "why"), WorkerFailure)
+    with spi.record_span("a transfer", group):
+        pass
     requests = {0: (facts, spi.send_function(member, "name", b"", 1, alone_within_s=2.0))}
     for reply in spi.collect(group, requests, 3.0, all_of_them=True).values():
         assert_type(reply, spi.Reply)

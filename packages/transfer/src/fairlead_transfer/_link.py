@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup.spi import record_span
 
 from ._attempt import Attempt
 from ._descriptions import Selection
@@ -156,7 +157,7 @@ class Link:
         """
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ValueError(f"version must be a whole number of at least 0, got {version!r}")
-        with self._turn(timeout, version) as deadline:
+        with self._turn(timeout, version) as deadline, self._span(version):
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
@@ -190,7 +191,7 @@ class Link:
         version = self._version
         if version is None:
             raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
-        with self._turn(timeout, version) as deadline:
+        with self._turn(timeout, version) as deadline, self._span(version):
             began = time.monotonic()
             states = self._states.read()
             chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)
@@ -267,6 +268,10 @@ class Link:
             verify=self._verify,
             in_place=self._in_place,
         )
+
+    def _span(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """Return the span of a transfer in the traces of both groups."""
+        return record_span(f"transfer of version {version}", self._source.group, self._target.group)
 
     @contextlib.contextmanager
     def _turn(self, timeout: float, version: int) -> Iterator[float]:

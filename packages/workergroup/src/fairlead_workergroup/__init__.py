@@ -24,6 +24,7 @@ from ._calls.view import GroupView
 from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
+from ._handle import GroupHandle
 from ._inspect.stragglers import StragglerReport, WorkerTiming
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
@@ -55,6 +56,7 @@ __all__ = [
     "CallTimeoutError",
     "CurrentWorker",
     "EpochError",
+    "GroupHandle",
     "GroupStatistics",
     "GroupView",
     "LateWorker",

@@ -11,6 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+import ray
+
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement.spi import release_when_dropped
 from fairlead_sharding import NamedSharding
@@ -29,6 +31,7 @@ from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
 from ._elastic.resize import Resizer
+from ._handle import GroupHandle, GroupIdentity, attach
 from ._inspect.groups import find_own_group
 from ._inspect.stragglers import StragglerReport, find_stragglers
 from ._inspect.timeline import Timeline, read_timeline
@@ -399,6 +402,35 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         self._roster.check_alive()
         return find_stragglers(_read_timeline(self._resources), method)
 
+    def handle(self) -> GroupHandle:
+        """Return a handle of the group, with which other processes of the cluster can call it.
+
+        Returns:
+            The handle, which can be pickled, such as an argument of a Ray task or actor.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        self._roster.check_alive()
+        job_id = ray.get_runtime_context().get_job_id()
+        return GroupHandle(GroupIdentity.here(self.name_prefix, self._launcher.spec.token, job_id))
+
+    @staticmethod
+    def attach(name: str, address: str | None = None) -> GroupHandle:
+        """Return a handle of a group that another process of a cluster has made.
+
+        Args:
+            name: the name of the group, or the beginning of its id, as `python -m fairlead_workergroup groups` shows
+                them.
+            address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to,
+                or that `RAY_ADDRESS` names, or that runs on this machine.
+
+        Raises:
+            WorkerGroupError: there is no such group, or there are several.
+            PlacementError: there is no cluster, it wants another token, or this process is connected to another one.
+        """
+        return attach(name, address)
+
     def watch(
         self,
         interval_s: float = 5.0,
@@ -550,7 +582,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a RayWorkerGroup belongs to its driver; send the handles in its `workers` instead")
+        raise TypeError("a RayWorkerGroup belongs to the process that made it; send its `handle()` instead")
 
 
 def _read_timeline(resources: Resources) -> Timeline:

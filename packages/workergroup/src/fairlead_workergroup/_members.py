@@ -262,6 +262,7 @@ class Roster:
         name: the name of the group.
         places: the place of each rank.
         sharding: the axes over the ranks.
+        own: whether this process has made the group; `find_worker` finds the workers of such groups only.
 
     Attributes:
         name_prefix: the name of the group.
@@ -271,7 +272,7 @@ class Roster:
         ending: whether a shutdown has begun.
     """
 
-    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding) -> None:
+    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding, *, own: bool = True) -> None:
         self.name_prefix = name
         self.handles: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
@@ -283,7 +284,8 @@ class Roster:
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerFacts] = {}
         self._now = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
-        _rosters.add(self)
+        if own:
+            _rosters.add(self)
 
     def __repr__(self) -> str:
         state = f"{len(self._now.members)} workers" if self.handles else "shut down"
@@ -432,6 +434,28 @@ class Roster:
         """Record that all members have the facts of the present epoch."""
         with self._lock:
             self._change({}, is_broken=False)
+
+    def adopt(self, epoch: int, sharding: NamedSharding, members: Sequence[tuple[str, Member]]) -> None:
+        """Replace all members by those of the process that made the group, each with the id of its actor."""
+        with self._lock:
+            now = self._now
+            self._by_actor.update((actor_id, member.facts) for actor_id, member in members)
+            resized = [
+                Resize(epoch, axis, now.sharding.shape[axis], size)
+                for axis, size in sharding.shape.items()
+                if now.sharding.shape.get(axis, size) != size
+            ]
+            departed = dict(now.departed) | {member.rank: member for member in now.members}
+            self._now = replace(
+                now,
+                version=now.version + 1,
+                epoch=epoch,
+                sharding=sharding if resized else now.sharding,
+                members=tuple(member for _, member in members),
+                departed={rank: one for rank, one in departed.items() if rank >= len(members)},
+                resizes=(*now.resizes, *resized),
+            )
+            self.handles[:] = [member.handle for member in self._now.members]
 
     def record_losses(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         """Record losses, except of incarnations that have been replaced.

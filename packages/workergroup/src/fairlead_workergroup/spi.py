@@ -2,11 +2,12 @@
 """The interface for packages that are built on fairlead-workergroup, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
-moment, send a function to single workers, and collect what they reply by a deadline.
+moment, send a function to single workers, collect what they reply by a deadline, and show that in the trace.
 """
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ._group import RayWorkerGroup
 from ._members import Member, Resize, Roster, Snapshot, WorkerFacts, find_worker
 from ._observe.failures import as_failure
 from ._observe.query import cancel_calls, late_workers
+from ._observe.requests import find_log
 from ._ray_private import actor_id_of
 from .exceptions import LateWorker, WorkerFailure, WorkerGroupError
 
@@ -28,6 +30,7 @@ __all__ = [
     "cancel",
     "collect",
     "read_members",
+    "record_span",
     "send_function",
 ]
 
@@ -138,6 +141,24 @@ def cancel(requests: Mapping[int, tuple[WorkerFacts, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
+
+
+@contextlib.contextmanager
+def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
+    """Show what a block does with some groups, such as a transfer, as a span in their traces.
+
+    Args:
+        name: the name of the span; it is cut off after 64 bytes.
+        groups: the groups, which this process has made.
+
+    Raises:
+        WorkerGroupError: a group, or its Ray, has been shut down.
+    """
+    logs = {group_id: find_log(group_id) for group_id in dict.fromkeys(group.handle().group_id for group in groups)}
+    with contextlib.ExitStack() as spans:
+        for log in filter(None, logs.values()):
+            spans.enter_context(log.span(name))
+        yield
 
 
 def _reply(worker: WorkerFacts, ref: Any) -> Reply:

@@ -2,6 +2,7 @@
 """Standbys: processes that have loaded the class's module, and take over the ranks of lost workers."""
 
 import os
+import pickle
 
 import pytest
 from rich.console import Console
@@ -69,6 +70,8 @@ def test_take_over(cluster, eventually):
         assert group.call("pid").result()[1][1] is None
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert [one["name"] for one in group.worker_metadata] == names
+        # A handle, as another process has it, finds the actors by their names.
+        assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
         assert eventually(lambda: group.standby == 1)
         assert [one["bundle_index"] for one in group.standby_metadata] == [1]
         # A standby that dies is started again.

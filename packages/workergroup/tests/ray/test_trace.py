@@ -9,7 +9,7 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError, current_worker
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError, current_worker, spi
 from fairlead_workergroup.testing import kill
 
 # `nox -s soak` repeats what has to hold each time.
@@ -130,12 +130,43 @@ def test_trace_of_a_timeout(group, tmp_path, monkeypatch):
 
 
 def test_trace_of_a_loss(local_ray, tmp_path, monkeypatch):
-    """So does the error about a lost worker."""
-    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path))
-    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+    """So does the error about a lost worker, if it is raised: one that a retry hides saves no trace."""
+    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path / "traces"))
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, restart_on_failure=True, max_restarts=2) as group,
+    ):
+        call = group.call("work", 1.0, retries=1)
+        kill(group, 1)
+        assert call.result() == [None, None]
+        assert not (tmp_path / "traces").exists()
         call = group.call("work", 5.0)
         kill(group, 1)
         with pytest.raises(WorkerFailureError) as raised:
             call.result()
-    (name,) = os.listdir(tmp_path)
-    assert str(tmp_path / name) in raised.value.__notes__[-1]
+        call = group.call("work", 2.0, retries=1)
+        kill(group, 1)
+        with pytest.raises(WorkerFailureError, match="max_restarts=2") as limit:
+            call.result()
+    traces = {name: json.loads((tmp_path / "traces" / name).read_text()) for name in os.listdir(tmp_path / "traces")}
+    of_error = [
+        next(trace for name, trace in traces.items() if any(name in note for note in error.__notes__))
+        for error in (raised.value, limit.value)
+    ]
+    events = of_error[0]["traceEvents"]
+    lost = [event for event in events if event["ph"] == "i" and event["name"] == "rank 1 lost: killed"]
+    assert [event["pid"] for event in lost] == [1, 1]
+
+
+def test_span(group, tmp_path):
+    """What a package that is built on groups does is a span in the trace, also while it runs and when it fails."""
+    with spi.record_span("transfer of version 3", group, group):
+        (running,) = [event for event in read_trace(group, tmp_path)["traceEvents"] if event.get("cat") == "transfer"]
+    with pytest.raises(KeyError), spi.record_span("transfer of version 4", group):
+        raise KeyError
+    spans = [event for event in read_trace(group, tmp_path)["traceEvents"] if event.get("cat") == "transfer"]
+    assert [(one["name"], one["args"]["failed"]) for one in (running, *spans)] == [
+        ("transfer of version 3", False),
+        ("transfer of version 3", False),
+        ("transfer of version 4", True),
+    ]

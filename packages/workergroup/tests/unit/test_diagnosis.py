@@ -16,7 +16,7 @@ from fairlead_workergroup._inspect.groups import RegisteredGroup, SeenGroup, See
 from fairlead_workergroup._inspect.stacks import fold_stacks
 from fairlead_workergroup._inspect.stragglers import WorkerTiming
 from fairlead_workergroup._inspect.tables import draw_findings, draw_groups, draw_stacks, draw_status
-from fairlead_workergroup._observe.registration import KEY
+from fairlead_workergroup._observe.registration import KEY, SCHEMA
 
 HOST = '  File "/x/fairlead_workergroup/_remote/host.py", line 200 in delegate\n'
 WAITING = (
@@ -161,6 +161,15 @@ def test_silent_node():
     assert (found.kind, found.ranks) == ("unknown", (3,))
 
 
+def test_orphaned():
+    """A group whose driver has died is shown as orphaned until its agents end, and `why` says so."""
+    seen = group([idle(rank) for rank in range(4)], driver="gone")
+    (found,) = diagnose(seen, stuck_after_s=10.0)
+    assert (found.kind, found.wrong) == ("driver", True)
+    assert found.text.startswith("The driver (pid 7 on head) has ended.")
+    assert "orphaned: its driver is gone" in drawn(draw_groups([seen]), 200)
+
+
 def test_stuck_without_a_place():
     """A worker without progress for minutes is stuck, also when nobody waits for it."""
     (found,) = findings([busy(0, COMPUTING, seconds=400.0), idle(1), idle(2), idle(3)])
@@ -215,14 +224,15 @@ def test_many_rows_fold(width):
 
 def board(epoch, *rows, **changes):
     about = {
-        "schema": 1,
+        "schema": SCHEMA,
         "id": "g",
         "name": "policy",
         "class": "Trainer",
         "shape": MESH.shape,
         "layout": MESH.to_dict(),
     }
-    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch, "version": epoch}
+    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch, "lane": False}
+    about["publication"] = epoch
     fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
     members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]
     return {KEY + "g": {**about, "members": members, **changes}, "of-somebody-else": 3}
@@ -240,6 +250,10 @@ def test_merge():
     assert [(one.rank, one.node_id, one.pid) for one in found.members] == [(0, "a", 1), (1, "b", 3)]
     assert (found.epoch, found.sharding, found.agents) == (7, MESH, {"a": first, "b": second})
     assert merge_boards({first: board(5, schema=99)}) == []
+    assert (found.publication, found.settled) == (7, False)
+    rows = [{"rank": rank, "node_id": "a", "pid": 1} for rank in range(4)]
+    (found,) = merge_boards({first: board(8, *rows), second: board(8)})
+    assert (found.publication, found.settled) == (8, True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic
 
 import ray
@@ -19,7 +21,7 @@ from .errors import short_traceback
 from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
 from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher, wait_for_some
-from .sender import Order, Sender, is_on_event_loop, make_requests
+from .sender import Order, Sender, Sent, is_on_event_loop, make_requests
 from .wait import ResultStream, iterate_outcomes, stream_items, wait_for_result
 
 if TYPE_CHECKING:
@@ -67,7 +69,9 @@ def dispatch(
     sender.check_retries(options.retries)
     method = sender.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
-    sender.check_callable(recipients.called)
+    blocking = not (may_wait and is_on_event_loop())
+    with sender.traced() if blocking else contextlib.nullcontext():
+        sender.check_callable(recipients.called)
     stored = Arguments()
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     requests = make_requests(method, recipients, args, kwargs, stored)
@@ -81,7 +85,12 @@ def dispatch(
         stored.sources,
         sharding,
     )
-    sent = sender.send_or_queue(order) if may_wait and is_on_event_loop() else sender.send(order)
+    sent: Sent | Future[Sent]
+    if blocking:
+        with sender.traced():
+            sent = sender.send(order)
+    else:
+        sent = sender.send_or_queue(order)
     return Execution(sender, owner, order, sent, recipients.returned, options)
 
 

@@ -167,8 +167,9 @@ class Execution:
                 attempt = self.attempt
                 try:
                     return self.shape(self._collect(deadline))
-                except WorkerFailureError:
+                except WorkerFailureError as error:
                     if not self.repeat(attempt, deadline):
+                        self.sender.save_trace(error)
                         raise
 
     def cancel(self, *, force: bool = False) -> list[int]:
@@ -228,7 +229,8 @@ class Execution:
                 deadline=limit,
                 counts={},
             )
-            sent = self.sender.send(again)
+            with self.sender.traced():
+                sent = self.sender.send(again)
             self._repeated_in = sent.epoch
             for at, future in zip(lost, sent.futures, strict=True):
                 self.futures[at] = future
@@ -370,7 +372,8 @@ class Execution:
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt
             retrieve_late(self.futures, self)
-        if isinstance(failure, WorkerFailureError):
+        # An error that may be hidden by a repetition gets its trace when it is raised after all.
+        if isinstance(failure, WorkerFailureError) and not self.options.retries:
             self.sender.save_trace(failure)
         return failure
 

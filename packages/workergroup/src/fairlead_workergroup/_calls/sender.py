@@ -146,6 +146,9 @@ class Sender:
         """The restart policy of the group."""
         return self.restarter.policy
 
+    def renew(self) -> None:
+        """Bring the roster up to date, before a call is planned; it always is in the process that made the group."""
+
     def method(self, method: str | Callable[..., Any] | Method) -> Method:
         """Return the method of the class, or the function, that a caller means.
 
@@ -198,6 +201,15 @@ class Sender:
         self.counters.add(requests=len(futures), **order.counts)
         return Sent(futures, now.epoch)
 
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Save a trace, if that is wanted, with an error about workers that is raised to the caller in this block."""
+        try:
+            yield
+        except (CallTimeoutError, WorkerFailureError) as error:
+            self.save_trace(error)
+            raise
+
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         if not self.queue.busy:  # otherwise earlier calls are still waiting
@@ -210,7 +222,7 @@ class Sender:
                 raise self.unsent_error(order)
             return self.send(order)
 
-        return self.queue.add(send_later)
+        return self.queue.add(self.traced()(send_later))
 
     @contextlib.contextmanager
     def _turn(self, order: Order) -> Iterator[Snapshot]:
@@ -254,7 +266,11 @@ class Sender:
 
     def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
         """Record losses, and return the error that reports them."""
+        known = self.roster.snapshot().lost
         lost = self.verdicts.note(failures)
+        for failure in lost:
+            if failure.rank not in known:
+                self.log.mark(f"rank {failure.rank} lost: {failure.kind}")
         return WorkerFailureError(lost, self.restarter.remedy(lost))
 
     def is_lost(self, ref: ObjectRef[Any]) -> bool:

@@ -79,7 +79,8 @@ class Target:
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`."""
-        target = self
+        self.sender.renew()
+        target = self.follow()
         while True:
             plan = target.plan(options)
             columns, named = make_columns(args, kwargs, plan.column)
@@ -204,6 +205,7 @@ class AddressedWorkers(ABC):
                 workers are cancelled.
         """
         target = self._target
+        target.sender.renew()
         options = target.options or CallOptions()
         meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
         if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:

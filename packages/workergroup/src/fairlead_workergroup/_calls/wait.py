@@ -36,9 +36,10 @@ async def get_result(call: Execution) -> Any:
         attempt = call.attempt
         try:
             return call.shape(await _collect(call))
-        except WorkerFailureError:
+        except WorkerFailureError as error:
             # A restart takes seconds.
             if not await asyncio.to_thread(call.repeat, attempt):
+                await asyncio.to_thread(call.sender.save_trace, error)
                 raise
 
 

@@ -45,6 +45,8 @@ class RegisteredWorker:
         restarts: how often of these because it was lost.
         actor_id: Ray's id of its actor; empty before there is one.
         mark: what finds its process while it starts.
+        actor_name: the name of its actor.
+        tied_rank: its number in its tied group.
     """
 
     rank: int
@@ -58,6 +60,8 @@ class RegisteredWorker:
     restarts: int
     actor_id: str
     mark: str
+    actor_name: str = ""
+    tied_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class RegisteredGroup:
         driver: the process that owns it: `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started`.
         members: the workers that are known, by ascending rank. Those of a node that is lost are missing.
         agents: the agent of each node, by node id.
+        publication: the number of the latest publication.
+        settled: whether all nodes have the latest publication, and every rank is among its members.
+        lane: whether the workers serve nobody but their driver at present.
+        methods: the methods of the class, as of `WorkerClass.to_dict`; empty if the driver's node did not answer.
     """
 
     group_id: str
@@ -89,6 +97,10 @@ class RegisteredGroup:
     driver: Mapping[str, Any]
     members: tuple[RegisteredWorker, ...]
     agents: Mapping[str, Agent] = field(default_factory=dict)
+    publication: int = 0
+    settled: bool = True
+    lane: bool = False
+    methods: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def sharding(self) -> NamedSharding:
@@ -193,7 +205,29 @@ def find_group(name: str | None) -> RegisteredGroup:
         raise WorkerGroupError("No worker group is registered on this cluster.")
     if not chosen:
         raise WorkerGroupError(f"There is no group {name!r}. These are there: {labels}.")
-    raise WorkerGroupError(f"Choose one of several groups with --group, by its name or the id in brackets: {labels}.")
+    raise WorkerGroupError(f"Choose one of several groups (--group), by its name or the id in brackets: {labels}.")
+
+
+def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGroup | None:
+    """Return a group as it is published now; None if no agent of its job has it.
+
+    Args:
+        group_id: the id of the group.
+        job_id: Ray's id of its job.
+        within_s: how long to wait until all of its nodes have the latest publication; then the latest that each node
+            has is returned.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer in time.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        agents = [agent for agent in find_agents() if agent.job_id == job_id]
+        groups = merge_boards(read_boards(agents, timeout_s=ANSWER_S))
+        found = next((one for one in groups if one.group_id == group_id), None)
+        if (found is not None and found.settled) or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.05)
 
 
 def find_own_group(registration: Registration | None) -> RegisteredGroup:
@@ -223,7 +257,7 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
                 found.setdefault(key, []).append((agent, value))
     groups = []
     for published in found.values():
-        published.sort(key=lambda one: one[1]["version"])
+        published.sort(key=lambda one: one[1]["publication"])
         members = {row["rank"]: RegisteredWorker(**row) for _, value in published for row in value["members"]}
         latest = published[-1][1]
         size = math.prod(latest["shape"].values())  # a node may not have heard yet that its ranks have left
@@ -240,6 +274,11 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
                 driver=latest["driver"],
                 members=tuple(members[rank] for rank in sorted(members) if rank < size),
                 agents={agent.node_id: agent for agent, _ in published},
+                publication=latest["publication"],
+                settled=len({value["publication"] for _, value in published}) == 1
+                and len(members) == math.prod(latest["shape"].values()),
+                lane=latest["lane"],
+                methods=next((value["methods"] for _, value in published if "methods" in value), {}),
             )
         )
     return sorted(groups, key=lambda one: (one.created, one.group_id))

@@ -51,14 +51,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Request:
-    """One call that the driver has made.
+    """One call that the driver has made, or something else that it has done with the group.
 
     Attributes:
-        method: the method.
+        method: the method, or what was done; of a loss, which is a moment and no call, what was lost.
         start: when it was made, by the clock of this process.
         end: when its caller had the results; None if that is not so, or nobody waited for it.
         failed: whether its caller got an error.
-        workers: how many workers were called.
+        workers: how many workers were called; 0 if it is no call.
         tasks: what the first of them were asked.
     """
 
@@ -68,6 +68,11 @@ class Request:
     failed: bool
     workers: int
     tasks: tuple[bytes, ...]
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is the loss of a worker."""
+        return not self.workers and self.start == self.end
 
 
 @dataclass(frozen=True)

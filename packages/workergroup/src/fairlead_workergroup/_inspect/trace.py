@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import PlacementError
+from fairlead_placement.spi import head_deadline
 
 from ..exceptions import WorkerGroupError
 from .groups import RegisteredWorker
@@ -24,14 +25,18 @@ Event = dict[str, Any]
 DRIVER = 1
 # Errors within so many seconds share one trace.
 SHARED_S = 10.0
+# How long Ray's head may take to name the agents; the error is not held up for longer.
+HEAD_S = 5.0
+NOTE = "The trace"
 
 
 def make_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the content of the file.
 
     There is a track for each worker, grouped by node, with a span for each call, its reported steps as a counter, and
-    an instant for each failed call and each restart; and tracks for the calls of the driver, with an arrow to the first
-    of the workers that each of them reached. Times are in microseconds since the first event.
+    an instant for each failed call and each restart; and tracks for the calls and transfers of the driver, with an
+    arrow to the first of the workers that each call reached, and an instant for each loss that it has met. Times are in
+    microseconds since the first event.
     """
     group = timeline.group
     starts = [span.start for one in timeline.workers for span in one.spans]
@@ -115,16 +120,21 @@ def _draw_driver(
     # Calls of the driver may overlap: each goes to the first track that is free.
     free_from: list[float] = []
     for number, request in enumerate(sorted(requests, key=lambda one: one.start), 1):
+        place: Event = {"pid": DRIVER, "tid": 1, "ts": _microseconds(request.start - zero)}
+        if request.is_moment:
+            events.append({"ph": "i", "name": request.method, "cat": "failure", "s": "g", **place})
+            continue
         there = [event for task in request.tasks for event in reached.get(task, ())]
         ends = [zero + (event["ts"] + event["dur"]) / 1e6 for event in there]
         # Nobody has waited for it: it lasted as long as its workers.
         end = request.end or max(ends, default=until)
         track = next((at for at, free in enumerate(free_from) if free <= request.start), len(free_from))
         free_from[track : track + 1] = [end]
-        place = {"pid": DRIVER, "tid": track + 1, "ts": _microseconds(request.start - zero)}
+        place["tid"] = track + 1
         shown = {"workers": request.workers, "failed": request.failed}
+        kind = "request" if request.workers else "transfer"
         duration = _microseconds(max(0.0, end - request.start))
-        events.append({"ph": "X", "name": request.method, "cat": "request", "dur": duration, "args": shown, **place})
+        events.append({"ph": "X", "name": request.method, "cat": kind, "dur": duration, "args": shown, **place})
         for at, event in enumerate(there):
             arrow = {"name": "calls", "cat": "request", "id": number * 1000 + at}
             events.append({"ph": "s", **arrow, **place})
@@ -162,24 +172,26 @@ class TraceSaver:
     def save_for(self, error: BaseException) -> None:
         """Save a trace, and add a note to an error that says where; without the variable, do nothing.
 
-        Errors within a few seconds, such as those of several threads, share one trace.
+        Errors within a few seconds, such as those of several threads, share one trace. An error that has its note gets
+        no other one.
         """
         folder = os.environ.get("FAIRLEAD_TRACE_DIR")
-        if not folder:
+        if not folder or any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
             return
         with self._lock:
             if self._saved is None or time.monotonic() - self._saved[0] > SHARED_S:
                 try:
                     path = self._save(Path(folder))
                 except (OSError, PlacementError, WorkerGroupError, ray.exceptions.RayError) as failed:
-                    error.add_note(f"The trace could not be saved in {folder}: {failed}")
+                    error.add_note(f"{NOTE} could not be saved in {folder}: {failed}")
                     return
                 self._saved = (time.monotonic(), path)
-            error.add_note(f"The trace of the last minutes is {self._saved[1]}; open it in https://ui.perfetto.dev.")
+            error.add_note(f"{NOTE} of the last minutes is {self._saved[1]}; open it in https://ui.perfetto.dev.")
 
     def _save(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        timeline = self._read()
+        with head_deadline(HEAD_S):
+            timeline = self._read()
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", timeline.group.name)
         path = folder / f"{name}-{timeline.group.group_id[:6]}-{time.strftime('%Y%m%d-%H%M%S')}.json"
         write_trace(timeline, path)

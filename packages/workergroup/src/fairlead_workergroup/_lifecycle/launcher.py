@@ -14,7 +14,7 @@ from .._arguments import Arguments, NotPicklableError
 from .._deadline import NEVER, Deadline
 from .._members import Place, Started
 from .._observe.memory import MemoryLimit
-from .._observe.registration import Registration
+from .._observe.registration import Registration, actor_name
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
@@ -143,7 +143,9 @@ class Launcher:
         self._arguments = arguments = _StoredArguments(spec, self.worker_class, self._counters)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(spec, args=(), kwargs={})
-        self.resources.registration = Registration(self._roster, spec.token, self.worker_class.name)
+        self.resources.registration = Registration(
+            self._roster, spec.token, self.worker_class.name, methods=self.worker_class.to_dict()
+        )
         self._counters.add(puts=arguments.stored.puts, bytes_put=arguments.stored.bytes_put)
 
     def release(self) -> None:
@@ -249,10 +251,12 @@ class Launcher:
         incarnations = {rank: self._roster.next_incarnation(rank) for rank in ranks}
         for rank, process in processes.items():
             add(plan.workers[rank], process.handle, dataclasses.replace(process, mark=mark_of(token, rank)))
+            registration.name_actor(process.handle, process.name)
         new = [rank for rank in ranks if rank not in processes]
-        suffixes = [f"{token[:6]}-{rank}-{incarnations[rank]}" for rank in new]
-        workers, name = [plan.workers[rank] for rank in new], self._roster.name_prefix
-        create_actors(workers, plan.worker_class, suffixes, name=name, clock=self._clock, add=add_new)
+        workers = [plan.workers[rank] for rank in new]
+        names = [actor_name(one.place, token, incarnations[one.place.rank]) for one in workers]
+        name = self._roster.name_prefix
+        create_actors(workers, plan.worker_class, names, name=name, clock=self._clock, add=add_new)
         with self._clock.phase("agents"):
             registration.publish({rank: one.actor for rank, one in starting.items()})
         return [starting[rank] for rank in ranks]

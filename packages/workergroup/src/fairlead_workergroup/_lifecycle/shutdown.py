@@ -39,6 +39,7 @@ class RunningWorker:
         mark: the prefix of its identity, as from `process.mark_of`.
         pid: its process; 0 until it has started.
         started: the start tick of the process.
+        name: the name of the actor of a standby, which it keeps when it takes over a rank; "" for others.
     """
 
     handle: Any = field(compare=False)
@@ -46,6 +47,7 @@ class RunningWorker:
     mark: str
     pid: int = 0
     started: int = -1
+    name: str = ""
 
     @property
     def process(self) -> Process:

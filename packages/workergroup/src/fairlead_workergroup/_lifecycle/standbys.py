@@ -184,8 +184,9 @@ class Standbys:
         try:
             for number, slot in zip(numbers, slots, strict=True):
                 plan = launcher.plan_in(slot)
-                actor = create_actor(plan, launcher.worker_class, f"{token[:6]}{number}")
-                worker = RunningWorker(actor, slot.node_id, mark_of(token, number))
+                name = f"{plan.place.name}-{token[:6]}{number}"
+                actor = create_actor(plan, launcher.worker_class, name)
+                worker = RunningWorker(actor, slot.node_id, mark_of(token, number), name=name)
                 self._resources.add({number: worker})
                 waiting.append(Standby(number, slot, worker))
                 variables = {k: v for k, v in plan.environment.variables.items() if k not in RANK_VARIABLES}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a group publishes about itself at the agents of its nodes, for processes that look at it from outside.
 
-It holds names, places and processes. It never holds arguments, environment variables or anything else of the user's.
+It holds names, places and processes. It never holds values of arguments, environment variables or anything else of the
+user's.
 """
 
 import os
@@ -14,13 +15,22 @@ import ray
 
 from fairlead_placement.spi import publish, withdraw
 
-from .._members import Member, Roster
+from .._members import Member, Place, Roster
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of, start_tick
 
 # Of the published data; readers of another version leave the group out.
-SCHEMA = 1
+SCHEMA = 2
 KEY = "fairlead-group-"
+
+
+def actor_name(place: Place, token: str, incarnation: int) -> str:
+    """Return the name of the actor of a worker, by which other processes find it.
+
+    Ray refuses a second actor of the same name: two groups may have the same prefix, two slots in different clusters
+    the same numbers, and a rank several incarnations.
+    """
+    return f"{place.name}-{token[:6]}-{place.rank}-{incarnation}"
 
 
 class Registration:
@@ -30,17 +40,23 @@ class Registration:
         roster: of the group.
         token: identifies the group among all groups of all drivers.
         class_name: of the user's class.
+        methods: the methods of the class, as of `WorkerClass.to_dict`. Only the node of the driver has them.
 
     Attributes:
         key: the key under which it is published.
         published: what was published last, by node id.
+        lane: whether the workers serve nobody but their driver at present; publish after a change.
     """
 
-    def __init__(self, roster: Roster, token: str, class_name: str) -> None:
+    def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
         self._roster = roster
         self.key: str = KEY + token
+        self.lane: bool = False
+        self._methods = methods
         self.published: dict[str, dict[str, Any]] = {}
         self._token = token
+        # The actors that have another name than their rank: standbys that have taken over one.
+        self._names: dict[str, str] = {}
         self._version = 0
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
@@ -60,6 +76,10 @@ class Registration:
             },
         }
 
+    def name_actor(self, actor: Any, name: str) -> None:
+        """Publish an actor by its own name from now on; for a process that takes over a rank."""
+        self._names[actor_id_of(actor)] = name
+
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
         """Publish the workers as they are now, without waiting for the agents.
 
@@ -67,20 +87,23 @@ class Registration:
             starting: the actors of the ranks that are starting, whose processes are not known yet.
         """
         now = self._roster.snapshot()
-        nodes = {*self.published, self._about["driver"]["node_id"]}
+        driver_node = self._about["driver"]["node_id"]
+        nodes = {*self.published, driver_node}
         by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in nodes}
         for member in now.members:
             row = self._row(member, (starting or {}).get(member.rank))
             by_node.setdefault(row["node_id"], []).append(row)
         self._version += 1
         axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-        about = {**self._about, **axes, "epoch": now.epoch, "version": now.version}
+        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
         self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
+        self.published[driver_node]["methods"] = self._methods
         publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         facts = member.place.facts(member.coords) if actor is not None or member.handle is None else member.facts
         handle = member.handle if actor is None else actor
+        actor_id = "" if handle is None else actor_id_of(handle)
         return {
             "rank": member.rank,
             "name": member.place.name,
@@ -91,8 +114,10 @@ class Registration:
             "started": facts.started,
             "incarnation": member.incarnation,
             "restarts": member.restarts,
-            "actor_id": "" if handle is None else actor_id_of(handle),
+            "actor_id": actor_id,
             "mark": mark_of(self._token, member.rank),
+            "actor_name": self._names.get(actor_id) or actor_name(member.place, self._token, member.incarnation),
+            "tied_rank": member.place.tied_rank,
         }
 
     def withdraw(self) -> None:

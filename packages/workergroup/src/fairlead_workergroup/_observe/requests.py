@@ -4,6 +4,7 @@
 So the timeline of a job shows them also while this process is stopped.
 """
 
+import contextlib
 import mmap
 import os
 import struct
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._ray_private import task_of_future
@@ -35,6 +36,7 @@ class RequestLog:
         self._written = 0
         # By the first task of a call that has not ended: its number in the ring, and the values of its entry.
         self._open: OrderedDict[bytes, tuple[int, tuple[Any, ...]]] = OrderedDict()
+        _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> None:
         """Note a call that has been sent.
@@ -55,6 +57,31 @@ class RequestLog:
                 self._open.popitem(last=False)
             self._write(self._written, 2 * self._written, began, 0.0, False, values)
 
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note something that this process does with the group and that is no call, such as a transfer, in a block."""
+        began = time.monotonic()
+        values = (0, name.encode()[:64], b"")
+        with self._lock:
+            self._written += 1
+            number = self._written
+            self._write(number, 2 * number, began, 0.0, False, values)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            with self._lock:
+                if number > self._written - KEPT:
+                    self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+
+    def mark(self, name: str) -> None:
+        """Note something that has gone wrong, at this moment."""
+        now = time.monotonic()
+        with self._lock:
+            self._written += 1
+            self._write(self._written, 2 * self._written + 1, now, now, True, (0, name.encode()[:64], b""))
+
     def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
         with self._lock:
@@ -69,3 +96,11 @@ class RequestLog:
     ) -> None:
         at = number % KEPT * self._layout.size
         self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)
+
+
+_logs: weakref.WeakValueDictionary[str, "RequestLog"] = weakref.WeakValueDictionary()
+
+
+def find_log(group: str) -> "RequestLog | None":
+    """Return the log of a group that this process has made, by the id of the group."""
+    return _logs.get(group)

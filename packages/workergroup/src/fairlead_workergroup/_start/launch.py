@@ -106,19 +106,18 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
     }
 
 
-def create_actor(plan: WorkerPlan, described: WorkerClass, suffix: str) -> Any:
+def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
     """Create the actor of a worker, without a wait; return its handle.
 
     Args:
         plan: the plan of the worker.
         described: the class.
-        suffix: makes the name unique, because Ray refuses a second actor of the same name: two groups may have the same
-            prefix, two slots in different clusters the same numbers, and a rank several incarnations.
+        name: the name of the actor, as from `actor_name`.
     """
     slot = plan.place.slot
     return described.actor_class.options(
         **plan.options,
-        name=f"{plan.place.name}-{suffix}",
+        name=name,
         # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
         max_restarts=0,
         max_task_retries=0,
@@ -131,7 +130,7 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, suffix: str) -> Any:
 def create_actors(
     plans: Sequence[WorkerPlan],
     described: WorkerClass,
-    suffixes: Sequence[str],
+    names: Sequence[str],
     *,
     name: str,
     clock: StartClock,
@@ -142,7 +141,7 @@ def create_actors(
     Args:
         plans: the plan of each worker.
         described: the class.
-        suffixes: makes each name unique, as for `create_actor`.
+        names: the name of each actor, as for `create_actor`.
         name: the name of the group, for the progress bar.
         clock: notes how long Ray's head took to acknowledge each actor.
         add: is called with each handle, on any thread, as soon as there is one.
@@ -151,17 +150,17 @@ def create_actors(
         Exception: what Ray raised for an actor; no further actor is requested.
     """
 
-    def create(plan: WorkerPlan, suffix: str) -> None:
+    def create(plan: WorkerPlan, actor_name: str) -> None:
         began = time.monotonic()
-        add(plan, create_actor(plan, described, suffix))
+        add(plan, create_actor(plan, described, actor_name))
         clock.note(plan.place.rank, create=time.monotonic() - began)
 
     with clock.phase("create"), Bar(f"Starting {name}: create", len(plans)) as bar:
         # The first one exports the class, which has to happen once.
-        for plan, suffix in zip(plans[:1], suffixes, strict=False):
-            create(plan, suffix)
+        for one in zip(plans[:1], names, strict=False):
+            create(*one)
         with ThreadPoolExecutor(WINDOW, "fairlead-create", initializer=never_connect) as pool:
-            requested = [pool.submit(create, *one) for one in zip(plans[1:], suffixes[1:], strict=True)]
+            requested = [pool.submit(create, *one) for one in zip(plans[1:], names[1:], strict=True)]
             try:
                 for done, future in enumerate(requested, start=2):
                     future.result()

@@ -95,6 +95,33 @@ class WorkerClass:
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a process without the class needs to call its methods, as plain data."""
+        return {
+            "class": self.name,
+            "target": self.target if isinstance(self.target, str) else "",
+            "concurrent": self.concurrent,
+            "full_names": dict(self.full_names),
+            "methods": [
+                (one.name, one.kind, _write_parameters(one.signature), one.backpressure)
+                for one in self.methods.values()
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "WorkerClass":
+        """Return the class that `to_dict` has described."""
+        return cls(
+            data["target"],
+            data["class"],
+            {
+                name: Method(name, kind, _signature(_read_parameters(parameters)), backpressure=limit)
+                for name, kind, parameters, limit in data["methods"]
+            },
+            concurrent=data["concurrent"],
+            full_names=data["full_names"],
+        )
+
     def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return (resources, env_vars, init_kwargs, runtime_env overrides) for a worker, which are empty by default."""
         configuration = () if self.configurations is None else self.configurations[rank]
@@ -265,6 +292,20 @@ class _Default:
 
     def __repr__(self) -> str:
         return "..."
+
+
+def _write_parameters(signature: inspect.Signature | None) -> list[tuple[str, str, bool]] | None:
+    """Return (name, kind, required) of each parameter as plain data, without the values of defaults."""
+    if signature is None:
+        return None
+    return [(one.name, one.kind.name, one.default is one.empty) for one in signature.parameters.values()]
+
+
+def _read_parameters(parameters: Sequence[tuple[str, str, bool]] | None) -> list[tuple[str, Any, bool]] | None:
+    """Return what `_signature` takes for what `_write_parameters` has returned."""
+    if parameters is None:
+        return None
+    return [(name, getattr(inspect.Parameter, kind), required) for name, kind, required in parameters]
 
 
 def _signature(parameters: Sequence[tuple[str, Any, bool]] | None) -> inspect.Signature | None:

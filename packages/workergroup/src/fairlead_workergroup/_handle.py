@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a group that another process has made, such as those of an RL controller in an actor, or of a notebook."""
+
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import Slot, init_ray
+from fairlead_placement.spi import ask_head, head_deadline, never_connect, read_newer
+from fairlead_sharding import NamedSharding
+
+from ._calls.map import MapOptions
+from ._calls.plan import Mesh
+from ._calls.sender import Sender
+from ._calls.view import Target, TypedCalls
+from ._inspect.groups import (
+    ANSWER_S,
+    RegisteredGroup,
+    RegisteredWorker,
+    find_group,
+    look_at_groups,
+    read_group,
+)
+from ._inspect.timeline import Timeline, read_timeline
+from ._inspect.trace import TraceSaver
+from ._lifecycle.restart import RestartPolicy
+from ._members import Member, Place, Roster, WorkerFacts
+from ._observe.failures import Verdicts
+from ._observe.observer import STUCK_AFTER_S, check_seconds
+from ._observe.registration import KEY
+from ._observe.requests import RequestLog
+from ._observe.statistics import Counters
+from ._observe.status import WorkerStatus
+from ._ray_private import actor_id_of
+from ._start.worker_class import WorkerClass
+from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
+
+# All nodes of a group get a publication within milliseconds of each other.
+SETTLED_S = 2.0
+# A process publishes within this time what an agent that has died had.
+PUBLISHED_AGAIN_S = 20.0
+# For all requests of one call to Ray's head.
+HEAD_S = 30.0
+# Ray's head is asked for each actor by its name.
+ASKED_AT_ONCE = 16
+REMEDY = (
+    "Only the process that made the group starts workers again: with `restart_failed_workers()`, or with its next call "
+    "if it has `restart_on_failure`. Make this call again after that."
+)
+
+
+@dataclass(frozen=True)
+class GroupIdentity:
+    """What finds a group from any process that can reach its cluster.
+
+    Attributes:
+        name: the name of the group.
+        group_id: identifies it among all groups.
+        job_id: Ray's id of the job that made it.
+        session: Ray's name of the session of its cluster.
+        address: the address of the cluster.
+    """
+
+    name: str
+    group_id: str
+    job_id: str
+    session: str
+    address: str
+
+    @classmethod
+    def here(cls, name: str, group_id: str, job_id: str) -> "GroupIdentity":
+        """Return the identity of a group of the cluster that this process is connected to."""
+        context = ray.get_runtime_context()
+        return cls(name, group_id, job_id, context.get_session_name(), context.gcs_address)
+
+    def connect(self) -> None:
+        """Connect this process to the cluster of the group, unless it is.
+
+        Raises:
+            PlacementError: the cluster does not answer, or wants another token.
+            WorkerGroupError: this process is connected to another cluster.
+        """
+        if not ray.is_initialized():
+            init_ray(address=self.address)
+        here = ray.get_runtime_context()
+        if here.get_session_name() != self.session:
+            raise WorkerGroupError(
+                f"{self} is on the cluster at {self.address}, and this process is connected to {here.gcs_address}. Use "
+                "the handle in a process of that cluster, or call ray.shutdown() first."
+            )
+
+    def read(self, *, within_s: float) -> RegisteredGroup:
+        """Return the group as it is published now.
+
+        Raises:
+            WorkerGroupError: the group has ended.
+        """
+        if (found := read_group(self.group_id, self.job_id, within_s=within_s)) is None:
+            raise self.ended_error()
+        return found
+
+    def ended_error(self) -> WorkerGroupError:
+        """Return the error for the use of a group that has ended."""
+        return WorkerGroupError(f"{self} has ended: it was shut down, or the process that made it has ended.")
+
+    def __str__(self) -> str:
+        return f"The group {self.name!r} ({self.group_id[:6]})"
+
+
+class GroupHandle(TypedCalls):
+    """A group of workers that another process has made. `RayWorkerGroup.attach` and `RayWorkerGroup.handle` return it.
+
+    A handle can be pickled, sent to any process of the cluster, and kept there. It holds no actor handle and keeps no
+    worker alive: the group ends with the process that made it. It calls the workers itself, so it works while the
+    process that made the group is busy or stopped.
+
+    `call`, `at`, `with_options`, `map` and `explain` are those of the group. Only the process that made the group
+    restarts it and ends it, so `retries` is refused, and its `call_timeout_s` and `enable_load_balancing` do not apply.
+    Before each call, and once before a `map`, the handle asks a node agent whether workers have been replaced. If so,
+    it finds the new ones first.
+
+    Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
+    process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.
+    """
+
+    def __init__(self, identity: GroupIdentity) -> None:
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._sender: _ClientSender | None = None
+
+    def __repr__(self) -> str:
+        return f"GroupHandle({self._identity.name!r}, {self._identity.group_id[:6]!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._identity,)
+
+    @property
+    def name(self) -> str:
+        """The name of the group."""
+        return self._identity.name
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group, which no other group has."""
+        return self._identity.group_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the roster that the handle has read last."""
+        return self._connect().roster.snapshot().epoch
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """The axes over the ranks."""
+        return self._connect().roster.snapshot().sharding
+
+    @property
+    def _target(self) -> Target:
+        sender = self._connect()
+        sharding = sender.roster.snapshot().sharding
+        return Target(sender, self, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+
+    def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
+        """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
+
+        Args:
+            stuck_after_s: a busy worker is "stuck" after this many seconds without progress.
+
+        Raises:
+            ValueError: `stuck_after_s` is not a positive number.
+            WorkerGroupError: the group has ended.
+        """
+        check_seconds("stuck_after_s", stuck_after_s)
+        self._identity.connect()
+        with head_deadline(HEAD_S):
+            group = self._identity.read(within_s=SETTLED_S)
+            (seen,) = look_at_groups([group], stuck_after_s=stuck_after_s)
+        names = {member.rank: member.name for member in group.members}
+        return [
+            WorkerStatus(
+                one.rank,
+                names.get(one.rank, ""),
+                one.coords,
+                one.state,
+                one.node_id,
+                one.pid,
+                method=one.method,
+                running_s=one.running_s,
+                since_progress_s=one.since_progress_s,
+                step=one.step,
+                message=one.message,
+                calls=one.calls,
+                incarnation=one.incarnation,
+                restarts=one.restarts,
+            )
+            for one in seen.workers
+        ]
+
+    def _connect(self) -> "_ClientSender":
+        """Return the sender of this process, which is made at the first use."""
+        with self._lock:
+            if self._sender is None or not self._sender.roster.connected:
+                self._identity.connect()
+                with head_deadline(HEAD_S):
+                    self._sender = _make_sender(self._identity, self._identity.read(within_s=SETTLED_S))
+            return self._sender
+
+
+def attach(name: str, address: str | None) -> GroupHandle:
+    """Return the handle of a group by its name; see `RayWorkerGroup.attach`."""
+    init_ray(address=address or "auto")
+    with head_deadline(HEAD_S):
+        group = find_group(name)
+    return GroupHandle(GroupIdentity.here(group.name, group.group_id, group.driver["job_id"]))
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The class of the workers, in place of the launcher that knows it in the process that made the group."""
+
+    worker_class: WorkerClass
+
+
+class _NoRestarts:
+    """What stands in place of the restarter of the process that made the group: it restarts nothing."""
+
+    def __init__(self) -> None:
+        self.policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
+        self.turn = threading.RLock()
+        self.began: float | None = None
+
+    def describe_wait(self) -> str:
+        return "Other calls of this process were being sent. Make the call again."
+
+    def remedy(self, lost: Sequence[WorkerFailure]) -> str:
+        return REMEDY
+
+
+def _no_methods(sender: Sender) -> NoReturn:
+    raise WorkerGroupError("Only the process that made a group restarts its workers.")
+
+
+@dataclass(eq=False, repr=False)
+class _ClientSender(Sender):
+    """The sender of a process that has not made the group.
+
+    Attributes:
+        identity: the group.
+        group: the group as it was read last.
+    """
+
+    identity: GroupIdentity = field(kw_only=True)
+    group: RegisteredGroup = field(kw_only=True)
+    _renewing: threading.Lock = field(default_factory=threading.Lock)
+
+    def check_retries(self, retries: int) -> None:
+        if retries:
+            raise ValueError(
+                f"retries={retries} needs a call of the process that made the group, which restarts the workers"
+            )
+
+    def renew(self) -> None:
+        """Read the roster again if its owner has published another one.
+
+        Raises:
+            WorkerGroupError: the group has ended, or its workers serve only the process that made it.
+        """
+        self.roster.check_connected()
+        with self._renewing, head_deadline(HEAD_S):
+            agent = self.group.agents.get(self.group.driver["node_id"])
+            answer: tuple[int, Any] | Exception | None = None
+            if agent is not None and self.group.settled:
+                answer = read_newer(agent, KEY + self.identity.group_id, self.group.publication, timeout_s=ANSWER_S)
+            if isinstance(answer, tuple) and answer[0] == 0:
+                raise self.identity.ended_error()
+            if not isinstance(answer, tuple) or answer[0] > self.group.publication:
+                within_s = PUBLISHED_AGAIN_S if isinstance(answer, Exception) else SETTLED_S
+                self.adopt(self.identity.read(within_s=within_s))
+            if self.group.lane:
+                raise WorkerGroupError(
+                    f"{self.identity} has an open lane: its workers serve only the process that made it, and this call "
+                    "would wait until the lane is closed. Make the call after that."
+                )
+
+    def adopt(self, group: RegisteredGroup) -> None:
+        """Take over the members of a group as they are published."""
+        now = self.roster.snapshot()
+        rows = {row.rank: row for row in group.members}
+        handles = {actor_id_of(one.handle): one.handle for one in now.members if one.handle is not None}
+        handles |= _find_actors([row for row in group.members if row.pid and row.actor_id not in handles], group)
+        members = []
+        for rank in range(group.sharding.size):
+            row = rows.get(rank)
+            fresh = _member(group, rank, row, None if row is None else handles.get(row.actor_id))
+            known = now.members[rank] if rank < len(now.members) else fresh
+            # A loss that this process has met, and that nobody has repaired since.
+            is_lost = known.failure is not None and known.facts == fresh.facts
+            members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
+        self.roster.adopt(group.epoch, group.sharding, members)
+        self.group = group
+
+
+def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSender:
+    if not group.methods:
+        raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
+    rows = {row.rank: row for row in group.members}
+    places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
+    roster = Roster(group.name, places, group.sharding, own=False)
+
+    def read() -> Timeline:
+        return read_timeline(identity.read(within_s=SETTLED_S))
+
+    described: Any = _Described(WorkerClass.from_dict(group.methods))
+    no_restarts: Any = _NoRestarts()
+    sender = _ClientSender(
+        roster,
+        described,
+        no_restarts,
+        Verdicts(roster, None),
+        Counters(),
+        # Readers of the timeline find the calls of the process that made the group by the id alone.
+        RequestLog(f"of-a-client-{uuid.uuid4().hex}"),
+        save_trace=TraceSaver(read).save_for,
+        call_timeout_s=None,
+        methods=_no_methods,
+        identity=identity,
+        group=group,
+    )
+    sender.adopt(group)
+    return sender
+
+
+def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> Place:
+    """Return the place of a worker, of which another process knows the node only."""
+    slot = Slot(
+        placement_group=PlacementGroup.empty(),
+        bundle_index=-1,
+        node_idx=-1,
+        node_id="" if row is None else row.node_id,
+        node_ip="" if row is None else row.address,
+        node_rank=-1,
+        local_rank=-1,
+    )
+    name, tied_rank = (f"{group.name}-{rank}", 0) if row is None else (row.name, row.tied_rank)
+    return Place(rank, slot, name, -1, tied_rank, (-1, []), -1, -1, -1)
+
+
+def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
+    place, coords = _place(group, rank, row), group.sharding.get_worker_coords(rank)
+    facts = place.facts(coords)
+    kind: FailureKind = "killed"
+    if row is None:
+        failure = facts.failure("node-lost", "no node agent knows it: its node is lost, or its agent has ended")
+        return Member(place, coords, facts, failure=failure)
+    facts = WorkerFacts(rank, coords, row.node_id, row.address, row.pid, row.started)
+    cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
+    return Member(
+        place,
+        coords,
+        facts,
+        handle,
+        row.incarnation,
+        row.restarts,
+        failure=facts.failure(kind, cause) if handle is None else None,
+    )
+
+
+def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:
+    """Return the handles of workers that are alive, by the ids of their actors."""
+
+    def find(row: RegisteredWorker) -> Any:
+        try:
+            return ray.get_actor(row.actor_name, namespace=group.namespace)
+        except ValueError:
+            return None  # it has ended
+
+    def find_all() -> list[Any]:
+        with ThreadPoolExecutor(ASKED_AT_ONCE, "fairlead-actors", initializer=never_connect) as pool:
+            return list(pool.map(find, rows))
+
+    found = ask_head("find the workers of a group", find_all) if rows else []
+    return {actor_id_of(handle): handle for handle in found if handle is not None}
