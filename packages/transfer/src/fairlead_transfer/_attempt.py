@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NoReturn
 
+from ._descriptions import check_replicas
 from ._report import TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
@@ -260,7 +261,7 @@ class Attempt:
         self._route = route
         self._check_agents(route)
         if self._replies:
-            self._check_replicas()
+            check_replicas(self._replies)
             if not self._in_place:
                 self._fetch(route, route.targets, self._replies)
         else:
@@ -345,7 +346,7 @@ class Attempt:
         for rank, value in self._replies.items():
             ends[rank].order_id = orders.number
             self._measure(rank, value, "stage")
-        self._check_replicas()
+        check_replicas(self._replies)
         self._wait_for_fetches(route, fetches)
 
     def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
@@ -429,19 +430,6 @@ class Attempt:
                 name: Literal["source", "target"] = "target" if side is self._target else "source"
                 text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
                 raise self._error("collect", self._problems(name, reasons), text)
-
-    def _check_replicas(self) -> None:
-        """Refuse source ranks that hold the same box with other bytes."""
-        seen: dict[Any, tuple[int, int]] = {}
-        wrong: dict[str, Mismatch] = {}
-        for rank, value in self._replies.items():
-            for key, digest in value["staged"].get("held", {}).items():
-                other, expected = seen.setdefault(key, (rank, digest))
-                if digest != expected:
-                    text = f"they hold the same box with different bytes, at {key[1]}: synchronise the replicas"
-                    wrong.setdefault(key[0], Mismatch(key[0], f"ranks {other} and {rank}", "", text))
-        if wrong:
-            raise LayoutMismatchError(tuple(wrong.values()))
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 

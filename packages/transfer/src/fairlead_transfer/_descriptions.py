@@ -176,6 +176,27 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast
     return wrong
 
 
+def check_replicas(replies: Mapping[int, Any]) -> None:
+    """Refuse source ranks that hold the same box with other bytes.
+
+    Args:
+        replies: of the source ranks that have staged their tensors.
+
+    Raises:
+        LayoutMismatchError: lists these tensors.
+    """
+    seen: dict[Any, tuple[int, int]] = {}
+    wrong: dict[str, Mismatch] = {}
+    for rank, value in replies.items():
+        for key, digest in value["staged"].get("held", {}).items():
+            other, expected = seen.setdefault(key, (rank, digest))
+            if digest != expected:
+                text = f"they hold the same box with different bytes, at {key[1]}: synchronise the replicas"
+                wrong.setdefault(key[0], Mismatch(key[0], f"ranks {other} and {rank}", "", text))
+    if wrong:
+        raise LayoutMismatchError(tuple(wrong.values()))
+
+
 def with_ranks(tensors: Tensors, ranks: Collection[int]) -> Tensors:
     """Return the same tensors with boxes on some ranks only."""
     made: dict[Layout, Layout] = {}
