@@ -288,9 +288,11 @@ class Attempt:
         )
         targets = self._ask_targets(range(len(self._target.members)))
         self._rounds += 1
+        # A torn target refuses at once, also while the source is stopped that it waits for.
+        first = self._values("collect", self._target, targets) if self._in_place else None
         values = self._values("collect", self._source, requests, targets)
         changed = self._note(self._source, values)
-        changed |= self._note(self._target, self._values("collect", self._target, targets))
+        changed |= self._note(self._target, first or self._values("collect", self._target, targets))
         if changed:
             self._router.kept = None
         elif number and all("staged" in value for value in values.values()):
