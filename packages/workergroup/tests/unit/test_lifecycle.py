@@ -68,6 +68,25 @@ def test_workers_that_are_late():
         wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, clock=StartClock())
 
 
+def test_the_progress_bar_names_the_phase(monkeypatch):
+    """The bar of a start says whether actors are being registered, or processes and constructors are awaited."""
+    shown = []
+
+    class Recorded(launch.Bar):
+        def __init__(self, what, total):
+            super().__init__(what, total)
+            shown.append((what, total))
+
+    monkeypatch.setattr(launch, "Bar", Recorded)
+    monkeypatch.setattr(launch, "create_actor", lambda plan, described, suffix: plan.place.rank)
+    clock, refs = StartClock(), [Answer(), Answer()]
+    for ref in refs:
+        ref.set_result({})
+    create_actors(make_plans(2), None, ["a", "b"], name="policy", clock=clock, add=lambda *_: None)
+    wait_started(refs, make_plans(2), name="policy", timeout_s=10, clock=clock)
+    assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
+
+
 class TestCreation:
     """The creation of actors, whose requests Ray's head acknowledges one by one."""
 
