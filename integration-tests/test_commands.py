@@ -16,7 +16,7 @@ SESSIONS = {
     if isinstance(node, ast.FunctionDef) and any("nox.session" in ast.unparse(one) for one in node.decorator_list)
 }
 # Commands of other programs that the pages mention.
-FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ")
+FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ", ". .venv/bin/activate")
 PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
@@ -45,6 +45,8 @@ def test_commands(page):
                 assert {folder.removeprefix("./packages/") for folder in folders} <= PACKAGES, command
             case ["pip", "install", *_, name]:
                 assert re.sub(r"\[.*", "", name).removeprefix("fairlead-") in PACKAGES, command
+            case ["python", "-m", "venv", _]:
+                assert "python3 -m venv" in (ROOT / ".ci/run").read_text()
             case ["python", "-m", module, *more]:
                 package = module.removeprefix("fairlead_").replace("_", "-")
                 tests = "".join(path.read_text() for path in ROOT.glob(f"packages/{package}/tests/**/*.py"))
