@@ -70,3 +70,11 @@ def test_broken_links_are_found(tmp_path):
         "```\n# no heading\n[7](y.md)\n```\n[8](#no-heading) [9](https://example.org/#there)\n"
     )
     assert find_broken_links(page) == ["#nowhere", "no.md", "page.md#a-b", "#no-heading"]
+
+
+def test_package_readmes_are_short():
+    """The README of each package has fewer than 150 lines, and leads to its reference."""
+    for page in sorted(ROOT.glob("packages/*/README.md")):
+        text = page.read_text()
+        assert len(text.splitlines()) < 150, page
+        assert f"](../../docs/reference/{page.parent.name}" in text, page
