@@ -15,7 +15,15 @@ import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Shard, WorkerFailureError, WorkerGroupError, _handle
+from fairlead_workergroup import (
+    CallTimeoutError,
+    EpochError,
+    RayWorkerGroup,
+    Shard,
+    WorkerFailureError,
+    WorkerGroupError,
+    _handle,
+)
 from fairlead_workergroup.testing import kill
 
 SECRET = "secret-in-an-argument"
@@ -111,7 +119,7 @@ def test_in_another_process(group):
     assert ray.get(controller.run_async.remote(group.handle())) == pids
     text, notes = ray.get(controller.fail.remote(group.handle()))
     assert text == "its own"
-    assert notes[0].startswith("raised by rank 0 (dp=0, tp=0)")
+    assert notes[0].startswith("raised by rank ")
     ray.kill(controller)
 
 
@@ -179,6 +187,28 @@ def test_restart(local_ray, monkeypatch, eventually):
         assert after[1] != before[1]
         assert handle.epoch > epoch
     assert eventually(lambda: "has ended" in refused(handle))
+
+
+def test_resize(local_ray, eventually):
+    """A handle and its views follow a resize of the group: the next call reaches the new workers."""
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster.slots()[:2], Worker, sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
+    ):
+        handle = group.handle()
+        view = handle.at(dp=slice(1, None))
+        assert len(handle.call("pid").result()) == 2
+        group.resize(dp=3, slots=cluster.slots()[2:])
+        assert eventually(lambda: len(handle.call("pid").result()) == 3)  # publications are not waited for
+        assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
+        assert view.call("square", 3).result() == [9, 9]
+        assert handle.sharding_annotations.shape == {"dp": 3}
+        assert handle.epoch == group.epoch
+        last = handle.at(dp=2)
+        group.resize(dp=2)
+        assert eventually(lambda: len(handle.call("pid").result()) == 2)
+        with pytest.raises(EpochError, match="dp=2"):
+            last.call("pid")
 
 
 def test_lane(group, eventually):
