@@ -51,3 +51,16 @@ def test_group_on_slices(slices: PretendSlices) -> None:
             with pytest.raises(ResourceInsufficientError):
                 pool.run(os.getpid)
         assert len(set(pool.run(os.getpid))) == 4
+
+
+def test_group_grows_by_a_slice(slices: PretendSlices) -> None:
+    """The slots of a pool are a source of slots for a group that grows by a whole slice."""
+    with assert_no_leaks(), SlicePool("v4-16", 2) as pool:
+        slots = pool.slots()
+        axes = NamedSharding.from_shape(slice=1, host=2)
+        with RayWorkerGroup(slots[:2], Worker, sharding_annotations=axes) as group:
+            assert group.resize(slice=2, slots=slots[2:]) == 1
+            expected = [(rank, slot.node_id, str(rank // 2), str(rank % 2)) for rank, slot in enumerate(slots)]
+            assert [found[:4] for found in group.call("where").result()] == expected
+            assert group.resize(slice=1) == 2
+            assert [found[:4] for found in group.call("where").result()] == expected[:2]

@@ -118,6 +118,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.restart_failed_workers(), list[int])
         assert_type(group.epoch, int)
         assert_type(group.standby, int)
+        assert_type(group.replace([0], timeout=60), int)
         assert_type(group.standby_metadata, list[dict[str, Any]])
         assert_type(group.resize(dp=3), int)
         assert_type(group.resize(dp=4, slots=slots, timeout=60), int)
@@ -136,6 +137,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
     RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")
     RayWorkerGroup(slots, Worker, on_resize="join", standby=2)
+    RayWorkerGroup(slots, Worker, on_restart="load", on_handover="save", on_drain="replace")
 
 
 def build(group: PlacementGroup) -> None:

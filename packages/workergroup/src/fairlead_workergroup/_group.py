@@ -23,13 +23,15 @@ from ._calls.call import dispatch
 from ._calls.classic import ClassicCalls
 from ._calls.execution import Execution
 from ._calls.map import MapOptions, Strategy
-from ._calls.plan import CallOptions, Mesh, Recipients
+from ._calls.plan import CallOptions, Column, Mesh, Recipients
 from ._calls.results import ClassicFutures
 from ._calls.sender import Sender
 from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
+from ._elastic.drain import DrainWatch
+from ._elastic.replace import Replacer
 from ._elastic.resize import Resizer
 from ._handle import GroupHandle, GroupIdentity, attach
 from ._inspect.groups import find_own_group
@@ -90,6 +92,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             class's module loaded and without its constructor run. A lost rank takes one instead of a new process, on
             its own node if there is one there, and moves to its slot. They have no rank: a module that reads RANK when
             it is imported finds none.
+        on_handover: a method of the class, without arguments, that a worker runs before `replace` ends it. Its result
+            is the argument of `on_restart` in the worker that takes over the rank.
+        on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to
+            standbys or free slots on other nodes.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
@@ -134,6 +140,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         on_restart: str | None = None,
         on_resize: str | None = None,
         standby: int = 0,
+        on_handover: str | None = None,
+        on_drain: Literal["replace"] | None = None,
         memory_limit: int | str | None = None,
         async_communication: bool = False,
         enable_load_balancing: bool = False,
@@ -155,6 +163,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
+        if on_handover is not None and on_restart is None:
+            raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
+        if on_drain not in (None, "replace"):
+            raise ValueError(f"on_drain must be 'replace' or None, got {on_drain!r}")
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
         clock = StartClock()
         with clock.phase("reserve"):
@@ -201,7 +213,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             RequestLog(token),
             save_trace=TraceSaver(partial(_read_timeline, self._resources)).save_for,
             call_timeout_s=call_timeout_s,
-            methods=partial(_user_methods, on_restart, on_resize, float(start_timeout_s)),
+            methods=partial(_user_methods, on_restart, on_resize, on_handover, float(start_timeout_s)),
         )
         self._classic_futures = ClassicFutures(self._sender)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -210,11 +222,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         self._shut: bool | None = None
 
         self._resizer = Resizer(self._sender, self._launcher)
+        self._replacer = Replacer(self._sender, self._launcher, self._standbys)
         self._resources.claim_slots([place.slot for place in places])
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._launcher.prepare(places)
-            for method in (on_restart, on_resize):
+            for method in (on_restart, on_resize, on_handover):
                 if method is not None:
                     self._sender.method(method)
             self._standbys.reserve(slots)
@@ -222,6 +235,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             self._launcher.start(range(self.world_size), epoch=0)
             self._start_report = clock.report(self.name_prefix)
             self._standbys.fill()
+            if on_drain is not None:
+                DrainWatch(self, self._roster, RayWorkerGroup.replace)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -521,6 +536,33 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         """
         return self._resizer.resize(sizes, slots, check_timeout("timeout", timeout))
 
+    def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
+        """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
+
+        Their processes are prepared first, while calls go on. Then the old workers finish their calls, run
+        `on_handover` if they live, and end. The new ones run their constructor with the same arguments, and
+        `on_restart`, which gets what the old one has handed over. With `restart_scope="group"` the other workers are
+        restarted too. A worker that is busy until the timeout is ended without a handover. A replacement does not count
+        as a restart.
+
+        Args:
+            ranks: the ranks.
+            timeout: the seconds that the preparation and the calls before may take; None for `start_timeout_s`.
+
+        Returns:
+            The epoch of the group.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong ranks, tied groups, ranks that differ in what they need before they
+                start, or too few standbys and free slots. Nothing has changed, as with the next two.
+            WorkerStartError: a new process did not start.
+            ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
+            WorkerFailureError: a new worker failed. Its rank is lost; `restart_failed_workers()` starts it again.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+            Exception: what `on_handover` raised. Nothing has changed.
+        """
+        return self._replacer.replace(list(ranks), check_timeout("timeout", timeout))
+
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.
 
@@ -589,26 +631,40 @@ def _read_timeline(resources: Resources) -> Timeline:
     return read_timeline(find_own_group(resources.registration))
 
 
-def _user_methods(on_restart: str | None, on_resize: str | None, timeout_s: float, sender: Sender) -> UserMethods:
+def _user_methods(
+    on_restart: str | None, on_resize: str | None, on_handover: str | None, timeout_s: float, sender: Sender
+) -> UserMethods:
     """Return what runs the methods of a group that its membership changes call."""
 
-    def send(method: str | None, ranks: Sequence[int]) -> Execution | None:
-        if method is None:
-            return None
-        options = CallOptions(timeout=timeout_s, discard=True)
-        recipients = Recipients(list(ranks), [], [False] * len(ranks))
+    def send(method: str, ranks: Sequence[int], args: Sequence[Column] = (), *, discard: bool = True) -> Execution:
+        options = CallOptions(timeout=timeout_s, discard=discard)
+        recipients = Recipients(list(ranks), [] if discard else list(ranks), [not discard] * len(ranks))
         # The calls that wait do so for this change, so this one must not wait behind them.
-        return dispatch(sender, None, method, recipients, [], {}, options, may_wait=False)
+        return dispatch(sender, None, method, recipients, args, {}, options, may_wait=False)
 
-    def run_on_restart(ranks: list[int]) -> None:
-        if (call := send(on_restart, ranks)) is not None:
-            call.result()
+    def run_on_restart(ranks: Sequence[int], values: Mapping[int, Any]) -> None:
+        if on_restart is None:
+            return
+        given = [rank for rank in ranks if rank in values]
+        if rest := [rank for rank in ranks if rank not in values]:
+            send(on_restart, rest).result()
+        if given:
+            send(on_restart, given, [Column([values[rank] for rank in given], range(len(given)))]).result()
 
     def send_on_resize(ranks: Sequence[int]) -> dict[int, Any]:
+        if on_resize is None:
+            return {}
         call = send(on_resize, ranks)
-        return {} if call is None else dict(zip(call.ranks, call.completions.values(), strict=True))
+        return dict(zip(call.ranks, call.completions.values(), strict=True))
 
-    return UserMethods(run_on_restart, send_on_resize)
+    def run_on_handover(ranks: Sequence[int]) -> dict[int, Any]:
+        if on_handover is None or not ranks:
+            return {}
+        call = send(on_handover, ranks, discard=False)
+        call.result()
+        return dict(zip(call.ranks, call.futures, strict=True))
+
+    return UserMethods(run_on_restart, send_on_resize, run_on_handover)
 
 
 def _check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups grow and shrink along their slowest-varying axis while calls go on."""
 
+import asyncio
 import os
 import threading
 import time
 
 import pytest
+import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_sharding import NamedSharding
@@ -341,3 +343,33 @@ def test_values_for_another_size(cluster):
         group.resize(dp=3)
         with pytest.raises(ValueError, match="4 values, but 6 workers"):
             group.call("add", PerWorker([0, 1, 2, 3]))
+
+
+class Overlapping:
+    """A worker whose async methods overlap."""
+
+    async def epoch_after(self, seconds, *more):
+        await asyncio.sleep(seconds)
+        return current_worker().epoch
+
+
+@ray.remote(num_cpus=0)
+def make_slowly():
+    time.sleep(1.5)
+    return 1
+
+
+def test_overlapping_calls_end_in_their_epoch(cluster):
+    """Calls that run, and calls that Ray has not delivered because an argument is missing, end before the change."""
+    axes = NamedSharding.from_shape(dp=2)
+    with RayWorkerGroup(
+        cluster, Overlapping, workers_per_node=[2], sharding_annotations=axes, async_communication=True
+    ) as group:
+        calls = [group.call("epoch_after", 0.5) for _ in range(3)]
+        calls.append(group.call("epoch_after", 0.0, make_slowly.remote()))
+        assert group.resize(dp=4) == 1
+        assert [call.result() for call in calls] == [[0, 0]] * 4
+        assert [call.epoch for call in calls] == [0] * 4
+        assert group.call("epoch_after", 0.0).result() == [1] * 4
+        assert group.resize(dp=1) == 2
+        assert group.call("epoch_after", 0.0).result() == [2]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standbys: processes that have loaded the class's module, and take over the ranks of lost workers."""
+"""Standbys take over the ranks of lost workers, and ranks move to other processes on request."""
 
 import os
 import pickle
+import time
 
 import pytest
 from rich.console import Console
@@ -26,6 +27,21 @@ class Worker:
 
     def pid(self):
         return os.getpid(), IMPORTED_WITH_RANK
+
+    def save(self):
+        if os.path.exists(os.environ.get("FAIL_TO_SAVE", "")):
+            raise OSError("disk full")
+        return {"value": self.value, "from": os.getpid()}
+
+    def load(self, saved=None):
+        self.value = saved
+
+    def add(self, item):
+        self.value = [*(self.value or []), item]
+
+    def wait_for(self, path):
+        while not os.path.exists(path):
+            time.sleep(0.02)
 
 
 class Different:
@@ -56,7 +72,7 @@ def test_take_over(cluster, eventually):
         RayWorkerGroup(cluster, builder, workers_per_node=[2], standby=1) as group,
         group.watch(0.2, on_event=events.append),
     ):
-        assert eventually(lambda: group.standby == 1)
+        assert eventually(lambda: group.standby == 1, 60)
         assert [one["bundle_index"] for one in group.standby_metadata] == [2]
         console = Console(width=120)
         with console.capture() as shown:
@@ -72,15 +88,15 @@ def test_take_over(cluster, eventually):
         assert [one["name"] for one in group.worker_metadata] == names
         # A handle, as another process has it, finds the actors by their names.
         assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
-        assert eventually(lambda: group.standby == 1)
+        assert eventually(lambda: group.standby == 1, 60)
         assert [one["bundle_index"] for one in group.standby_metadata] == [1]
         # A standby that dies is started again.
         ready = [event for event in events if event.kind == "standby-ready"]
-        assert eventually(lambda: sum(event.kind == "standby-ready" for event in events) >= 2), ready
+        assert eventually(lambda: sum(event.kind == "standby-ready" for event in events) >= 2, 60), ready
         for rank in (0, 1):
             lose(group, rank)
             assert group.restart_failed_workers() == [rank]
-            assert eventually(lambda: group.standby == 1)
+            assert eventually(lambda: group.standby == 1, 60)
         assert group.call("pid").result()[0][1] is None
         assert sorted(one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)) == [0, 1, 2]
         assert group.resize(worker=3) == 4
@@ -109,8 +125,80 @@ def test_standbys_are_refused(cluster):
 def test_group_scope(cluster, eventually):
     """With scope "group" everybody restarts, and the lost rank in the standby's process."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], standby=2, restart_scope="group") as group:
-        assert eventually(lambda: group.standby == 2)
+        assert eventually(lambda: group.standby == 2, 60)
         lose(group, 0)
         assert group.restart_failed_workers() == [0, 1]
         assert [imported for _, imported in group.call("pid").result()] == [None, "1"]
-        assert eventually(lambda: group.standby == 2)
+        assert eventually(lambda: group.standby == 2, 60)
+
+
+def test_replace_with_a_standby(cluster, eventually, tmp_path):
+    """The old worker hands its state over, the others keep theirs, and the vacated slot gets the next standby."""
+    events = []
+    options = {"on_handover": "save", "on_restart": "load", "env_vars": {"FAIL_TO_SAVE": str(tmp_path / "full")}}
+    with (
+        RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], standby=1, **options) as group,
+        group.watch(0.2, on_event=events.append),
+    ):
+        assert eventually(lambda: group.standby == 1, 60)
+        group.call("add", 5).result()
+        before = [pid for pid, _ in group.call("pid").result()]
+        (tmp_path / "full").touch()
+        with pytest.raises(OSError, match="disk full"):
+            group.replace([1])
+        (tmp_path / "full").unlink()
+        assert (group.epoch, group.standby) == (0, 1)
+        assert [pid for pid, _ in group.call("pid").result()] == before
+
+        assert group.replace([1]) == group.epoch == 1
+        saved = {"value": [5], "from": before[1]}
+        assert group.call("facts").result() == [(0, 1, 0, "0", [5]), (1, 1, 1, "1", saved)]
+        assert [one.restarts for one in group.get_worker_status()] == [0, 0]
+        assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
+        assert eventually(lambda: group.standby == 1, 60)
+        assert [one["bundle_index"] for one in group.standby_metadata] == [1]
+        assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
+        # A rank without a living worker is replaced too; nothing is handed over.
+        lose(group, 0)
+        assert group.replace([0]) == 2
+        assert group.call("facts", collect=()).result()[4] is None
+        # A worker that is busy at the timeout is ended.
+        assert eventually(lambda: group.standby == 1, 60)
+        held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
+        assert group.replace([1], timeout=5.0) == 3
+        with pytest.raises(WorkerFailureError):
+            held.result(timeout=60)
+        assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
+
+
+def test_replace_in_a_free_slot(cluster):
+    """Without a standby the ranks move to new processes in slots that nobody uses; with scope "group" all restart."""
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart_scope="group") as group:
+        for ranks, error, match in [
+            ([], ValueError, "at least one rank"),
+            ([0, 0], ValueError, "each rank once"),
+            ([2], IndexError, "ranks 0 to 1"),
+            ([-1], IndexError, "ranks 0 to 1"),
+            ([True], TypeError, "list of ranks"),
+        ]:
+            with pytest.raises(error, match=match):
+                group.replace(ranks)
+        port = group.master_port
+        assert group.replace([0, 1]) == 1
+        assert sorted(one["bundle_index"] for one in group.worker_metadata) == [2, 3]
+        assert group.master_port != port
+        with RayWorkerGroup(cluster.slots()[:1], Worker, name_prefix="other"):
+            with pytest.raises(ValueError, match=r"2 rank.s. need .* there are 1 that can be used"):
+                group.replace([0, 1])
+            assert group.replace([1]) == 2
+        assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
+        assert group.standby == 0
+    with (
+        RayWorkerGroup(cluster, Worker, bundle_indices_list=[(0, [0, 1])]) as group,
+        pytest.raises(ValueError, match="tied groups cannot"),
+    ):
+        group.replace([0])
+    with pytest.raises(ValueError, match="on_handover needs on_restart"):
+        RayWorkerGroup(cluster, Worker, on_handover="save")
+    with pytest.raises(ValueError, match="on_drain must be"):
+        RayWorkerGroup(cluster, Worker, on_drain="move")

@@ -29,6 +29,7 @@ from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailureError
+from .overlapping import OverlappingCalls
 from .plan import Column, Recipients
 
 
@@ -128,6 +129,7 @@ class Sender:
         call_timeout_s: the timeout of calls without one of their own.
         methods: returns the user's methods that run when the membership changes.
         queue: the calls that wait to be sent.
+        overlapping: the calls of a group whose async methods overlap.
     """
 
     roster: Roster
@@ -140,6 +142,7 @@ class Sender:
     call_timeout_s: float | None
     methods: Callable[["Sender"], UserMethods]
     queue: _Queue = field(default_factory=_Queue)
+    overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
 
     @property
     def policy(self) -> RestartPolicy:
@@ -197,6 +200,8 @@ class Sender:
             futures = [
                 send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
             ]
+            if self.launcher.spec.concurrent:
+                self.overlapping.note(futures)
         self.log.begin(order.method.name, order.began, futures)
         self.counters.add(requests=len(futures), **order.counts)
         return Sent(futures, now.epoch)

@@ -3,7 +3,6 @@
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from .._lifecycle.launcher import Launcher
 from .._lifecycle.resources import key_of
 from .._members import Change, Member, Resize, Snapshot
 from .._start.layout import choose_slots, resize_places
-from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerGroupError
+from ..exceptions import BrokenEpochError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, find_elastic_axis, resize_mesh
 
 logger = logging.getLogger(__name__)
@@ -60,11 +59,7 @@ class Resizer:
         self._check_caller()
         change = self._check(self._roster.check_alive(), sizes, slots)
         what = f"The resize to {change.axis}={change.after}"
-        changing = self._restarter.changing
-        if not changing.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-            reason = "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
-            raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
-        try:
+        with self._restarter.change(what, began, deadline):
             # Again: another thread may have resized the group meanwhile.
             now = self._roster.check_alive()
             change = self._check(now, sizes, slots)
@@ -72,10 +67,6 @@ class Resizer:
             if change.before == change.after:
                 return self._repair(lost)
             return self._resize(change, slots, what, began, deadline)
-        finally:
-            if self._roster.ending:  # the shutdown on another thread could not see everything that was started here
-                self._resources.give_back()
-            changing.release()
 
     def _repair(self, lost: Mapping[int, object]) -> int:
         """Restart what is lost in a group that has the size asked for."""
@@ -126,11 +117,11 @@ class Resizer:
             places = resize_places(now.places, size, added, prefix=roster.name_prefix)
             plan = launcher.plan(places, change.sharding)
             started = launcher.start_next(plan, ranks, epoch=resize.epoch, deadline=deadline)
-            with self._restarter.take_turn(deadline) as is_mine:
-                if not is_mine:
-                    reason = "Another thread sends calls. Make it again with a longer timeout."
-                    raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
+            with self._restarter.take_turn(what, began, deadline):
                 staying = [member for member in now.members[:size] if member.rank not in again]
+                # A worker that leaves may hang in a call, so half of the time is for the others.
+                left = deadline.left()
+                self._sender.overlapping.wait(Deadline.after(None if left is None else left / 2))
                 wait_until_idle(what, staying, deadline, began=began, concurrent=launcher.spec.concurrent)
                 roster.record_resize(resize, change.sharding, places, started)
                 is_begun = True
@@ -193,7 +184,7 @@ class Resizer:
         now = self._roster.snapshot()
         try:
             if again:
-                methods.on_restart(again)
+                methods.on_restart(again, {})
         except Exception as error:
             cause = f"on_restart failed: {error}"
             failures = self._roster.mark_broken([now[rank].facts.failure("resize-failed", cause) for rank in again])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
@@ -20,7 +22,7 @@ from .._members import Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
 from .._start.layout import move_places
-from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
+from ..exceptions import MOST_SHOWN, ResizeTimeoutError, WorkerFailure, WorkerFailureError, WorkerStartError
 from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
 from .resources import key_of
@@ -45,12 +47,15 @@ class UserMethods:
     """The methods of the user's class that run when the membership changes.
 
     Attributes:
-        on_restart: runs the method `on_restart` on the given ranks, and waits for it.
+        on_restart: runs the method `on_restart` on the given ranks, and waits for it; takes also what the workers
+            before have handed over, by rank.
         send_on_resize: sends the method `on_resize` to the given ranks.
+        on_handover: runs the method `on_handover` on the given ranks; returns references to what they hand over.
     """
 
-    on_restart: Callable[[list[int]], object]
+    on_restart: Callable[[Sequence[int], Mapping[int, Any]], object]
     send_on_resize: SendOnResize
+    on_handover: Callable[[Sequence[int]], Mapping[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -142,21 +147,40 @@ class Restarter:
             return self._restart(methods)
 
     @contextlib.contextmanager
-    def take_turn(self, deadline: Deadline = NEVER) -> Iterator[bool]:
-        """Keep other threads from sending calls while this thread changes the membership.
+    def take_turn(self, what: str = "", began: float = 0.0, deadline: Deadline = NEVER) -> Iterator[None]:
+        """Keep other threads from sending calls while this thread begins an epoch; the arguments are as of `change`.
 
-        Yields:
-            Whether the turn could be taken by the deadline.
+        Raises:
+            ResizeTimeoutError: others sent calls until the deadline.
         """
-        if not self.turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-            yield False
-            return
-        before, self.began = self.began, time.monotonic()
-        try:
-            yield True
-        finally:
-            self.began = before
-            self.turn.release()
+        with _hold(
+            self.turn, what, began, deadline, "Another thread sends calls. Make it again with a longer timeout."
+        ):
+            before, self.began = self.began, time.monotonic()
+            try:
+                yield
+            finally:
+                self.began = before
+
+    @contextlib.contextmanager
+    def change(self, what: str, began: float, deadline: Deadline) -> Iterator[None]:
+        """Keep other threads from changing the membership.
+
+        Args:
+            what: what this thread wants to do, for the error.
+            began: when it was asked for that.
+            deadline: the end of the wait.
+
+        Raises:
+            ResizeTimeoutError: others changed the membership until the deadline.
+        """
+        reason = "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+        with _hold(self.changing, what, began, deadline, reason):
+            try:
+                yield
+            finally:
+                if self._roster.ending:  # the shutdown on another thread could not see everything that was started
+                    self._resources.give_back()
 
     def restart_in_background(self, methods: UserMethods) -> Future[list[int]]:
         """Return the restart that runs on a thread of its own; start one if none is running."""
@@ -226,7 +250,7 @@ class Restarter:
         outcome()
 
     def _restart(self, methods: UserMethods) -> list[int]:
-        roster, resources = self._roster, self._resources
+        roster = self._roster
         now = roster.check_alive()
         lost = self.find_lost()
         if not lost:
@@ -236,17 +260,63 @@ class Restarter:
         # Ray would create actors on a removed placement group without an error, and never start them.
         if reason := CLUSTER_GONE if self._lacks_cluster(everybody) else self._explain_limit(lost):
             raise WorkerFailureError(tuple(lost.values()), reason)
+        self._relaunch(
+            ranks,
+            tuple(lost.values()),
+            methods,
+            counted=ranks,
+            choose=lambda: self._standbys.take([now[rank].place for rank in lost]),
+        )
+        logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, ranks)), roster.name_prefix)
+        return ranks
+
+    def replace(
+        self,
+        ranks: Sequence[int],
+        choose: Callable[[], Mapping[int, Standby]],
+        methods: UserMethods,
+        values: Mapping[int, Any],
+    ) -> None:
+        """Move ranks to other processes, with `turn` held.
+
+        Args:
+            ranks: the ranks. With scope "group" the others are restarted where they are.
+            choose: returns the process of each rank, when the old workers have ended.
+            methods: the user's methods.
+            values: what old workers hand over, by rank.
+
+        Raises:
+            WorkerFailureError: an old process cannot be ended, or a worker did not start.
+        """
+        all_ranks = range(len(self._roster.snapshot().members))
+        started = list(all_ranks) if self.policy.restarts_all else list(ranks)
+        self._relaunch(started, (), methods, counted=(), choose=choose, values=values)
+
+    def _relaunch(
+        self,
+        ranks: Sequence[int],
+        lost: tuple[WorkerFailure, ...],
+        methods: UserMethods,
+        *,
+        counted: Collection[int],
+        choose: Callable[[], Mapping[int, Standby]],
+        values: Mapping[int, Any] = MappingProxyType({}),
+    ) -> None:
+        """End the old workers of ranks, and start others, which begins an epoch."""
+        roster, resources = self._roster, self._resources
+        now = roster.snapshot()
         roster.mark_restarting(ranks)
         ended, taken = False, dict[int, Standby]()
         try:
-            self._end_old(ranks, tuple(lost.values()))
+            self._end_old(ranks, lost)
             ended = True
-            taken = self._standbys.take([now[rank].place for rank in lost])
+            taken.update(choose())
             self._take_over(taken)
-            self._find_new_slots(tuple(lost.values()))
+            if lost:
+                self._find_new_slots(lost)
             # A restart that found no room does not count, because it has restarted nothing.
-            self._group_restarts += self.policy.restarts_all
-            roster.record_relaunch(ranks, counted=ranks)
+            self._group_restarts += self.policy.restarts_all and bool(counted)
+            roster.record_relaunch(ranks, counted=counted)
             # The store of one set of processes cannot be used by another set.
             if self.policy.restarts_all or now.is_broken or self._master_moved():
                 resources.release_port()
@@ -255,7 +325,7 @@ class Restarter:
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
-            methods.on_restart(ranks)
+            methods.on_restart(ranks, values)
             if now.is_broken:
                 limit = Deadline.after(self._launcher.spec.start_timeout_s)
                 deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=methods.send_on_resize)
@@ -276,8 +346,6 @@ class Restarter:
                 self._standbys.vacate([now[rank].slot for rank in taken])
                 resources.keep_slots([place.slot for place in roster.snapshot().places])
             self._standbys.fill()
-        logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, ranks)), roster.name_prefix)
-        return ranks
 
     def _take_over(self, taken: Mapping[int, Standby]) -> None:
         """Move ranks to the slots of the standbys that take over."""
@@ -409,3 +477,13 @@ class Restarter:
         is_report = isinstance(error, WorkerFailureError)
         self._roster.record_failed_restart(failures, override=not is_report)
         return error if is_report else WorkerFailureError(failures, text)
+
+
+@contextlib.contextmanager
+def _hold(lock: Any, what: str, began: float, deadline: Deadline, reason: str) -> Iterator[None]:
+    if not lock.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+        raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from fairlead_placement import PlacementError, Slot
-from fairlead_placement.spi import alive_nodes, never_connect
+from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
 
 from .._deadline import Deadline
 from .._members import Change, Place
@@ -89,25 +89,42 @@ class Standbys:
         """
         if self.count == 0:
             return
-        workers = self._launcher.planned.workers
-        if any(len(worker.place.tied_bundles[1]) > 1 for worker in workers):
-            raise ValueError("standby needs workers that can take each other's place, and those of tied groups cannot")
-        if odd := [one.place.rank for one in workers if one.options != workers[0].options]:
-            raise ValueError(
-                f"standby needs workers that start alike, but rank {odd[0]} has other options, or other variables that "
-                "a process needs when it starts, than rank 0. Look at configure_worker and at the slots."
-            )
+        self.check_alike("standby")
         chosen = self._resources.claim_free(slots, self.count)
         if len(chosen) < self.count:
             raise ValueError(
                 f"standby={self.count} needs slots that the group does not use, and there are {len(chosen)}. Reserve "
                 "more, or leave some free with workers_per_node."
             )
-        for slot in chosen:
+        self.check_slots(chosen)
+        self._add_cold(chosen)
+
+    def check_alike(self, what: str) -> None:
+        """Refuse ranks that cannot take each other's process.
+
+        Raises:
+            ValueError: they are in tied groups, or differ in what they need before they start.
+        """
+        workers = self._launcher.planned.workers
+        if any(len(worker.place.tied_bundles[1]) > 1 for worker in workers):
+            raise ValueError(f"{what} needs workers that can take each other's place, and those of tied groups cannot")
+        if odd := [one.place.rank for one in workers if one.options != workers[0].options]:
+            raise ValueError(
+                f"{what} needs workers that start alike, but rank {odd[0]} has other options, or other variables that "
+                "a process needs when it starts, than rank 0. Look at configure_worker and at the slots."
+            )
+
+    def check_slots(self, slots: Iterable[Slot]) -> None:
+        """Refuse slots that have just been claimed and differ from those of the ranks; release their claims.
+
+        Raises:
+            ValueError: a slot holds other resources.
+        """
+        workers = self._launcher.planned.workers
+        for slot in slots:
             if self._launcher.plan_in(slot).options != workers[0].options:
                 self._resources.keep_slots([worker.place.slot for worker in workers])
-                raise ValueError(f"standby needs slots like those of the ranks, and {slot!r} holds other resources")
-        self._add_cold(chosen)
+                raise ValueError(f"a process in {slot!r} could not take a rank's place: the slot holds other resources")
 
     def _add_cold(self, slots: Iterable[Slot]) -> None:
         with self._lock:
@@ -132,16 +149,23 @@ class Standbys:
         with self._lock:
             return len(self._warm)
 
-    def take(self, places: Iterable[Place]) -> dict[int, Standby]:
-        """Return a standby for each place, on the same node if there is one, as far as there are any; by rank."""
+    def take(self, places: Iterable[Place], *, avoid: Collection[str] = ()) -> dict[int, Standby]:
+        """Return a standby for each place, as far as there are any, by rank.
+
+        Args:
+            places: the places; a standby on the same node is preferred.
+            avoid: the nodes whose standbys stay.
+        """
         self._drop_dead()
         taken = {}
         with self._lock:
+            usable = [one for one in self._warm if one.slot.node_id not in avoid]
             for place in places:
-                if not self._warm:
+                if not usable:
                     break
-                here = [one for one in self._warm if one.slot.node_id == place.slot.node_id]
-                taken[place.rank] = (here or self._warm)[0]
+                here = [one for one in usable if one.slot.node_id == place.slot.node_id]
+                taken[place.rank] = (here or usable)[0]
+                usable.remove(taken[place.rank])
                 self._warm.remove(taken[place.rank])
         self._show()
         return taken
@@ -165,8 +189,8 @@ class Standbys:
             self._filler.start()
 
     def vacate(self, slots: Iterable[Slot]) -> None:
-        """Start standbys in the slots that ranks have left, if their nodes live and standbys are missing."""
-        alive = alive_nodes()
+        """Start standbys in the slots that ranks have left, if their nodes stay and standbys are missing."""
+        alive = alive_nodes() - draining_nodes()
         usable = [slot for slot in slots if slot.node_id in alive]
         missing = self.count - len(self.slots)
         self._add_cold(usable[: max(0, missing)])

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replacement of workers: their ranks move to standbys, or to new processes in other slots."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from ray.exceptions import RayError
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement.spi import draining_nodes
+
+from .._calls.sender import Sender
+from .._deadline import Deadline
+from .._lifecycle.delivery import wait_until_idle
+from .._lifecycle.launcher import Launcher
+from .._lifecycle.standbys import Standby, Standbys
+from .._members import Change, Member, Snapshot
+from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerStartError
+
+logger = logging.getLogger(__name__)
+
+
+class Replacer:
+    """Move ranks of a group to other processes.
+
+    Args:
+        sender: the sender of the group.
+        launcher: the launcher of the group.
+        standbys: the standbys of the group.
+    """
+
+    def __init__(self, sender: Sender, launcher: Launcher, standbys: Standbys) -> None:
+        self._sender = sender
+        self._launcher = launcher
+        self._standbys = standbys
+        self._restarter = sender.restarter
+        self._roster = sender.roster
+        self._resources = launcher.resources
+
+    def replace(self, ranks: Sequence[int], timeout_s: float | None) -> int:
+        """Replace workers; see `RayWorkerGroup.replace`."""
+        began = time.monotonic()
+        deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
+        wanted = self._check(self._roster.check_alive(), ranks)
+        what = f"The replacement of rank(s) {', '.join(map(str, wanted))}"
+        with self._restarter.change(what, began, deadline):
+            now = self._roster.check_alive()
+            self._check(now, ranks)
+            if now.is_broken:
+                raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
+            targets = self._find_targets([now[rank] for rank in wanted], deadline)
+            self._move(wanted, targets, what, began, deadline)
+            return self._roster.snapshot().epoch
+
+    def _check(self, now: Snapshot, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks in ascending order.
+
+        Raises:
+            TypeError: they are not whole numbers.
+            ValueError: there are none, one is named twice, or they cannot take another process.
+            IndexError: there is no such rank.
+        """
+        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+            raise TypeError(f"replace takes a list of ranks, got {ranks!r}")
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"replace takes at least one rank, and each rank once, got {list(ranks)}")
+        if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
+            raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
+        self._standbys.check_alike("replace")
+        return sorted(ranks)
+
+    def _find_targets(self, members: Sequence[Member], deadline: Deadline) -> dict[int, Standby]:
+        """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
+
+        Raises:
+            ValueError: there are not enough standbys and free slots.
+            WorkerStartError: a new process did not start. Nothing has changed.
+        """
+        avoid = draining_nodes()
+        targets = self._standbys.take([member.place for member in members], avoid=avoid)
+        rest = [member for member in members if member.rank not in targets]
+        try:
+            cluster = self._launcher.spec.cluster
+            slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+            free = self._resources.claim_free([one for one in slots if one.node_id not in avoid], len(rest))
+            if len(free) < len(rest):
+                raise ValueError(
+                    f"{len(members)} rank(s) need as many standbys or free slots, and there are "
+                    f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
+                    "group with standby=."
+                )
+            self._standbys.check_slots(free)
+            try:
+                started = self._standbys.start_in(free, deadline)
+            except (RayError, TimeoutError) as error:
+                raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
+        except BaseException:
+            self._standbys.give_back(targets.values())
+            self._keep_slots()
+            raise
+        return targets | {member.rank: one for member, one in zip(rest, started, strict=True)}
+
+    def _move(
+        self, ranks: Sequence[int], targets: Mapping[int, Standby], what: str, began: float, deadline: Deadline
+    ) -> None:
+        """Let the old workers hand over, and start the new ones in the processes that were found."""
+        methods = self._sender.methods(self._sender)
+        is_used = False
+
+        def use() -> Mapping[int, Standby]:
+            nonlocal is_used
+            is_used = True
+            return targets
+
+        before = self._roster.snapshot()
+        try:
+            with self._restarter.take_turn(what, began, deadline):
+                lost = self._restarter.find_lost()
+                living = [before[rank] for rank in ranks if rank not in lost]
+                concurrent = self._launcher.spec.concurrent
+                try:
+                    wait_until_idle(what, living, deadline, began=began, concurrent=concurrent)
+                except ResizeTimeoutError as error:
+                    late = {worker.rank for worker in error.late}
+                    logger.warning("Rank(s) %s are replaced without a handover: they are busy.", sorted(late))
+                    living = [member for member in living if member.rank not in late]
+                values = methods.on_handover([member.rank for member in living])
+                self._restarter.replace(ranks, use, methods, values)
+        finally:
+            if not is_used:
+                self._give_back(targets)
+            self._keep_slots()
+        after = self._roster.snapshot()
+        for rank in ranks:
+            old, new = before[rank].slot, after[rank].slot
+            self._roster.report(
+                Change(
+                    "replaced",
+                    rank,
+                    f"rank {rank} moved from bundle {old.bundle_index} of logical node {old.node_idx} to bundle "
+                    f"{new.bundle_index} of logical node {new.node_idx} in epoch {after.epoch}",
+                )
+            )
+        logger.warning("Replaced rank(s) %s of %r.", ", ".join(map(str, ranks)), self._roster.name_prefix)
+
+    def _give_back(self, targets: Mapping[int, Standby]) -> None:
+        """Keep as many unused processes as the group wants as standbys, and end the others."""
+        spare = max(0, self._standbys.count - len(self._standbys.slots))
+        unused = list(targets.values())
+        self._standbys.give_back(unused[:spare])
+        if ended := [standby.number for standby in unused[spare:]]:
+            self._resources.end(ended)
+            self._resources.forget(ended)
+
+    def _keep_slots(self) -> None:
+        self._resources.keep_slots([member.slot for member in self._roster.snapshot().members])

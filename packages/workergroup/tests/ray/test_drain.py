@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of a node that Ray drains move to another node before it ends."""
+
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, current_worker
+
+
+class Worker:
+    """A worker that knows its state and its node."""
+
+    def __init__(self):
+        self.state = None
+
+    def keep(self, state):
+        self.state = state
+
+    def hand_over(self):
+        return self.state
+
+    def take(self, state=None):
+        self.state = state
+
+    def where(self):
+        return ray.get_runtime_context().get_node_id(), self.state, current_worker().incarnation
+
+
+@pytest.fixture(scope="module")
+def nodes(raylets):
+    quiet = {"logging_level": "error", "log_to_driver": False}
+    with raylets({"num_cpus": 2}, [{"num_cpus": 2}] * 2, **quiet) as made:
+        yield made
+
+
+def test_drain(nodes, eventually):
+    """The state is handed over, the other node is untouched, and calls go on."""
+    head = ray.get_runtime_context().get_node_id()
+    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
+        options = {"on_handover": "hand_over", "on_restart": "take", "on_drain": "replace"}
+        with RayWorkerGroup(cluster, Worker, workers_per_node=1, **options) as group:
+            group.call("keep", 7).result()
+            before = group.call("where").result()
+            rank, gone = next((rank, node_id) for rank, (node_id, *_) in enumerate(before) if node_id != head)
+            client = ray._private.worker.global_worker.gcs_client
+            assert client.drain_node(gone, 2, "maintenance", int((time.time() + 120) * 1000))[0]
+            assert eventually(lambda: group.epoch == 1, 60)
+            after = group.call("where").result(timeout=60)
+            assert after[rank][0] != gone
+            assert after[rank][1:] == (7, 1)
+            others = [other for other in range(3) if other != rank]
+            assert [after[other] for other in others] == [before[other] for other in others]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random changes of a group against a model of its membership, with calls in flight.
+
+`FAIRLEAD_EVENTS` sets the number of events; `nox -s soak` runs 1,000.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, ResizeTimeoutError, WorkerFailureError, current_worker
+from fairlead_workergroup.testing import assert_no_leaks, hang, kill
+
+from ..calling import store_used
+
+EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "16"))
+SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
+# With the standby and one slot for a replacement, six slots.
+MOST = 4
+
+
+class Worker:
+    """A worker that says what it knows of its group."""
+
+    def __init__(self):
+        self.joined = 0
+
+    def join(self):
+        self.joined += 1
+
+    def facts(self, seconds=0.0):
+        time.sleep(seconds)
+        worker = current_worker()
+        env = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
+        return worker.rank, worker.epoch, worker.world_size, worker.sharding.size, *env, os.getpid()
+
+
+class Model:
+    """What the members of the group should be.
+
+    Args:
+        group: the group.
+        rng: the source of the events.
+    """
+
+    def __init__(self, group, rng):
+        self.group, self.rng = group, rng
+        self.size, self.epoch = group.world_size, 0
+        self.pids = [facts[-1] for facts in group.call("facts").result()]
+        self.dead = set()
+        self.counts = Counter()
+
+    def grow(self):
+        if self.size < MOST:
+            self._resize(self.rng.randint(self.size + 1, MOST))
+
+    def shrink(self):
+        if self.size > 1:
+            self._resize(self.rng.randint(1, self.size - 1))
+
+    def _resize(self, size):
+        assert self.group.resize(dp=size) == self.epoch + 1
+        self.pids = [None if rank in self.dead else pid for rank, pid in enumerate(self.pids[:size])]
+        self.pids += [None] * (size - len(self.pids))
+        self.size, self.dead = size, set()
+        self.epoch += 1
+
+    def kill(self):
+        if living := sorted(set(range(self.size)) - self.dead):
+            rank = self.rng.choice(living)
+            kill(self.group, rank)
+            self.dead.add(rank)
+
+    def restart(self):
+        lost = sorted(self.dead)
+        assert self.group.restart_failed_workers() == lost
+        self._move(lost)
+
+    def replace(self):
+        rank = self.rng.randrange(self.size)
+        self.dead.discard(rank)
+        self.group.replace([rank])
+        self._move([rank])
+
+    def _move(self, ranks):
+        for rank in ranks:
+            self.pids[rank] = None
+        self.dead -= set(ranks)
+        self.epoch += bool(ranks)
+
+    def hang(self):
+        """A worker that hangs and stays keeps a resize from beginning."""
+        if self.size > 1 and not self.dead:
+            with hang(self.group, 0), pytest.raises(ResizeTimeoutError):
+                self.group.resize(dp=1, timeout=0.5)
+
+    def check_in_flight(self, call, may_fail):
+        """All workers have run a call in its epoch, with the facts of that epoch."""
+        try:
+            facts = call.result(timeout=120)
+        except WorkerFailureError:
+            assert may_fail
+            self.counts["failed call"] += 1
+            return
+        assert [one[0] for one in facts] == list(range(len(facts)))
+        assert {one[1] for one in facts} == {call.epoch}
+        assert {size for one in facts for size in one[2:5]} == {len(facts)}
+        self.counts["call in flight"] += 1
+
+    def check(self):
+        """The group is as the model says, unless workers are lost."""
+        assert (self.group.epoch, self.group.world_size) == (self.epoch, self.size)
+        if self.dead:
+            return
+        facts = self.group.call("facts").result(timeout=120)
+        port = str(self.group.master_port)
+        expected = [(rank, self.epoch, self.size, self.size, self.size, port) for rank in range(self.size)]
+        assert [one[:-1] for one in facts] == expected
+        for rank, (before, now) in enumerate(zip(self.pids, facts, strict=True)):
+            assert before in (None, now[-1]), f"rank {rank} has another process"
+        self.pids = [one[-1] for one in facts]
+
+
+@pytest.mark.timeout(240 + 10 * EVENTS)
+def test_random_events(local_ray, eventually):
+    """No call mixes epochs, and slots, ports, processes and memory are as before at the end."""
+    rng, used = random.Random(SEED), store_used()
+    options = {"workers_per_node": [2], "standby": 1, "on_resize": "join", "max_restarts": 10**6}
+    axes = NamedSharding.from_shape(dp=2)
+    with RayVirtualCluster([6], use_gpus=False) as cluster:
+        with RayWorkerGroup(cluster, Worker, sharding_annotations=axes, **options) as group:
+            model = Model(group, rng)
+            for number in range(EVENTS):
+                name = rng.choice(["grow", "grow", "shrink", "kill", "replace", "hang"])
+                if model.dead and name not in ("grow", "shrink"):
+                    name = "restart"
+                may_fail = name == "kill" or bool(model.dead)
+                calls = []
+                with contextlib.suppress(WorkerFailureError):
+                    calls = [group.call("facts", rng.choice([0.0, 0.1, 0.3])) for _ in range(rng.randint(0, 3))]
+                try:
+                    getattr(model, name)()
+                    for call in calls:
+                        model.check_in_flight(call, may_fail)
+                    model.check()
+                except BaseException as error:
+                    error.add_note(f"event {number} of seed {SEED}: {name}; {dict(model.counts)}")
+                    raise
+                model.counts[name] += 1
+            assert group.shutdown()
+        with RayWorkerGroup(cluster, Worker) as group:  # in every slot
+            assert len(group.call("facts").result()) == 6
+    assert_no_leaks()
+    assert eventually(lambda: store_used() <= used)
+    print(f"\n{EVENTS} events, seed {SEED}: {dict(sorted(model.counts.items()))}")  # noqa: T201
