@@ -17,10 +17,10 @@ try:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-except ImportError as error:
+except ImportError as _missing:
     raise ImportError(
         "fairlead_workergroup.otel needs the OpenTelemetry SDK: pip install 'fairlead-workergroup[otel]'"
-    ) from error
+    ) from _missing
 
 from fairlead_placement.spi import head_deadline
 
