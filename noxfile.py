@@ -155,7 +155,8 @@ def canary(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray."""
-    install(session, *map(package, SIBLINGS), "nox", "psutil", "jsonschema", "pytest", "pytest-timeout")
+    extra = package("workergroup", "[otel]")
+    install(session, *map(package, SIBLINGS), extra, "nox", "psutil", "jsonschema", "pytest", "pytest-timeout")
     session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=TEST_ENV)
 
 

@@ -229,7 +229,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             self._launcher.prepare(places)
             for method in (on_restart, on_resize, on_handover):
                 if method is not None:
-                    self._sender.method(method)
+                    self._sender.method(method).check((), {})
+            if on_handover is not None and on_restart is not None:
+                self._sender.method(on_restart).check((None,), {})
             self._standbys.reserve(slots)
             self._launcher.store()
             self._launcher.start(range(self.world_size), epoch=0)

@@ -2,6 +2,7 @@
 """Calls of a group that another process has made, such as those of an RL controller in an actor, or of a notebook."""
 
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
 
 # All nodes of a group get a publication within milliseconds of each other.
 SETTLED_S = 2.0
+# A group that stays incomplete is read again after this time.
+AGAIN_S = 10.0
 # A process publishes within this time what an agent that has died had.
 PUBLISHED_AGAIN_S = 20.0
 # For all requests of one call to Ray's head.
@@ -258,6 +261,7 @@ class _ClientSender(Sender):
     identity: GroupIdentity = field(kw_only=True)
     group: RegisteredGroup = field(kw_only=True)
     _renewing: threading.Lock = field(default_factory=threading.Lock)
+    _complete_until: float = 0.0
 
     def check_retries(self, retries: int) -> None:
         if retries:
@@ -275,13 +279,15 @@ class _ClientSender(Sender):
         with self._renewing, head_deadline(HEAD_S):
             agent = self.group.agents.get(self.group.driver["node_id"])
             answer: tuple[int, Any] | Exception | None = None
-            if agent is not None and self.group.settled:
+            if agent is not None and (self.group.settled or time.monotonic() < self._complete_until):
                 answer = read_newer(agent, KEY + self.identity.group_id, self.group.publication, timeout_s=ANSWER_S)
             if isinstance(answer, tuple) and answer[0] == 0:
                 raise self.identity.ended_error()
             if not isinstance(answer, tuple) or answer[0] > self.group.publication:
                 within_s = PUBLISHED_AGAIN_S if isinstance(answer, Exception) else SETTLED_S
                 self.adopt(self.identity.read(within_s=within_s))
+                # While a node is lost, the group stays incomplete. Its driver publishes again after a repair.
+                self._complete_until = time.monotonic() + AGAIN_S
             if self.group.lane:
                 raise WorkerGroupError(
                     f"{self.identity} has an open lane: its workers serve only the process that made it, and this call "

@@ -200,7 +200,7 @@ class Sender:
             futures = [
                 send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
             ]
-            if self.launcher.spec.concurrent:
+            if self.launcher.worker_class.concurrent:
                 self.overlapping.note(futures)
         self.log.begin(order.method.name, order.began, futures)
         self.counters.add(requests=len(futures), **order.counts)

@@ -135,7 +135,11 @@ class AddressedWorkers(ABC):
             ValueError: an axis does not exist, or a slice selects no worker.
             IndexError: a coordinate is outside its axis; the message names the axis and its size.
         """
-        return GroupView(self._target.at(coords))
+        try:
+            return GroupView(self._target.at(coords))
+        except IndexError:
+            self._target.sender.renew()  # another process may have resized the group
+            return GroupView(self._target.at(coords))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -206,6 +210,7 @@ class AddressedWorkers(ABC):
         """
         target = self._target
         target.sender.renew()
+        target = target.follow()
         options = target.options or CallOptions()
         meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
         if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:

@@ -7,11 +7,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fairlead_placement import PlacementError
 from fairlead_placement.spi import block_shutdown, draining_nodes, never_connect
 
 from .._members import Roster
-from ..exceptions import WorkerGroupError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class DrainWatch:
             pause = LOOK_EVERY_S
             try:
                 self._look()
-            except (WorkerGroupError, PlacementError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  `on_handover` may raise anything
                 if not self._roster.ending:
                     logger.warning("Cannot replace the workers on draining nodes of %r: %s", self._roster, error)
                 pause = AGAIN_AFTER_S

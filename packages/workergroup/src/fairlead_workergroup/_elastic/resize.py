@@ -110,9 +110,12 @@ class Resizer:
             self._restarter.prepare_lost(again)
         now = roster.snapshot()
         added = self._claim(now, size - len(now.members), slots, change.tied)
+        # A resize that finds no room does not count as a restart.
+        roster.record_relaunch(again, counted=again)
+        now = roster.snapshot()
         ranks = [*again, *range(len(now.members), size)]
         resize = Resize(now.epoch + 1, change.axis, change.before, change.after)
-        is_begun = False
+        is_begun = is_delivered = False
         try:
             places = resize_places(now.places, size, added, prefix=roster.name_prefix)
             plan = launcher.plan(places, change.sharding)
@@ -128,13 +131,14 @@ class Resizer:
                 try:
                     launcher.begin(plan, started)
                     self._deliver(ranks, again, deadline)
+                    is_delivered = True
                 finally:
                     self._end(now.members[size:], deadline)
                     resources.keep_slots([place.slot for place in places])
         except BaseException as error:
             if not is_begun:
                 self._undo(now, ranks)
-            elif not isinstance(error, BrokenEpochError):  # such as KeyboardInterrupt
+            elif not is_delivered and not isinstance(error, BrokenEpochError):  # such as KeyboardInterrupt
                 facts = roster.snapshot().facts
                 roster.mark_broken([one.failure("resize-failed", "the resize was interrupted") for one in facts])
             raise
@@ -196,12 +200,15 @@ class Resizer:
         members = [member for member in leaving if member.failure is None]
         within_s = deadline.left(at_most=3600.0) or 0.0
         refs = drain(members, concurrent=self._launcher.spec.concurrent, within_s=within_s)
-        _, late = wait_for(refs, deadline, f"Resizing {self._roster.name_prefix}", patient=True)
-        if late:
-            logger.warning("Rank(s) %s were ended before they had finished their calls.", ", ".join(map(str, late)))
         ranks = [member.rank for member in leaving]
-        self._resources.end(ranks)
-        self._resources.forget(ranks)
+        try:
+            _, late = wait_for(refs, deadline, f"Resizing {self._roster.name_prefix}", patient=True)
+            if late:
+                shown = ", ".join(map(str, late))
+                logger.warning("Rank(s) %s were ended before they had finished their calls.", shown)
+        finally:  # also after Ctrl-C
+            self._resources.end(ranks)
+            self._resources.forget(ranks)
 
     def _undo(self, now: Snapshot, ranks: Sequence[int]) -> None:
         """End what has been started for an epoch that did not begin."""

@@ -15,7 +15,7 @@ from .._members import Member, Roster
 from .._observe.failures import as_failure
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
-from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerFailure
+from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerFailure, WorkerFailureError
 from .launcher import Launcher
 
 # Sends the user's `on_resize` to ranks; returns a future for each, or nothing without such a method.
@@ -106,7 +106,10 @@ def deliver(
     }
     errors, late = wait_for(sent, deadline, what)
     if not errors and not late:
-        ran = send_on_resize([member.rank for member in now.members])
+        try:
+            ran = send_on_resize([member.rank for member in now.members])
+        except WorkerFailureError as error:  # another thread has met the loss of a worker
+            raise BrokenEpochError(roster.mark_broken(error.failures), epoch=now.epoch) from error
         errors, late = wait_for(ran, deadline, what)
     if errors or late:
         failures = [_explain(now[rank], error) for rank, error in errors.items()]

@@ -235,7 +235,6 @@ class Restarter:
         alive = alive_nodes()
         if any(now[rank].slot.node_id not in alive for rank in ranks):
             self._find_new_slots(lost)
-        self._roster.record_relaunch(ranks, counted=ranks)
 
     def _run(self, future: Future[list[int]], methods: UserMethods) -> None:
         never_connect()
@@ -288,9 +287,11 @@ class Restarter:
         Raises:
             WorkerFailureError: an old process cannot be ended, or a worker did not start.
         """
-        all_ranks = range(len(self._roster.snapshot().members))
-        started = list(all_ranks) if self.policy.restarts_all else list(ranks)
-        self._relaunch(started, (), methods, counted=(), choose=choose, values=values)
+        now, everybody = self._roster.snapshot(), self.policy.restarts_all
+        started = list(range(len(now.members))) if everybody else list(ranks)
+        # With scope "group", lost ranks that are not replaced start again too, and need slots on living nodes.
+        lost = tuple(now.lost.values()) if everybody else ()
+        self._relaunch(started, lost, methods, counted=(), choose=choose, values=values)
 
     def _relaunch(
         self,
@@ -322,6 +323,7 @@ class Restarter:
                 resources.release_port()
             processes = {rank: standby.worker for rank, standby in taken.items()}
             self._launcher.start(ranks, epoch=now.epoch + 1, processes=processes)
+            self._standbys.forget(taken.values())
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
@@ -333,7 +335,8 @@ class Restarter:
             if roster.ending:
                 raise
             if ended:  # the old ones, so these are the workers that this restart has started
-                resources.end(ranks)
+                resources.end([*ranks, *(standby.number for standby in taken.values())])
+                self._standbys.forget(taken.values())
             failure = self._note_failed(ranks, error)
             if failure is error:
                 raise
@@ -355,7 +358,6 @@ class Restarter:
         places = move_places(self._roster.snapshot().places, slots)
         self._launcher.move(places)
         self._roster.move(places)
-        self._standbys.forget(taken.values())
 
     def note_slots(self) -> None:
         """Note the slots of logical nodes that the cluster has been extended by."""
@@ -434,6 +436,7 @@ class Restarter:
                 "so there is no cluster that could reserve others. Get new slots, and create a new group.",
             )
         try:
+            self.note_slots()  # ranks may have moved to logical nodes that were added later
             cluster.replace_lost_nodes(timeout_s=timeout_s)
         except PlacementError as error:
             raise WorkerFailureError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that wait to become workers: the class's module is imported in them, and its constructor has not run."""
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -8,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
-from ray.exceptions import RayError
 
 from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
@@ -20,7 +20,6 @@ from .._remote.facts import warm_up
 from .._remote.process import mark_of
 from .._start.environment import RANK_VARIABLES
 from .._start.launch import create_actor
-from ..exceptions import WorkerGroupError
 from .delivery import pickle_function
 from .launcher import Launcher
 from .shutdown import RunningWorker
@@ -115,7 +114,7 @@ class Standbys:
             )
 
     def check_slots(self, slots: Iterable[Slot]) -> None:
-        """Refuse slots that have just been claimed and differ from those of the ranks; release their claims.
+        """Refuse slots that have just been claimed and differ from those of the ranks; the caller releases the claims.
 
         Raises:
             ValueError: a slot holds other resources.
@@ -123,7 +122,6 @@ class Standbys:
         workers = self._launcher.planned.workers
         for slot in slots:
             if self._launcher.plan_in(slot).options != workers[0].options:
-                self._resources.keep_slots([worker.place.slot for worker in workers])
                 raise ValueError(f"a process in {slot!r} could not take a rank's place: the slot holds other resources")
 
     def _add_cold(self, slots: Iterable[Slot]) -> None:
@@ -193,7 +191,10 @@ class Standbys:
         alive = alive_nodes() - draining_nodes()
         usable = [slot for slot in slots if slot.node_id in alive]
         missing = self.count - len(self.slots)
-        self._add_cold(usable[: max(0, missing)])
+        for slot in usable[: max(0, missing)]:
+            with contextlib.suppress(PlacementError):  # another group has taken it meanwhile
+                self._resources.claim_slots([slot])
+                self._add_cold([slot])
         self.fill()
 
     def start_in(self, slots: Sequence[Slot], deadline: Deadline) -> list[Standby]:
@@ -212,8 +213,19 @@ class Standbys:
                 actor = create_actor(plan, launcher.worker_class, name)
                 worker = RunningWorker(actor, slot.node_id, mark_of(token, number), name=name)
                 self._resources.add({number: worker})
+                if self._is_over:  # the release may have begun before this process was known
+                    raise self._roster.ended_error()
                 waiting.append(Standby(number, slot, worker))
-                variables = {k: v for k, v in plan.environment.variables.items() if k not in RANK_VARIABLES}
+                # Without what configure_worker sets for rank 0 alone: another rank may take this process.
+                variables = {
+                    name: value
+                    for name, value in plan.environment.variables.items()
+                    if name not in RANK_VARIABLES
+                    and (
+                        name in slot.env
+                        or all(one.environment.variables.get(name) == value for one in launcher.planned.workers)
+                    )
+                }
                 refs.append(
                     actor._fairlead_apply.remote(
                         "warm_up",
@@ -241,6 +253,8 @@ class Standbys:
         while True:
             with self._lock:
                 if not self._cold or self._is_over:
+                    # What did not start is tried again when the next one asks for standbys.
+                    self._cold, self._starting = [*self._cold, *self._starting], []
                     self._filler = None
                     break
                 slot = self._cold.pop(0)
@@ -248,12 +262,13 @@ class Standbys:
             ready: list[Standby] = []
             try:
                 ready = self.start_in([slot], Deadline.after(self._launcher.spec.start_timeout_s))
-            except (RayError, TimeoutError, PlacementError, WorkerGroupError) as error:
+            except Exception as error:  # noqa: BLE001  the thread has to go on, or nothing is filled any more
                 if not self._is_over:
                     logger.warning("A standby of %r did not start: %s", self._roster.name_prefix, error)
             with self._lock:
-                self._starting.remove(slot)
-                self._warm.extend(ready)
+                if ready:
+                    self._starting.remove(slot)
+                    self._warm.extend(ready)
             if ready:
                 where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
                 self._roster.report(Change("standby-ready", -1, f"a standby is ready {where}"))
@@ -267,8 +282,12 @@ class Standbys:
 
     def _drop_dead(self) -> None:
         """Drop standbys that have died, and keep the slots on living nodes for others."""
+        with self._lock:
+            if not self._warm and not self._cold:
+                return
         dead, alive = dead_actors(), alive_nodes()
         with self._lock:
+            self._cold = [slot for slot in self._cold if slot.node_id in alive]
             lost = [one for one in self._warm if _is_lost(one, dead, alive)]
             self._warm = [one for one in self._warm if one not in lost]
         if lost:
