@@ -3,6 +3,7 @@
 
 import doctest
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -70,7 +71,8 @@ class Tree:
         Tests of the installed packages are left out, because those come from another tree.
         """
         command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "not installed"]
-        done = subprocess.run([*command, "integration-tests"], cwd=self.root, capture_output=True, text=True)
+        env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        done = subprocess.run([*command, "integration-tests"], cwd=self.root, env=env, capture_output=True, text=True)
         assert " passed" in done.stdout, done.stdout + done.stderr
         return re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE)
 

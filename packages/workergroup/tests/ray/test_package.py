@@ -16,6 +16,9 @@ import fairlead_workergroup
 NAMES = [module.name for module in pkgutil.walk_packages(fairlead_workergroup.__path__, "fairlead_workergroup.")]
 MODULES = sorted(name.removeprefix("fairlead_workergroup.") for name in NAMES)
 
+# What modules for an extra need.
+NEEDS = {"torch": "torch", "otel": "opentelemetry.sdk"}
+
 
 def test_import_starts_nothing():
     """Importing does not start Ray, and loads no torch."""
@@ -26,8 +29,8 @@ def test_import_starts_nothing():
 @pytest.mark.parametrize("name", ["", *MODULES])
 def test_examples(name):
     """The examples in docstrings work."""
-    if name == "torch":
-        pytest.importorskip("torch", reason="the torch helpers need torch")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason="the module is for an extra")
     module = importlib.import_module(f"fairlead_workergroup.{name}".rstrip("."))
     assert doctest.testmod(module).failed == 0
 
