@@ -230,6 +230,7 @@ def nixl(session: nox.Session) -> None:
     except CommandFailed:
         session.skip("there is no wheel of nixl-cu12 for this Python and machine, or no package index can be reached")
     tests = [f"packages/transfer/tests/{kind}/test_nixl.py" for kind in ("unit", "ray")]
+    tests.append("integration-tests/test_transfer.py")
     if os.geteuid() == 0 and shutil.which("ip"):
         tests.append(f"{MULTIHOST}/test_transfer.py")
     else:

@@ -68,3 +68,23 @@ def test_link_over_two_nodes(two_nodes):
             assert report.bytes_moved == 4 * 8 * 1000 * 8
             assert report.bytes_between_nodes == 8 * 1000 * 8
             assert "different nodes" in str(link.explain())
+
+
+def test_nixl_in_place_over_two_nodes(two_nodes):
+    """Two ranks of a node that want the same tensor from another node read it each, straight into place."""
+    pytest.importorskip("nixl_cu12", reason="in place needs NIXL")
+    with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
+        slots = cluster.slots()
+        with (
+            RayWorkerGroup(slots[:1], RayWorkerBuilder(Rows, 1)) as source,
+            RayWorkerGroup(slots[1:], RayWorkerBuilder(Rows, 1)) as target,
+            Link(
+                source, target, source="weights", target="weights", transport="nixl", commit="in_place", verify="always"
+            ) as link,
+        ):
+            for step in range(2):
+                source.call("fill", step).result()
+                report = link.send(step, timeout=60)
+                assert target.call("rows").result() == [[step + row for row in range(8)]] * 2
+                assert link.versions() == {0: step, 1: step}
+                assert report.bytes_between_nodes == 2 * 8 * 1000 * 8

@@ -80,6 +80,7 @@ class Attempt:
         self._replies: dict[int, Any] = {}
         self._measured: list[tuple[str, float, int]] = []
         self._bytes = 0
+        self._unreadable: dict[int, str] = {}  # by source rank, why a target rank could not read from it
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Attempt:
             except _Repeat as repeat:
                 if repeated:
                     text = f"Source ranks were lost, or could not share memory, in two attempts in a row. {RESTART}"
-                    reasons = dict.fromkeys(repeat.lost, "it was lost")
+                    reasons = {rank: self._unreadable.get(rank, "it was lost") for rank in repeat.lost}
                     raise self._error("stage", self._problems("source", reasons), text) from None
                 lost |= repeat.lost
                 self._epoch = self._next_epoch()
@@ -178,7 +179,9 @@ class Attempt:
         replies = self._target.wait(requests, left, all_of_them=True)
         if releases and self._in_place:
             self._source.release(self._live_sources(), self._epoch)
-        self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late is not None})
+        # In place a late rank still reads from the sources, which may change from now on: that is no version.
+        if not self._in_place:
+            self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late})
         problems: dict[int, str] = {}
         for rank, reply in replies.items():
             if reply.is_good:
@@ -254,7 +257,7 @@ class Attempt:
             except LayoutMismatchError as error:
                 if not lost:
                     raise
-                reasons = {rank: self._source.lost.get(rank, "it was lost") for rank in lost}
+                reasons = {rank: (self._source.lost | self._unreadable).get(rank, "it was lost") for rank in lost}
                 text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
                 raise self._error("collect", self._problems("source", reasons), text) from None
             self._replies = {}
@@ -383,8 +386,7 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            allowed = [self._router.block(*one) for one in blocked]
-            if False in allowed:
+            if not all(self._router.block(route, *one) for one in blocked):
                 reasons = {
                     rank: f"it cannot read from source rank {source} by {kind}: {why}"
                     for source, rank, kind, why in blocked
@@ -416,6 +418,8 @@ class Attempt:
             raise self._error("move", self._problems("target", {relay: text}), MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
         if source is not None and (source in self._source.lost or "lost" in value):
+            if "reason" in value:
+                self._unreadable[source] = f"target rank {rank} could not read from it: {value['reason']}"
             raise _Repeat(frozenset([source]))
         if "waiting" in value:
             reasons = dict.fromkeys(value["waiting"], f"what it staged did not reach target rank {rank} in time")

@@ -164,6 +164,7 @@ def make_orders(
             "local": local.get(rank, []),
             "bytes": length,
             "device": target.devices.get(rank, "cpu"),
+            "relays": [],
         }
     crossing = plan.bytes_between_nodes
     if relays:

@@ -88,9 +88,20 @@ class Router:
         self.kept: Route | None = None
         self.verified: Route | None = None
 
-    def block(self, source: int, target: int, transport: str, reason: str) -> bool:
-        """Note that a pair of ranks cannot use a transport; return whether another one may be taken."""
-        self._blocked[source, target, transport] = reason
+    def block(self, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
+        """Note that a pair of ranks cannot use a transport; return whether another one may be taken.
+
+        Args:
+            route: the route that the pair was on.
+            source: the source rank; negative for another target rank that relays what comes from the sources from
+                which this one was to read.
+            target: the target rank.
+            transport: the transport.
+            reason: why.
+        """
+        relayed = [one for (one, to), by in route.orders.transports.items() if (to, by) == (target, transport)]
+        for sender in [source] if source >= 0 else relayed:
+            self._blocked[sender, target, transport] = reason
         self.kept = None
         return self.transport == "auto"
 
@@ -181,7 +192,12 @@ class Router:
         )
         dtypes = {name: self._selection.travelling(dtype) for name, dtype in held.dtypes.items()}
         self._numbers += 1
-        orders = make_orders(self._numbers, plan, held, wanted, dtypes, lambda *pair: self._choose(source, *pair)[0])
+
+        def choose(*pair: int) -> str:
+            return self._choose(source, *pair)[0]
+
+        # In place each rank reads during its own commit, so none has anything to relay before.
+        orders = make_orders(self._numbers, plan, held, wanted, dtypes, choose, relays=not self._in_place)
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
 

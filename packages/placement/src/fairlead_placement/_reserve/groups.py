@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,12 +116,16 @@ def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[Pl
     If one fails, or an interrupt comes, the groups that exist by then are added before the error is raised.
     """
     with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-groups", initializer=never_connect) as pool:
-        requested = [pool.submit(contextvars.copy_context().run, create) for create in creates]
+        requested: list[Future[PlacementGroup]] = []
         try:
+            requested += (pool.submit(contextvars.copy_context().run, create) for create in creates)
             wait_for_futures(requested, return_when=FIRST_EXCEPTION)
         finally:
-            pool.shutdown(cancel_futures=True)
-            made += [one.result() for one in requested if not one.cancelled() and one.exception() is None]
+            try:
+                pool.shutdown(cancel_futures=True)
+            finally:  # also after a second interrupt
+                ended = [one for one in requested if one.done() and not one.cancelled()]
+                made += [one.result() for one in ended if one.exception() is None]
     for one in requested:
         if not one.cancelled() and (error := one.exception()) is not None:
             raise error

@@ -180,7 +180,8 @@ class End:
         if reading is None:
             there = self._staged == (epoch, version) and self._is_unchanged()
         else:
-            there = bool(self._values) and self._has_orders(*reading[:2])
+            # A rank may hold no tensor at all.
+            there = bool(self._values or not self._marks) and self._has_orders(*reading[:2])
         if not there:
             return {"missing": True}
         began, writing = time.monotonic(), False

@@ -77,6 +77,7 @@ class Nixl:
         packed = set(kept.packed)
         agent.keep("tensors", [block.tensor for at, block in enumerate(blocks) if at not in packed])
         tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
+        tools.finish(block.tensor for block in blocks)
         return self._describe(agent, "tensors", kept.runs)
 
     def _make_outbox(self, agent: Agent, tools: Any, blocks: Sequence[Block], key: Any) -> Outbox:
@@ -143,6 +144,7 @@ class Nixl:
             agent.connect(source, staged["agent"], staged["metadata"])
             inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
         try:
+            tools.finish(inbox.views)
             agent.read(inbox.handles, deadline)
         except (Late, Lost) as error:
             if agent.is_writing(inbox.handles):

@@ -47,6 +47,9 @@ class NumpyLibrary:
         for to, value in pairs:
             to[...] = value
 
+    def finish(self, tensors: Iterable[Any]) -> None:
+        """Do nothing: these tensors are in host memory."""
+
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         return value.__array_interface__["data"][0], value.strides, "cpu"
@@ -107,6 +110,11 @@ class TorchLibrary:
         with self._torch.no_grad():
             for to, value in pairs:
                 to.copy_(value)
+
+    def finish(self, tensors: Iterable[Any]) -> None:
+        """Wait until the GPUs of tensors have done what they were asked; NIXL does not know the streams of CUDA."""
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            self._torch.cuda.synchronize(device)
 
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
