@@ -269,7 +269,7 @@ def find_model(request: Request, asks: Sequence[Ask]) -> Ask:
     """Return what a new logical node gets, but for its number and its count.
 
     Args:
-        request: what the cluster has reserved.
+        request: the request that the cluster has reserved.
         asks: the requests for its first logical nodes.
 
     Raises:

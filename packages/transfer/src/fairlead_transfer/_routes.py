@@ -48,7 +48,7 @@ class Staged:
         route: by which it was staged.
         replies: of the source ranks, which say where it is.
         processes: of the source ranks.
-        described: what the target ranks had described.
+        described: the descriptions by the target ranks at that time.
     """
 
     version: int

@@ -137,7 +137,7 @@ def wait_for(
     Args:
         refs: the futures by rank.
         deadline: the end of the wait.
-        what: what the bar is for.
+        what: the text of the progress bar.
         patient: whether to wait for the others as long when one has failed.
 
     Returns:

@@ -35,7 +35,7 @@ class Standby:
     """One process that waits.
 
     Attributes:
-        number: what the resources of the group know it by.
+        number: its key in the resources of the group, in place of a rank.
         slot: its slot.
         worker: its actor and its process.
     """
