@@ -250,6 +250,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def lane(session: nox.Session) -> None:
+    """Train with a pipeline schedule by Ray's actor calls and by a lane, and print the speed of both."""
+    install(session, *map(package, SIBLINGS["workergroup"]), package("workergroup", "[lane]"))
+    session.run("python", "examples/lane.py", *session.posargs, env=RAY_ENV)
+
+
+@nox.session
 def survive(session: nox.Session) -> None:
     """Train as in the demo, kill a worker in the middle, and reach the same accuracy."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
@@ -304,7 +311,17 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors; check its prose and run its examples."""
-    install(session, *map(package, SIBLINGS), "torch", "opentelemetry-sdk", *SPHINX, *PROSE, "pytest", "pytest-timeout")
+    install(
+        session,
+        *map(package, SIBLINGS),
+        "torch",
+        "pyzmq",
+        "opentelemetry-sdk",
+        *SPHINX,
+        *PROSE,
+        "pytest",
+        "pytest-timeout",
+    )
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     session.run("pytest", "docs", *session.posargs, env=RAY_ENV)
 
@@ -414,7 +431,7 @@ def vendor(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
     siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor", "transfer"]
-    install(session, *map(package, siblings), "torch")
+    install(session, *map(package, siblings), "torch", "pyzmq")
     session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
 
 
@@ -455,6 +472,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "nixl": [],
         "demo": ["--address", "local"],
         "grpo": ["--steps", "5", "--address", "local"],
+        "lane": ["--steps", "10"],
         "survive": ["--steps", "120", "--address", "local"],
         "elastic": ["--address", "local"],
         "soak": ["60"],

@@ -25,6 +25,7 @@ from fairlead_workergroup import (
     GroupHandle,
     GroupStatistics,
     GroupView,
+    LaneError,
     LateWorker,
     MultiWorkerFuture,
     Outcome,
@@ -232,8 +233,19 @@ def wrapped(made: Call) -> None:
     assert_type(PerWorker(made), PerWorker)
 
 
+def lane(group: RayWorkerGroup) -> None:
+    with group.lane(timeout=30.0) as nothing:
+        assert_type(nothing, None)
+        assert_type(group.call("step", [1], 0.1).statistics().route, Literal["lane", "ray"])
+    error = LaneError("why", (1,))
+    assert_type(error.reason, str)
+    assert_type(error.ranks, tuple[int, ...])
+    assert_type(error.late, tuple[LateWorker, ...])
+
+
 def explain(group: RayWorkerGroup) -> None:
     explanation = group.explain("step", 1, collect="dp")
+    assert_type(explanation.route, Literal["lane", "ray"])
     assert_type(explanation, CallExplanation)
     assert_type(explanation.summary, str)
     assert_type(explanation.header, tuple[str, ...])
@@ -244,6 +256,8 @@ def count(group: RayWorkerGroup, made: Call) -> None:
     of_group = group.statistics()
     assert_type(of_group, GroupStatistics)
     assert_type(of_group.calls, int)
+    assert_type(of_group.lane_requests, int)
+    assert_type(of_group.left_lane, int)
     of_call = made.statistics()
     assert_type(of_call, CallStatistics)
     assert_type(of_call.submit_s, float)

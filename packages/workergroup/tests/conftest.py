@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters and groups that tests share."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -43,15 +44,28 @@ def shared(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
         yield group
 
 
-@pytest.fixture
-def group(shared: "RayWorkerGroup") -> "RayWorkerGroup":
-    """Return the shared group."""
-    return shared
+# The tests of calls, which run a second time with a lane open.
+BY_LANE = frozenset({"test_arguments", "test_call", "test_errors", "test_functions", "test_kinds", "test_waiting"})
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of calls by Ray and by a lane, except for those of what Ray alone offers."""
+    if metafunc.module.__name__.rpartition(".")[2] not in BY_LANE or metafunc.definition.get_closest_marker("by_ray"):
+        return
+    for name in {"group", "doomed"} & {*metafunc.fixturenames}:
+        metafunc.parametrize(name, ["ray", "lane"], indirect=True)
 
 
 @pytest.fixture
-def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
-    """Yield a group of four workers for the tests that lose some of them."""
+def group(shared: "RayWorkerGroup", request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
+    """Yield the shared group, with a lane open if the test says so."""
+    with shared.lane() if getattr(request, "param", "ray") == "lane" else contextlib.nullcontext():
+        yield shared
+
+
+@pytest.fixture
+def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
+    """Yield a group of four workers for the tests that lose some of them, with a lane open if the test says so."""
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup
@@ -61,6 +75,7 @@ def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
+        group.lane() if getattr(request, "param", "ray") == "lane" else contextlib.nullcontext(),
     ):
         yield group
 

@@ -17,7 +17,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from ._ray_private import object_sizes
+from ._futures import LaneFuture
+from ._ray_private import object_sizes, ownership_of
+from ._remote.lane import has_references
 
 _storing = threading.local()
 
@@ -144,6 +146,11 @@ INLINE_BYTES = 10_000
 INLINE_ITEMS = 16
 
 
+# Why a lane cannot carry a call.
+REFERENCE = "an argument is an ObjectRef, whose object may hold references"
+HOLDS_REFERENCES = "an argument holds references or actor handles"
+
+
 class NotPicklableError(TypeError):
     """A value cannot be pickled; the text names the part and the reason."""
 
@@ -189,17 +196,21 @@ class Arguments:
 
     Args:
         put: stores a value and returns the reference to it.
+        for_lane: find out whether a lane can carry the arguments.
 
     Attributes:
         sources: the calls whose results are arguments of this one.
+        obstacle: why a lane cannot carry the arguments; empty if it can, or without `for_lane`.
 
     >>> arguments = Arguments()
     >>> arguments.prepare(3), arguments.puts
     (3, 0)
     """
 
-    def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
+    def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
+        self.obstacle: str = ""
         self._put = put
+        self._for_lane = for_lane
         self._refs: dict[int, ObjectRef[Any]] = {}
         self.sources: list[Source] = []
 
@@ -214,6 +225,11 @@ class Arguments:
         """
         if isinstance(value, ObjectRef):
             self.sources.append(Source(None, (value.binary(),)))
+            self.obstacle = REFERENCE
+            return value
+        if isinstance(value, LaneFuture):
+            self.sources.append(Source(None, (value.binary(),)))
+            self.obstacle = _obstacle_of(value) or self.obstacle
             return value
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
@@ -221,10 +237,15 @@ class Arguments:
             passed = value.as_argument()
             refs = passed.refs if isinstance(passed, Gathered) else [passed]
             self.sources.append(Source(value.made_by(), tuple(ref.binary() for ref in refs)))
+            self.obstacle = next(filter(None, map(_obstacle_of, refs)), self.obstacle)
             return passed
         ref = self._refs.get(id(value))
         if ref is None:
             ref = self._refs[id(value)] = self._store(value)
+            if self._for_lane and has_references(value):
+                self.obstacle = HOLDS_REFERENCES
+            elif self._for_lane and ownership_of(ref) is None:
+                self.obstacle = "this version of Ray does not say who owns a stored argument"
         return ref
 
     def _store(self, value: Any) -> ObjectRef[Any]:
@@ -246,6 +267,27 @@ class Arguments:
     def bytes_put(self) -> int:
         """The size of the stored values in bytes, as Ray stores them."""
         return sum(object_sizes(list(self._refs.values())))
+
+
+def find_obstacle(value: Any) -> str:
+    """Return why a lane cannot carry an argument as the user gave it; empty if it can."""
+    value = value.values if isinstance(value, (Shard, PerWorker)) else value
+    if isinstance(value, ObjectRef):
+        return REFERENCE
+    if isinstance(value, LaneFuture):
+        return _obstacle_of(value)
+    if isinstance(value, PassedOn):
+        passed = value.as_argument()
+        refs = passed.refs if isinstance(passed, Gathered) else [passed]
+        return next(filter(None, map(_obstacle_of, refs)), "")
+    return HOLDS_REFERENCES if not is_inlined(value) and has_references(value) else ""
+
+
+def _obstacle_of(result: Any) -> str:
+    """Return why a lane cannot carry a result of another call; empty if it can."""
+    if not isinstance(result, LaneFuture):
+        return "an argument is a result that came by Ray, whose object may hold references"
+    return "an argument is a result that holds references" if result.has_references else ""
 
 
 def _explain_failure(value: Any, error: BaseException) -> str:

@@ -3,7 +3,8 @@
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from fairlead_placement import Slot
 from fairlead_placement.spi import connection
 from fairlead_sharding import NamedSharding
 
+from ._ray_private import actor_id_of
 from .exceptions import FailureKind, WorkerFailure, WorkerGroupError, format_coords
 
 
@@ -253,6 +255,9 @@ class Snapshot:
         return tuple(member.rank for member in self.members if member.restarting)
 
 
+Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
+
+
 class Roster:
     """The members of one group, and the only owner of their state.
 
@@ -270,6 +275,7 @@ class Roster:
         worker_metadata: the description of each worker for users; empty after the end.
         standby_metadata: the description of each standby for the picture of the cluster.
         ending: whether a shutdown has begun.
+        detour: makes way for Ray's calls of workers that serve a lane; None without a lane.
     """
 
     def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding, *, own: bool = True) -> None:
@@ -278,6 +284,8 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
+        # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
+        self.detour: Detour | None = None
         self._made_on = connection()
         self._changes: list[Change] = []
         self._lock = threading.Lock()
@@ -329,6 +337,11 @@ class Roster:
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has been shut down."""
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+
+    def direct(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
+        """Return a context in which Ray's calls of these workers run in their turn, also while a lane is open."""
+        detour = self.detour
+        return nullcontext() if detour is None else detour(ranks)
 
     def find(self, actor_id: str) -> WorkerFacts | None:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
@@ -561,3 +574,9 @@ def find_worker(actor_id: str) -> tuple[Roster, WorkerFacts] | None:
         if (facts := roster.find(actor_id)) is not None:
             return roster, facts
     return None
+
+
+def direct(member: Member) -> AbstractContextManager[None]:
+    """Return a context in which Ray's calls of a worker run in their turn, also while a lane is open."""
+    found = find_worker(actor_id_of(member.handle))
+    return nullcontext() if found is None else found[0].direct([member.rank])

@@ -7,7 +7,7 @@ import signal
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -62,6 +62,19 @@ def task_of_ref(ref: ObjectRef) -> bytes:
     """
     task: bytes = ref.task_id().binary() if hasattr(ref, "task_id") else ref.binary()[:24]
     return task
+
+
+def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
+    """Return the id of an object, the address of its owner and its status, with which a worker can fetch it.
+
+    `ray.get` in a worker needs them. Pickling the reference gives them too, but keeps the object for the life of this
+    process. Without this API the result is None, and calls with stored arguments do not travel by a lane.
+    """
+    core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
+    if not hasattr(core_worker, "serialize_object_ref"):
+        return None
+    _, owner, status = core_worker.serialize_object_ref(ref)
+    return ref.binary(), owner, status
 
 
 def task_of_future(future: Any) -> bytes:
@@ -157,3 +170,35 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
     with io.BytesIO() as file:
         Pickler(file).dump(value)
         return file.getvalue()
+
+
+def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
+    """Return a copy of an actor handle whose public methods call `refuse` with their names instead.
+
+    `ray.kill` and the pickling of handles need a real handle, so the copy is of a subclass with the same attributes. It
+    is a weak reference, as those that `ray.get_actor` returns. Without these attributes the handle itself is returned,
+    and its calls wait until the lane closes.
+    """
+    if not hasattr(handle, "_ray_weak_ref"):
+        return handle
+
+    class Refused:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def options(self, **_: Any) -> "Refused":
+            return self
+
+        def remote(self, *_: Any, **__: Any) -> NoReturn:
+            refuse(self._name)
+
+    class RefusingHandle(ray.actor.ActorHandle):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattribute__(name)
+            getattr(handle, name)  # which refuses names that the class does not have
+            return Refused(name)
+
+    copy = RefusingHandle.__new__(RefusingHandle)
+    copy.__dict__.update(handle.__dict__, _ray_weak_ref=True)
+    return copy

@@ -14,6 +14,7 @@ __all__ = [
     "CallCancelledError",
     "CallTimeoutError",
     "EpochError",
+    "LaneError",
     "LateWorker",
     "RemoteError",
     "ResizeTimeoutError",
@@ -254,6 +255,25 @@ class CallCancelledError(WorkerGroupError):
         more = f" and {len(self.ranks) - MOST_SHOWN} others" if len(self.ranks) > MOST_SHOWN else ""
         ranks = ", ".join(map(str, self.ranks[:MOST_SHOWN])) + more
         return f"the call of {self.method!r} was cancelled before rank(s) {ranks} finished it"
+
+
+class LaneError(WorkerGroupError):
+    """A lane could not be opened, closed or used in this way.
+
+    Attributes:
+        reason: what was asked, what was found, and what to do.
+        ranks: the ranks that it is about; empty if it is about none in particular.
+        late: what these ranks were doing, if they did not follow in time.
+    """
+
+    def __init__(self, reason: str, ranks: tuple[int, ...] = (), late: tuple[LateWorker, ...] = ()) -> None:
+        super().__init__(reason, ranks, late)
+        self.reason = reason
+        self.ranks = ranks
+        self.late = late
+
+    def __str__(self) -> str:
+        return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason
 
 
 class WorkerStartError(WorkerGroupError):

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from ._group import RayWorkerGroup
-from ._members import Member, Resize, Roster, Snapshot, WorkerFacts, find_worker
+from ._members import Member, Resize, Roster, Snapshot, WorkerFacts, direct, find_worker
 from ._observe.failures import as_failure
 from ._observe.query import cancel_calls, late_workers
 from ._observe.requests import find_log
@@ -85,9 +85,10 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
     Returns:
         The reference to the result.
     """
-    if alone_within_s is None:
-        return member.handle._fairlead_function_plain.remote(name, pickled, *args)
-    return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args)
+    with direct(member):
+        if alone_within_s is None:
+            return member.handle._fairlead_function_plain.remote(name, pickled, *args)
+        return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args)
 
 
 def collect(

@@ -19,7 +19,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import ray
@@ -120,7 +120,7 @@ def hang(
             raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
         return Hang(worker, how)
     token = uuid.uuid4().hex[:8]
-    ref = group.workers[rank]._fairlead_run.remote("hang", faults.hang, how, token)
+    ref = _run(group, rank, "hang", faults.hang, how, token)
     deadline = time.monotonic() + timeout_s
     while not _on_node(worker, faults.find_hanging, token):
         if ray.wait([ref], timeout=0.02)[0]:
@@ -149,7 +149,7 @@ def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float =
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
     worker = _worker(group, rank)
-    _answer(worker, group.workers[rank]._fairlead_run.remote("slow", faults.slow, seconds), timeout_s=timeout_s)
+    _answer(worker, _run(group, rank, "slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
 def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
@@ -173,7 +173,7 @@ def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s:
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
         raise ValueError(f"size_bytes must be a whole number of at least 0, got {size_bytes!r}")
     worker = _worker(group, rank)
-    ref = group.workers[rank]._fairlead_run.remote("fill_memory", faults.fill_memory, size_bytes)
+    ref = _run(group, rank, "fill_memory", faults.fill_memory, size_bytes)
     try:
         _answer(worker, ref, timeout_s=timeout_s)
     except WorkerFailureError:
@@ -193,6 +193,15 @@ def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
     roster, facts = match
     roster.check_connected()
     return facts
+
+
+def _run(group: RayWorkerGroup, rank: int, name: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef[Any]:
+    """Run a function on the host of a worker, in its turn, also while a lane is open."""
+    handle = group.workers[rank]
+    match = find_worker(actor_id_of(handle))
+    with nullcontext() if match is None else match[0].direct([rank]):
+        ref: ray.ObjectRef[Any] = handle._fairlead_run.remote(name, function, *args)
+        return ref
 
 
 def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:

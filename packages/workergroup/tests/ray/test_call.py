@@ -63,6 +63,7 @@ class TestRecipientsAndResults:
         assert again.result() == [5, 0]
         assert group.call("rank").outcomes()[3].coords == {"dp": 1, "tp": 2}
 
+    @pytest.mark.by_ray
     def test_discard(self, group):
         """No worker returns a result, and nothing is fetched, but errors are raised."""
         call = group.call("make", 8, discard=True)
@@ -121,6 +122,7 @@ class TestViews:
         with pytest.raises(ValueError, match=r"Invalid axis name: 'dp'. Valid names are: \['tp'\]"):
             group.at(dp=0).at(dp=0)
 
+    @pytest.mark.by_ray
     def test_text_of_a_view(self, group):
         """A view shows its group and its ranks, and has its workers' handles."""
         view = group.at(dp=1)
@@ -147,6 +149,7 @@ class TestViews:
 
 
 class TestNotebooks:
+    @pytest.mark.by_ray
     def test_group_and_call(self, group):
         """A group and a call have a row for each worker with its state; texts are escaped."""
         shown = group._repr_html_()

@@ -29,6 +29,7 @@ class TestStreams:
         for rank in range(8):
             assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
 
+    @pytest.mark.by_ray
     def test_as_results(self, group):
         """`result()` has a list of items for each worker; the classic methods return them flat, or proxies."""
         call = group.call("items", 2, collect="dp")
@@ -126,6 +127,7 @@ class TestStreams:
         with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([classic.futures[1]])
 
+    @pytest.mark.by_ray
     def test_one_failure_ends_the_wait_for_generators(self, doomed):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):

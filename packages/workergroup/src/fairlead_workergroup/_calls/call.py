@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic
 
-import ray
 from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
@@ -15,6 +14,7 @@ from fairlead_sharding import NamedSharding
 from .._arguments import Answer, Arguments, Gathered, PassedOn
 from .._deadline import Deadline, check_timeout
 from .._display import table_html
+from .._futures import LaneFuture, is_message, wait
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
 from .errors import short_traceback
@@ -46,6 +46,7 @@ def dispatch(
     *,
     sharding: NamedSharding | None = None,
     may_wait: bool = True,
+    by_ray: str = "",
 ) -> Execution:
     """Store the values that have to be stored, and send a call.
 
@@ -59,6 +60,7 @@ def dispatch(
         options: the timeout, retries and shape of the result.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         may_wait: on an event loop, send the call later instead of blocking the loop.
+        by_ray: why the call cannot go by a lane; empty if it can.
 
     Raises:
         AttributeError, TypeError, ValueError: the method or its arguments are wrong.
@@ -72,7 +74,8 @@ def dispatch(
     blocking = not (may_wait and is_on_event_loop())
     with sender.traced() if blocking else contextlib.nullcontext():
         sender.check_callable(recipients.called)
-    stored = Arguments()
+    has_lane = sender.lane is not None
+    stored = Arguments(for_lane=has_lane)
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     requests = make_requests(method, recipients, args, kwargs, stored)
     order = Order(
@@ -84,6 +87,7 @@ def dispatch(
         {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
         stored.sources,
         sharding,
+        by_ray or method.obstacle or stored.obstacle or ("" if has_lane else "it was prepared before the lane opened"),
     )
     sent: Sent | Future[Sent]
     if blocking:
@@ -162,7 +166,22 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
 
     @property
     def refs(self) -> list[Any]:
-        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
+        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators.
+
+        The results of a call that went by a lane are waited for, until the deadline of the call, and stored.
+
+        Raises:
+            Exception: as `result` does, for a call that went by a lane.
+        """
+        refs = self._answers
+        if any(isinstance(ref, LaneFuture) for ref in refs):
+            deadline = self._execution.order.deadline
+            self._execution.result()
+            refs = [ref.store(deadline.left()) if isinstance(ref, LaneFuture) else ref for ref in refs]
+        return refs
+
+    @property
+    def _answers(self) -> list[Any]:
         return [self.futures[at] for at in self._execution.positions]
 
     def result(self, timeout: float | None = None) -> Result:
@@ -227,7 +246,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         while pending := execution.pending():
             left = deadline.left(at_most=REPORT_EVERY_S)
             refs = [execution.completions[at] for at in pending]
-            ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=False)
+            wait(refs, num_returns=len(refs), timeout=left, fetch_local=False)
             if deadline.passed:
                 return self.done()
             execution.check_late(Deadline())
@@ -248,7 +267,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             yield execution.outcome(at, {})
         while pending:
             refs = {execution.completions[at]: at for at in pending}
-            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+            ready, _ = wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
             for ref in ready or wait_for_some(list(refs), deadline, execution.check_late):
                 del pending[refs[ref]]
                 outcome = execution.outcome(refs[ref], {})
@@ -300,8 +319,14 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     def statistics(self) -> CallStatistics:
         """Return what the call has cost so far."""
         execution, counts = self._execution, self._execution.order.counts
+        sent = execution.send_state is SendState.SENT
         return CallStatistics(
-            len(execution.ranks), counts["puts"], counts["bytes_put"], *execution.fetched, execution.submit_s
+            len(execution.ranks),
+            counts["puts"],
+            counts["bytes_put"],
+            *execution.fetched,
+            execution.submit_s,
+            "lane" if sent and any(map(is_message, self.futures)) else "ray",
         )
 
     def get_results(
@@ -322,7 +347,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         execution = self._execution
         if execution.yields_items and return_generators_as_proxies:
             execution.check_open()
-            return self.refs
+            return self._answers
         values: Any = self.result()
         values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values
@@ -338,7 +363,8 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             ValueError, TypeError: the call has no result that can be passed on.
         """
         self._check_passable()
-        return self.refs[0] if self._execution.is_single else Gathered(tuple(self.refs))
+        answers = self._answers
+        return answers[0] if self._execution.is_single else Gathered(tuple(answers))
 
     def as_pieces(self) -> list[ObjectRef[Any]]:
         """Return the references that travel to the workers of another call, one for each result.
@@ -360,7 +386,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             raise ValueError(
                 f"the call of {execution.method.name!r} has one result (collect=()): pass the call as it is"
             )
-        return [Answer(execution.method.name, ref) for ref in self.refs]
+        return [Answer(execution.method.name, ref) for ref in self._answers]
 
     def _check_passable(self) -> None:
         execution = self._execution

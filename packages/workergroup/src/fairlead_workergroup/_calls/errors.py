@@ -14,6 +14,7 @@ from ray import ObjectRef, ObjectRefGenerator
 from fairlead_placement.spi import block_shutdown, connection, never_connect
 
 from .._arguments import Source
+from .._futures import get, is_message, wait
 from .._members import Roster, WorkerFacts, find_worker
 from .._observe.failures import as_failures, explain_errors
 from .._observe.query import find_ended, late_workers
@@ -85,7 +86,7 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         if worker is None:
             continue
         try:
-            ray.get(ref, timeout=0)
+            get([ref], timeout=0)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             if not is_not_ready(error):
                 failed.setdefault(worker.rank, error.with_traceback(None))
@@ -109,12 +110,12 @@ def _find_finished(refs: Sequence[ObjectRef], first: BaseException, roster: Rost
     if not refs:
         return []
     done: list[ObjectRef]
-    done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+    done, pending = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
     if pending and isinstance(first, ray.exceptions.RayTaskError):
         waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
         dying = [ref for ref, ended in zip(waiting, find_ended(list(waiting.values())), strict=True) if ended]
         if dying:
-            more, _ = ray.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            more, _ = wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
             done += more
     return done
 
@@ -149,7 +150,8 @@ class _LateErrors:
         self._made_on = connection()
         self._refs: list[ObjectRef] = []
         self._generators: list[ObjectRefGenerator] = []
-        for future in futures:
+        # A lane prints no errors.
+        for future in (future for future in futures if not is_message(future)):
             (self._refs if isinstance(future, ObjectRef) else self._generators).append(future)
         self._owner = weakref.ref(owner)
 

@@ -12,16 +12,16 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import ray
 from ray import ObjectRef
 
 from .._deadline import Deadline, check_timeout
+from .._futures import end_of, get, get_one, wait
 from .._observe.statistics import Outcome
 from .._start.worker_class import Method
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import describe_missing, explain_failure, retrieve_late, short_traceback
 from .plan import CallOptions
-from .results import REPORT_EVERY_S, drain, end_of, get_values, split_positions, wait_for_some
+from .results import REPORT_EVERY_S, drain, get_values, split_positions, wait_for_some
 from .sender import Order, Sender, Sent
 
 logger = logging.getLogger(__name__)
@@ -302,12 +302,12 @@ class Execution:
         unread = {self.futures[at]: at for at in self.positions}
         while unread and not deadline.passed:
             self.sender.roster.check_connected()
-            first, _ = ray.wait(list(unread), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
+            first, _ = wait(list(unread), num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
             if not first:
                 self.check_late(Deadline())
                 continue
             # All streams that are ready: with the first one alone the others would wait.
-            ready, _ = ray.wait(list(unread), num_returns=len(unread), timeout=0)
+            ready, _ = wait(list(unread), num_returns=len(unread), timeout=0)
             for stream in ready:
                 ref = next(stream, None)
                 if ref is not None:
@@ -329,7 +329,7 @@ class Execution:
         """Return the positions of the workers that have not finished."""
         self.sender.roster.check_connected()
         at_of = {ref: at for at, ref in self.completions.items()}
-        _, pending = ray.wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
+        _, pending = wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
         return [at_of[ref] for ref in pending]
 
     def coords(self, at: int) -> Mapping[str, int]:
@@ -430,7 +430,7 @@ class Execution:
             if self.yields_items and at in self.answering:
                 value: Any = self._get_items(at)
             else:
-                value = ray.get(self.futures[at])
+                value = get_one(self.futures[at])
                 if at in self.answering:
                     self.count_once([at], [self.futures[at]])
         except Exception as error:  # noqa: BLE001  any exception of the worker
@@ -451,8 +451,8 @@ class Execution:
         items = self.items.setdefault(at, [])
         items.extend(self.futures[at])
         try:
-            ray.get(self.completions[at])
-            values: list[Any] = ray.get(items)
+            get_one(self.completions[at])
+            values = get(items)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise explain_failure(self._ends(), error, self.sender)  # noqa: B904  chained there
         self.check_complete(at)

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Itera
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-import ray
 from ray import ObjectRef
 
 from .._arguments import Arguments
 from .._display import Bar
+from .._futures import wait
 from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import dispatch
@@ -284,8 +284,8 @@ class _Balancer:
         oldest = calls[refs[0]]
         deadline = oldest.order.deadline
         self._sender.roster.check_connected()
-        done, _ = ray.wait(refs, num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        done, _ = wait(refs, num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
+        ready, _ = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         # Also when others are done: an item that hangs must be noticed while the others continue.
         if not done or (deadline.passed and refs[0] not in {*done, *ready}):
             try:

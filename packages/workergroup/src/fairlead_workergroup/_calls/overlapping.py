@@ -4,13 +4,12 @@
 Ray delivers a call to such a worker when its arguments are there, which may be after a request that was sent later.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import ray
-from ray import ObjectRef, ObjectRefGenerator
-
 from .._deadline import Deadline
+from .._futures import end_of, is_message, wait
 from .._ray_private import still_referenced
 
 # Finished calls are dropped whenever there are more than this, or twice the unfinished ones.
@@ -21,27 +20,33 @@ class OverlappingCalls:
     """The calls of one group. The lock of those who send protects it."""
 
     def __init__(self) -> None:
-        # Ids: references would keep the results alive.
+        # Ids and weak references: others would keep the results alive.
         self._ids: list[bytes] = []
+        self._messages: list[weakref.ref[Any]] = []
         self._most = MOST_NOTED
 
     def note(self, futures: Iterable[Any]) -> None:
         """Note a call that has been sent, given by the future of each worker."""
-        if len(self._ids) >= self._most:
-            self._ids = [ref.binary() for ref in self._find_unfinished(0.0)]
-            self._most = max(MOST_NOTED, 2 * len(self._ids))
+        if len(self._ids) + len(self._messages) >= self._most:
+            self._most = max(MOST_NOTED, 2 * self._forget_finished(0.0))
         for future in futures:
-            ref: ObjectRef = future.completed() if isinstance(future, ObjectRefGenerator) else future
-            self._ids.append(ref.binary())
+            end = end_of(future)
+            if is_message(end):
+                self._messages.append(weakref.ref(end))
+            else:
+                self._ids.append(end.binary())
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for all calls whose results somebody still refers to; return whether they end by the deadline."""
-        self._ids = [ref.binary() for ref in self._find_unfinished(deadline.left())]
-        return not self._ids
+        return not self._forget_finished(deadline.left())
 
-    def _find_unfinished(self, timeout_s: float | None) -> list[ObjectRef]:
-        refs = still_referenced(self._ids) if self._ids else []
-        unfinished: list[ObjectRef] = []
-        if refs:
-            _, unfinished = ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
-        return unfinished
+    def _forget_finished(self, timeout_s: float | None) -> int:
+        """Wait for the calls, forget those that have finished, and return the number of the others."""
+        noted = still_referenced(self._ids) if self._ids else []
+        noted += [end for message in self._messages if (end := message()) is not None]
+        unfinished: list[Any] = []
+        if noted:
+            _, unfinished = wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
+        self._ids = [end.binary() for end in unfinished if not is_message(end)]
+        self._messages = [weakref.ref(end) for end in unfinished if is_message(end)]
+        return len(unfinished)

@@ -7,7 +7,7 @@ Planning is pure: it makes no request to Ray.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -152,11 +152,13 @@ class CallExplanation:
         summary: a sentence with the numbers of called workers, stored values and results.
         header: the names of the columns.
         rows: one row for each worker that would be called, by ascending rank.
+        route: "lane" if the requests would go by the group's lane, and "ray" otherwise.
     """
 
     summary: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    route: Literal["lane", "ray"] = "ray"
 
     def __str__(self) -> str:
         lines = [self.header, *shorten_rows(self.rows, len(self.header))]

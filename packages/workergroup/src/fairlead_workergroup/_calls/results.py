@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
+from .._futures import end_of, get, get_one, is_message, is_stream, wait
 from .._ray_private import actor_id_of_ref, task_of_future, task_of_ref
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, is_not_ready, retrieve_late, short_traceback
@@ -181,11 +181,11 @@ def wait_for_some(
     """
     while True:
         left = deadline.left(at_most=REPORT_EVERY_S)
-        ready, _ = ray.wait(list(futures), num_returns=1, timeout=left, fetch_local=fetch_local)
+        ready, _ = wait(futures, num_returns=1, timeout=left, fetch_local=fetch_local)
         if not ready or deadline.passed:
             deadline = check_late(deadline)
         if ready:
-            more, _ = ray.wait(list(futures), num_returns=len(futures), timeout=0, fetch_local=fetch_local)
+            more, _ = wait(futures, num_returns=len(futures), timeout=0, fetch_local=fetch_local)
             return list(dict.fromkeys([*ready, *more]))
 
 
@@ -198,18 +198,11 @@ def get_values(refs: Sequence[ObjectRef], deadline: Deadline, check_late: CheckL
     """
     while True:
         try:
-            values: list[Any] = ray.get(list(refs), timeout=deadline.left(at_most=REPORT_EVERY_S))
-            return values
+            return get(refs, timeout=deadline.left(at_most=REPORT_EVERY_S))
         except Exception as error:
             if not is_not_ready(error):
                 raise
         deadline = check_late(deadline)
-
-
-def end_of(future: Any) -> ObjectRef:
-    """Return the ref that is ready when a worker has finished: the value itself, or the end of a generator."""
-    ref: ObjectRef = future.completed() if isinstance(future, ObjectRefGenerator) else future
-    return ref
 
 
 def drain(
@@ -230,16 +223,16 @@ def drain(
     waiting: dict[Any, None] = dict.fromkeys([*streams, *singles])
     while waiting:
         for future in wait(list(waiting)):
-            if isinstance(future, ObjectRef):
+            if not is_stream(future):
                 del waiting[future]
-                ray.get(future)
+                get_one(future)
                 continue
             items = streams[future]
             for _ in range(MOST_IN_A_TURN):
                 if (ref := next(future, None)) is None:
                     del waiting[future]
                     # A generator that raises gives its error as its last item; if its worker died, its completion.
-                    ray.get([*items[-1:], future.completed()])
+                    get([*items[-1:], future.completed()])
                     break
                 items.append(ref)
                 if not future.next_ready():
@@ -266,20 +259,20 @@ def fetch(
     if sender is not None:
         sender.roster.check_connected()
     for future in futures:
-        if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
+        if not isinstance(future, (ObjectRef, ObjectRefGenerator)) and not is_message(future):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
-    generators = [] if proxies else [future for future in futures if isinstance(future, ObjectRefGenerator)]
+    generators = [] if proxies else [future for future in futures if is_stream(future)]
     streams = {generator: _items_before_deadline.pop(generator, []) for generator in generators}
     # The silent ones hold None: fetching them moves nothing, and raises their errors.
-    waited_for = [future for future in silent if isinstance(future, ObjectRef)]
-    singles = [*(future for future in futures if isinstance(future, ObjectRef)), *waited_for]
+    waited_for = [future for future in silent if not is_stream(future)]
+    singles = [*(future for future in futures if not is_stream(future)), *waited_for]
     wait = _Wait(group, [*streams, *singles])
     refs: list[ObjectRef] = []
     try:
         if streams:
             drain(streams, singles, lambda waiting: wait_for_some(waiting, wait.deadline, wait.check_late))
         slots = [slot for future in futures for slot in streams.get(future, [future])]
-        refs = [slot for slot in slots if isinstance(slot, ObjectRef)]
+        refs = [slot for slot in slots if not is_stream(slot)]
         values = iter(get_values([*refs, *waited_for], wait.deadline, wait.check_late))
     except CallTimeoutError:
         _items_before_deadline.update(streams)
@@ -292,7 +285,7 @@ def fetch(
     if group is not None:
         group.remove([*streams, *singles])
         group.sender.counters.add_fetched(refs)
-    return [next(values) if isinstance(slot, ObjectRef) else slot for slot in slots]
+    return [slot if is_stream(slot) else next(values) for slot in slots]
 
 
 # Items that were taken from generators before a deadline passed. The next attempt returns them too.
@@ -316,7 +309,7 @@ class _Wait:
             CallTimeoutError: that deadline has passed.
         """
         ends = {end_of(future): future for future in self._futures}
-        _, pending = ray.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)
+        pending = wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
         self.deadline = self._first_deadline([ends[ref] for ref in pending])
         if self._group is not None and pending:
             if self.deadline.passed:

@@ -19,6 +19,8 @@ from fairlead_sharding import NamedSharding
 
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
+from .._futures import LaneFuture, is_message
+from .._lane.lane import Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy, UserMethods
 from .._members import Roster, Snapshot
@@ -55,6 +57,7 @@ class Order:
         counts: the numbers that the call adds to the statistics of the group besides the requests.
         sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
+        obstacle: why a lane cannot carry the call; empty if it can.
     """
 
     method: Method
@@ -65,6 +68,7 @@ class Order:
     counts: Mapping[str, int]
     sources: Sequence[Source]
     sharding: NamedSharding | None = None
+    obstacle: str = ""
 
 
 class Sent(NamedTuple):
@@ -130,6 +134,7 @@ class Sender:
         methods: returns the user's methods that run when the membership changes.
         queue: the calls that wait to be sent.
         overlapping: the calls of a group whose async methods overlap.
+        lane: the open lane; None if all calls go by Ray.
     """
 
     roster: Roster
@@ -143,6 +148,7 @@ class Sender:
     methods: Callable[["Sender"], UserMethods]
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
+    lane: Lane | None = None
 
     @property
     def policy(self) -> RestartPolicy:
@@ -197,14 +203,30 @@ class Sender:
             CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
         """
         with self._turn(order) as now:
-            futures = [
-                send(now[rank].handle, request) for rank, request in zip(order.ranks, order.requests, strict=True)
-            ]
+            futures = self._send(now, order)
             if self.launcher.worker_class.concurrent:
                 self.overlapping.note(futures)
         self.log.begin(order.method.name, order.began, futures)
-        self.counters.add(requests=len(futures), **order.counts)
+        by_lane = len(futures) if any(map(is_message, futures)) else 0
+        self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
         return Sent(futures, now.epoch)
+
+    def _send(self, now: Snapshot, order: Order) -> list[Any]:
+        """Send the requests by the lane if one is open and can carry them, and otherwise by Ray."""
+        lane = self.lane
+        if lane is not None and not order.obstacle:
+            room_s, yields_items = order.deadline.left(), order.method.result == "items"
+            futures = lane.send(now, order.ranks, order.requests, yields_items=yields_items, room_s=room_s)
+            if futures is None:
+                raise self.unsent_error(order)
+            return futures
+        if lane is not None:
+            self.counters.add(left_lane=1)
+        with self.roster.direct(order.ranks):
+            return [
+                send(now[rank].handle, request, order.deadline)
+                for rank, request in zip(order.ranks, order.requests, strict=True)
+            ]
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -392,9 +414,18 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [plan, *flat]
 
 
-def send(handle: Any, request: Request) -> Any:
-    """Send a request to a worker; return its future."""
+def send(handle: Any, request: Request, deadline: Deadline) -> Any:
+    """Send a request to a worker by Ray; return its future.
+
+    Raises:
+        GetTimeoutError: an argument is an answer that a lane has not delivered by the deadline.
+    """
     method = getattr(handle, request.method)
     if request.backpressure is not None:
         method = method.options(_generator_backpressure_num_objects=request.backpressure)
-    return method.remote(*request.args, **request.kwargs)
+    args = [_store_answer(value, deadline) for value in request.args]
+    return method.remote(*args, **{name: _store_answer(value, deadline) for name, value in request.kwargs.items()})
+
+
+def _store_answer(value: Any, deadline: Deadline) -> Any:
+    return value.store(deadline.left()) if isinstance(value, LaneFuture) else value

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import PerWorker, Shard
+from .._arguments import PerWorker, Shard, find_obstacle
 from ..exceptions import EpochError
 from .call import Call, dispatch
+from .lane import serving_handles
 from .map import MapOptions, Strategy, map_items
 from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, make_columns, plan_call
 from .selection import Selection, select
@@ -97,7 +98,15 @@ class Target:
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `RayWorkerGroup.explain`."""
-        return self.plan(options).explain(self.sender.method(method), args, kwargs)
+        called = self.sender.method(method)
+        explanation = self.plan(options).explain(called, args, kwargs)
+        if self.sender.lane is None:
+            return explanation
+        reasons = [called.obstacle, *map(find_obstacle, (*args, *kwargs.values()))]
+        obstacle = next(filter(None, reasons), "")
+        if not obstacle:
+            return replace(explanation, route="lane")
+        return replace(explanation, summary=f"{explanation.summary}, by Ray and not by the lane: {obstacle}")
 
     def plan(self, options: CallOptions) -> CallPlan:
         """Return the plan of a call with these options."""
@@ -270,7 +279,7 @@ class GroupView(AddressedWorkers):
     @property
     def workers(self) -> list[Any]:
         """The actor handles of the workers, by ascending rank; empty after the shutdown of the group."""
-        workers = self._target.sender.roster.handles  # a shutdown on another thread replaces the list
+        workers = serving_handles(self._target.sender.roster)  # a shutdown on another thread replaces the list
         return [workers[rank] for rank in self.ranks] if workers else []
 
     def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:

@@ -5,9 +5,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
 from typing import Any, Generic, Self, TypeVar
 
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 
 from .._deadline import Deadline
+from .._futures import is_stream
 from .._observe.statistics import Outcome
 from ..exceptions import WorkerFailureError
 from .errors import short_traceback
@@ -154,7 +155,7 @@ async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
 async def _get_value(call: Execution, at: int) -> Any:
     """Return the result of a worker: its value, or the list of its items."""
     future = call.futures[at]
-    if isinstance(future, ObjectRefGenerator):
+    if is_stream(future):
         items = call.items.setdefault(at, [])
         async for ref in future:
             items.append(ref)

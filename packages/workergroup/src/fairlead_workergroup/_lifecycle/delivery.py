@@ -11,7 +11,8 @@ from ray import ObjectRef
 
 from .._deadline import Deadline
 from .._display import Bar
-from .._members import Member, Roster
+from .._futures import get_one, wait
+from .._members import Member, Roster, direct
 from .._observe.failures import as_failure
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
@@ -35,17 +36,19 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
 def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: bool, within_s: float) -> ObjectRef:
     """Send a function that runs between two calls of a worker, also if its calls overlap."""
     name, pickled = function.__name__, pickle_function(function)
-    if concurrent:
-        ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
-    else:
-        ref = member.handle._fairlead_apply.remote(name, pickled, *args)
-    return ref
+    with direct(member):
+        if concurrent:
+            ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
+        else:
+            ref = member.handle._fairlead_apply.remote(name, pickled, *args)
+        return ref
 
 
 def send_epoch(members: Iterable[Member], epoch: int) -> None:
     """Send the number of an epoch whose other facts are those of the epoch before; nobody waits for it."""
     for member in members:
-        member.handle._fairlead_apply.remote("apply_facts", pickle_function(apply_facts), {"epoch": epoch})
+        with direct(member):
+            member.handle._fairlead_apply.remote("apply_facts", pickle_function(apply_facts), {"epoch": epoch})
 
 
 def drain(members: Iterable[Member], *, concurrent: bool, within_s: float) -> dict[int, ObjectRef]:
@@ -148,10 +151,10 @@ def wait_for(
     errors: dict[int, Exception] = {}
     with Bar(what, len(pending)) as bar:
         while pending:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=deadline.left(at_most=0.2))
+            ready, pending = wait(pending, num_returns=len(pending), timeout=deadline.left(at_most=0.2))
             for ref in ready:
                 try:
-                    ray.get(ref)
+                    get_one(ref)
                 except Exception as error:  # noqa: BLE001  a method of the user may raise anything
                     errors[rank_of[ref]] = error
             if errors and not patient:

@@ -11,6 +11,7 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import alive_nodes, ask_head, run_on_nodes
 
+from .._futures import is_message
 from .._members import Snapshot, WorkerFacts
 from .._ray_private import actor_id_of, dead_actors, task_of_future
 from .._remote.process import Process
@@ -129,5 +130,5 @@ def cancel_calls(
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):
         if runs is not False or not in_order:  # also if the node has not answered
-            ray.cancel(future)
+            future.cancel() if is_message(future) else ray.cancel(future)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]

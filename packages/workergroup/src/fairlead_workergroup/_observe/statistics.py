@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results and costs as values: the outcome of each worker, the cost of a call, and the counts of a group."""
 
-import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ray import ObjectRef
 
 from .._display import record_html
-from .._ray_private import object_sizes
+from .._futures import sizes
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class CallStatistics:
         fetched: results fetched to the driver so far.
         bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
+        route: "lane" if the requests went by the group's lane, and "ray" otherwise.
     """
 
     requests: int
@@ -51,6 +52,7 @@ class CallStatistics:
     fetched: int
     bytes_fetched: int
     submit_s: float
+    route: Literal["lane", "ray"] = "ray"
 
     _repr_html_ = record_html
 
@@ -66,6 +68,8 @@ class GroupStatistics:
         bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver.
         bytes_fetched: their size in bytes, as sent.
+        lane_requests: the requests among them that went by a lane.
+        left_lane: the calls that went by Ray although a lane was open.
 
     >>> print(GroupStatistics(calls=1, requests=8, puts=2, bytes_put=4000, fetched=4, bytes_fetched=100))
     put 2 values (4 kB), sent 8 requests in 1 calls, fetched 4 results (100 B)
@@ -77,6 +81,8 @@ class GroupStatistics:
     bytes_put: int = 0
     fetched: int = 0
     bytes_fetched: int = 0
+    lane_requests: int = 0
+    left_lane: int = 0
 
     _repr_html_ = record_html
 
@@ -88,25 +94,26 @@ class GroupStatistics:
 
 
 class Counters:
-    """Count what a group stores, sends and fetches.
-
-    Attributes:
-        now: the counts so far.
-    """
+    """Count what a group stores, sends and fetches."""
 
     def __init__(self) -> None:
-        self.now: GroupStatistics = GroupStatistics()
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
+
+    @property
+    def now(self) -> GroupStatistics:
+        """The counts so far."""
+        with self._lock:
+            return GroupStatistics(**self._counts)
 
     def add(self, **more: int) -> None:
         """Add to counts, given by name."""
         with self._lock:
-            counts = {name: getattr(self.now, name) + amount for name, amount in more.items()}
-            self.now = dataclasses.replace(self.now, **counts)
+            self._counts.update(more)
 
     def add_fetched(self, refs: Sequence[ObjectRef[Any]]) -> int:
         """Count fetched results; return their size in bytes."""
-        size = sum(object_sizes(refs))
+        size = sizes(refs)
         self.add(fetched=len(refs), bytes_fetched=size)
         return size
 

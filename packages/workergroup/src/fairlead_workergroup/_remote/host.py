@@ -7,13 +7,14 @@ plain data in `sys.modules["_fairlead_worker"]`.
 
 import asyncio
 import collections
+import functools
 import inspect
 import operator
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -21,6 +22,8 @@ import ray
 from ray.exceptions import RayError
 
 from .describe import load
+from .lane import LaneConfig, serve
+from .overlap import serve_overlapping
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .stacks import write_stacks_on_signal
@@ -157,6 +160,12 @@ class WorkerHost:
         """Call a function while no method of the worker runs, which is so whenever it gets its turn."""
         return self._fairlead_function_plain(name, pickled, *args)
 
+    def _fairlead_serve(self, config: LaneConfig) -> Iterator[Any]:
+        """Run the calls of a lane until the driver ends it; yield the answers that go through the object store."""
+        # Not `yield from`, as in `_delegate`.
+        for stored in serve(config, functools.partial(getattr, self), self._fairlead_record.name_task):  # noqa: UP028
+            yield stored
+
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
         if not _drain(result):
@@ -263,6 +272,11 @@ class ConcurrentHost(WorkerHost):
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
         return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
+
+    async def _fairlead_serve(self, config: LaneConfig) -> AsyncIterator[Any]:  # type: ignore[override]
+        find, record = functools.partial(getattr, self), self._fairlead_record
+        async for stored in serve_overlapping(config, find, record.name_task):
+            yield stored
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self, method)(*args, **kwargs))

@@ -104,6 +104,10 @@ class Record:
             raise ray.exceptions.TaskCancelledError
         return self._calls
 
+    def name_task(self, read_task: Callable[[], bytes] | None) -> None:
+        """Set how to find the task that a method belongs to while a lane runs it; None for the tasks that Ray runs."""
+        self._task = read_task or _task_reader()
+
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
         method, started, task, calls, waited = self._now

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The opening and closing of the lane of a group."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import ray
+
+from fairlead_placement import RayVirtualCluster, Slot, lease_ports
+
+from .._deadline import Deadline
+from .._lane.lane import Lane
+from .._lane.router import Router
+from .._lifecycle.resources import Resources
+from .._members import Roster
+from .._ray_private import refuse_methods
+from ..exceptions import LaneError
+from .sender import Sender
+
+
+@contextlib.contextmanager
+def open_lane(sender: Sender, resources: Resources, timeout_s: float) -> Iterator[None]:
+    """Send the calls of a group by a lane; see `RayWorkerGroup.lane`."""
+    lane = _enter(sender, resources, timeout_s)
+    try:
+        yield
+    except BaseException as error:
+        try:
+            _leave(sender, resources, lane, timeout_s)
+        except LaneError as late:
+            error.add_note(f"besides: {late}")
+        raise
+    _leave(sender, resources, lane, timeout_s)
+
+
+def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
+    if importlib.util.find_spec("zmq") is None:
+        raise LaneError(
+            "A lane needs pyzmq, which is not installed here. Install fairlead-workergroup[lane], and pyzmq in the "
+            "Python of the workers if they have one of their own."
+        )
+    deadline = Deadline.after(timeout_s)
+    with sender.restarter.turn:
+        now = sender.roster.check_alive()
+        lane = sender.lane
+        if lane is not None:
+            lane.holders += 1
+            return lane
+        sender.lane = lane = _make_lane(sender, now.members[0].slot)
+        sender.roster.detour = lane.detour
+    try:
+        lane.open([member for member in now.members if member.failure is None], deadline.left() or 0.0)
+    except BaseException:
+        with contextlib.suppress(LaneError):
+            _leave(sender, resources, lane, 0.0)
+        raise
+    _publish(resources, is_open=True)
+    return lane
+
+
+def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -> None:
+    with sender.restarter.turn:
+        lane.holders -= 1
+        if lane.holders:
+            return
+        sender.lane = sender.roster.detour = None
+        lane.stop()
+    if sender.roster.connected and not sender.roster.ending:
+        _publish(resources, is_open=False)
+    lane.close(timeout_s)
+
+
+def _make_lane(sender: Sender, slot: Slot) -> Lane:
+    """Return a lane with a socket at a leased port of this node."""
+    cluster = sender.launcher.spec.cluster
+    ports = cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
+    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
+    here = replace(slot, node_id=ray.get_runtime_context().get_node_id(), node_ip=ray.util.get_node_ip_address())
+    ((lease,),) = lease_ports([here], **bounds)
+    try:
+        overlaps = sender.launcher.worker_class.concurrent
+        return Lane(sender.roster, Router(lease.address, lease.port), lease.release, overlaps=overlaps)
+    except BaseException:
+        lease.release()
+        raise
+
+
+def _publish(resources: Resources, *, is_open: bool) -> None:
+    if resources.registration is not None:
+        resources.registration.lane = is_open
+        resources.registration.publish()
+
+
+def serving_handles(roster: Roster) -> list[Any]:
+    """Return the handles of a group, which refuse to be called while the workers serve a lane."""
+    handles = roster.handles
+    if roster.detour is None:
+        return handles
+
+    def refuse(method: str) -> NoReturn:
+        raise LaneError(
+            f"The workers of {roster.name_prefix!r} serve a lane, so a Ray call of {method!r} would wait until it "
+            f"closes. Use group.call({method!r}, ...), or call the actor outside of `with group.lane():`."
+        )
+
+    return [refuse_methods(handle, refuse) for handle in handles]

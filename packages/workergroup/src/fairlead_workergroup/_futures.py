@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The futures of requests: Ray's own, and those of answers that arrive as messages of a lane.
+
+Everything that waits for workers does so through these functions, so that results, errors and deadlines of both kinds
+are handled in one place.
+"""
+
+import asyncio
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, cast
+
+import ray
+from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
+
+from ._ray_private import object_sizes
+
+# How long one kind of future is waited for before the other kind is looked at, if a wait has both.
+TURN_S = 0.005
+
+_adding = threading.Lock()
+
+
+class Carrier(Protocol):
+    """The owner of the messages that answers arrive in."""
+
+    def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Receive messages until a condition holds; return whether it does within the time."""
+
+    def attend(self, count: int) -> None:
+        """Add to the number of futures that an event loop waits for, so that nobody receives their messages."""
+
+    def cancel(self, task: bytes) -> None:
+        """Drop a request that has not been sent, or cancel a coroutine that runs."""
+
+
+class _TaskId(NamedTuple):
+    task: bytes
+
+    def binary(self) -> bytes:
+        return self.task
+
+
+class LaneFuture:
+    """The answer of one worker that arrives as a message.
+
+    Args:
+        carrier: the owner of the message.
+        task: the id of the request, in the form of Ray's ids of tasks.
+
+    Attributes:
+        carrier, task: as given.
+        done: whether the answer has arrived.
+        failed: whether it is an error.
+        frames: the pickled answer; None if it is stored or an error.
+        ref: the reference to an answer in the object store; None if it came with the message.
+        has_references: whether the stored answer holds references, which only Ray can pass on.
+        error: the error, once it has been read, or if it did not come from the worker.
+    """
+
+    def __init__(self, carrier: Carrier, task: bytes) -> None:
+        self.carrier: Carrier = carrier
+        self.task: bytes = task
+        self.done: bool = False
+        self.failed: bool = False
+        self.frames: Sequence[bytes] | None = None
+        self.ref: ObjectRef[Any] | None = None
+        self.has_references: bool = False
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[LaneFuture], None]] = []
+
+    def task_id(self) -> _TaskId:
+        """Return the id of the request."""
+        return _TaskId(self.task)
+
+    def binary(self) -> bytes:
+        """Return the id of the answer."""
+        return self.task + bytes(4)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the answer has arrived."""
+        return self.done
+
+    def resolve(
+        self,
+        frames: Sequence[bytes] | None = None,
+        *,
+        ref: ObjectRef[Any] | None = None,
+        error: BaseException | None = None,
+        failed: bool = False,
+        has_references: bool = False,
+    ) -> None:
+        """Set the answer, unless there is one."""
+        if self.done:
+            return
+        self.frames, self.ref, self.has_references = frames, ref, has_references
+        self.error, self.failed = error, failed or error is not None
+        with _adding:
+            self.done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def get(self) -> Any:
+        """Return the value of an answer that has arrived, or raise its error, as `ray.get` does."""
+        if self.ref is not None:
+            value = ray.get(self.ref)
+            if not self.failed:
+                return value
+            (self.error,) = value
+        elif self.frames is not None and not self.failed:
+            # The end of a generator has no value.
+            return pickle.loads(self.frames[0], buffers=self.frames[1:]) if self.frames else None
+        elif self.frames is not None:
+            self.error = _load_error(self.frames)
+        raise _as_raised(self.error) if self.error is not None else AssertionError("the answer has not arrived")
+
+    def size(self) -> int:
+        """Return the bytes of the answer, as sent or stored."""
+        if self.ref is not None:
+            return object_sizes([self.ref])[0]
+        return sum(map(len, self.frames or ()))
+
+    def future(self) -> Future[Any]:
+        """Return a future of the value, for an event loop."""
+        future: Future[Any] = Future()
+        self.carrier.attend(1)
+
+        def pass_on(answer: LaneFuture) -> None:
+            self.carrier.attend(-1)
+            if answer.ref is not None and not answer.failed:
+                answer.ref.future().add_done_callback(lambda value: _copy_outcome(value, future))
+                return
+            try:
+                value = answer.get()
+            except BaseException as error:  # noqa: BLE001  raised by the task that awaits it
+                _set(future, error=error)
+            else:
+                _set(future, value)
+
+        self.add_callback(pass_on)
+        return future
+
+    def add_callback(self, callback: Callable[["LaneFuture"], None]) -> None:
+        """Call a function with this future when the answer has arrived."""
+        with _adding:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def cancel(self) -> None:
+        """Drop the request if it has not been sent."""
+        self.carrier.cancel(self.task)
+
+    def store(self, timeout_s: float | None) -> ObjectRef[Any]:
+        """Return a reference to the answer in the object store; wait for the answer, and put it there if necessary.
+
+        Raises:
+            GetTimeoutError: the answer has not arrived in time.
+            Exception: the error of the worker.
+        """
+        value = None if self.ref is not None and not self.failed else get([self], timeout_s)[0]
+        if self.ref is None:
+            self.ref = ray.put(value)
+        return self.ref
+
+
+class LaneStream:
+    """The items of a generator method that arrive as messages; it is used as Ray's `ObjectRefGenerator` is.
+
+    Args:
+        carrier: the owner of the messages.
+        task: the id of the request.
+    """
+
+    def __init__(self, carrier: Carrier, task: bytes) -> None:
+        self.task: bytes = task
+        self._carrier = carrier
+        self._items: deque[LaneFuture] = deque()
+        self._end = LaneFuture(carrier, task)
+        self._waiting: list[Future[None]] = []
+
+    def task_id(self) -> _TaskId:
+        """Return the id of the request."""
+        return _TaskId(self.task)
+
+    def completed(self) -> LaneFuture:
+        """Return the future of the end."""
+        return self._end
+
+    def cancel(self) -> None:
+        """Drop the request if it has not been sent."""
+        self._carrier.cancel(self.task)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next item, or the end, has arrived."""
+        return bool(self._items) or self._end.done
+
+    def next_ready(self) -> bool:
+        """Return whether the next item, or the end, has arrived."""
+        return self.is_ready
+
+    def add_item(self, item: LaneFuture) -> None:
+        """Add an item that has arrived."""
+        self._items.append(item)
+        self._notify()
+
+    def resolve(self, **outcome: Any) -> None:
+        """Set the end, and its error if the generator has failed."""
+        self._end.resolve(**outcome)
+        self._notify()
+
+    def __iter__(self) -> "LaneStream":
+        return self
+
+    def __next__(self) -> LaneFuture:
+        self._carrier.run(lambda: self.is_ready, None)
+        if not self._items:
+            raise StopIteration
+        return self._items.popleft()
+
+    def __aiter__(self) -> "LaneStream":
+        return self
+
+    async def __anext__(self) -> LaneFuture:
+        while not self.is_ready:
+            waiting: Future[None] = Future()
+            self._waiting.append(waiting)
+            self._carrier.attend(1)
+            try:
+                if not self.is_ready:
+                    await asyncio.wrap_future(waiting)
+            finally:
+                self._carrier.attend(-1)
+        if not self._items:
+            raise StopAsyncIteration
+        return self._items.popleft()
+
+    def _notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            _set(one, None)
+
+
+def _load_error(frames: Sequence[bytes]) -> BaseException:
+    """Return the error that a worker has sent; Ray's substitute if its class is not known here."""
+    try:
+        error: BaseException = pickle.loads(frames[0])
+    except Exception:  # noqa: BLE001  the import of its module may raise anything
+        error = UnserializableException(frames[1].decode())
+    return error
+
+
+def _as_raised(error: BaseException) -> BaseException:
+    """Return the exception that `ray.get` raises for an error."""
+    shown: BaseException = error
+    if isinstance(error, RayTaskError):
+        shown = cast(BaseException, error.as_instanceof_cause())
+    shown.__traceback__ = None
+    return shown
+
+
+def _set(future: Future[Any], value: Any = None, *, error: BaseException | None = None) -> None:
+    if future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+
+def _copy_outcome(source: Future[Any], target: Future[Any]) -> None:
+    error = source.exception()
+    _set(target, None if error is not None else source.result(), error=error)
+
+
+def is_stream(future: Any) -> bool:
+    """Return whether a future is that of a generator method."""
+    return isinstance(future, (ObjectRefGenerator, LaneStream))
+
+
+def is_message(future: Any) -> bool:
+    """Return whether the answer arrives as a message, and not through Ray."""
+    return isinstance(future, (LaneFuture, LaneStream))
+
+
+def wait(
+    futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
+) -> tuple[list[Any], list[Any]]:
+    """Return which futures are ready and which are not, as `ray.wait` does."""
+    carriers = {id(one): one for future in futures if is_message(future) for one in [_carrier(future)]}
+    if not carriers:
+        ready_of_ray: tuple[list[Any], list[Any]] = ray.wait(
+            list(futures), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
+        )
+        return ready_of_ray
+    of_ray = [future for future in futures if not is_message(future)]
+    messages = [future for future in futures if is_message(future)]
+    ended = None if timeout is None else time.monotonic() + timeout
+    ready: set[Any] = set()
+    left = list(messages)
+
+    def is_enough() -> bool:
+        if num_returns == len(futures):
+            while left and left[-1].is_ready:
+                left.pop()
+            return not left
+        return sum(1 for future in messages if future.is_ready) + len(ready) >= num_returns
+
+    while True:
+        if of_ray:
+            ready = set(ray.wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
+        alone = len(carriers) == 1 and not of_ray
+        rest = None if ended is None else max(0.0, ended - time.monotonic())
+        for carrier in carriers.values():
+            carrier.run(is_enough, rest if alone else min(TURN_S, TURN_S if rest is None else rest))
+        done = [one for one in futures if (one in ready if not is_message(one) else one.is_ready)]
+        if len(done) >= num_returns or (ended is not None and time.monotonic() >= ended):
+            chosen = set(done[:num_returns])
+            return done[:num_returns], [one for one in futures if one not in chosen]
+
+
+def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    """Return the values of futures, or raise the first error that arrives, as `ray.get` does.
+
+    Raises:
+        GetTimeoutError: they have not arrived in time.
+        Exception: the error of a worker.
+    """
+    messages = [future for future in futures if is_message(future)]
+    if not messages:
+        values: list[Any] = ray.get(list(futures), timeout=timeout)
+        return values
+    ended = None if timeout is None else time.monotonic() + timeout
+    waiting = list(messages)
+
+    def is_enough() -> bool:
+        while waiting and waiting[-1].done and not waiting[-1].failed:
+            waiting.pop()
+        return not waiting or any(future.failed for future in waiting)
+
+    for carrier in {id(one): one for future in messages for one in [_carrier(future)]}.values():
+        own = None if ended is None else max(0.0, ended - time.monotonic())
+        carrier.run(is_enough, own)
+    for future in messages:
+        if future.failed:
+            future.get()
+    if not all(future.done for future in messages):
+        raise GetTimeoutError(f"Get timed out: some answers of a lane have not arrived within {timeout} s.")
+    of_ray = [future for future in futures if not is_message(future)]
+    rest = None if ended is None else max(0.0, ended - time.monotonic())
+    fetched = iter(ray.get(of_ray, timeout=rest) if of_ray else ())
+    return [future.get() if is_message(future) else next(fetched) for future in futures]
+
+
+def get_one(future: Any) -> Any:
+    """Return the value of a future, or raise its error."""
+    return get([future])[0]
+
+
+def end_of(future: Any) -> Any:
+    """Return the future that is ready when a worker has finished: the value itself, or the end of a generator."""
+    return future.completed() if is_stream(future) else future
+
+
+def sizes(futures: Sequence[Any]) -> int:
+    """Return the bytes of fetched results, as sent."""
+    of_messages: int = sum(future.size() for future in futures if is_message(future))
+    return of_messages + sum(object_sizes([future for future in futures if not is_message(future)]))
+
+
+def _carrier(future: Any) -> Carrier:
+    carrier: Carrier = future.completed().carrier if isinstance(future, LaneStream) else future.carrier
+    return carrier

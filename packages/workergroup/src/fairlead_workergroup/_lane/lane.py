@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lane of a group: its connections with the workers, and the threads that take turns at its socket.
+
+A thread that waits for an answer reads the socket itself, because handing each message to it from a thread of its own
+would double the time of a call. Another thread reads only while no caller does.
+"""
+
+import contextlib
+import logging
+import os
+import resource
+import struct
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray import ObjectRefGenerator
+
+from fairlead_placement import PlacementError
+from fairlead_placement.spi import block_shutdown, never_connect
+
+from .._futures import LaneFuture, LaneStream
+from .._members import Member, Roster, Snapshot
+from .._observe.query import late_workers
+from .._ray_private import actor_id_of
+from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
+from .request import encode
+from .router import Router
+from .session import Session
+
+logger = logging.getLogger(__name__)
+
+# The longest wait of a thread for the socket. Whoever needs it sooner interrupts the wait.
+SLICE_S = 0.5
+# How long a thread that found another one at the socket waits before it looks again.
+FOLLOW_S = 0.02
+# For so long after the last use by a caller the keeper leaves the socket to the callers.
+IDLE_S = 0.005
+# While the object store has not reported an answer that the worker has announced.
+REPORT_S = 0.001
+# The calls of a worker that may wait to be sent. Further calls wait until there is room.
+MOST_WAITING = 10_000
+# Files that the process needs besides one for each connection.
+SPARE_FILES = 512
+# How often serve calls are looked at, besides Ray's report of their end.
+CHECK_S = 1.0
+# The method of a host that runs another one and returns nothing.
+SILENT = "_fairlead_silent"
+CLOSED = "the lane has been closed"
+
+
+class Lane:
+    """The messages between the driver and the workers of a group.
+
+    Args:
+        roster: the roster of the group.
+        router: the socket, which the lane closes.
+        release: called when the socket is closed.
+        overlaps: whether the workers run Ray's calls also while they serve the lane.
+
+    Attributes:
+        holders: how many contexts have opened the lane.
+    """
+
+    def __init__(
+        self, roster: Roster, router: Router, release: Callable[[], object], *, overlaps: bool = False
+    ) -> None:
+        self.holders: int = 1
+        self._roster = roster
+        self._router = router
+        self._release = release
+        self._overlaps = overlaps
+        self._sessions: dict[int, Session] = {}
+        self._by_identity: dict[bytes, Session] = {}
+        # Ray reports here, on a thread of its own, which serve calls have ended.
+        self._ended: deque[tuple[Session, BaseException | None]] = deque()
+        self._checked = time.monotonic()
+        self._next_task = int.from_bytes(os.urandom(5), "little") << 20
+        self._order = threading.RLock()
+        self._gate = threading.Lock()
+        self._socket_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._followers = 0
+        self._uses = 0
+        self._attended = 0
+        self._attending = threading.Lock()
+        self._wanted = threading.Event()
+        self._closing = False
+        self._closed = False
+        self._waking = threading.Lock()
+        self._keeper = threading.Thread(target=self._keep, name="fairlead-lane", daemon=True)
+
+    def open(self, members: Iterable[Member], timeout_s: float) -> None:
+        """Let workers serve the lane, and wait until all of them do.
+
+        Raises:
+            LaneError: a worker did not follow in time, or cannot.
+        """
+        _raise_file_limit(len(self._roster.snapshot().members))
+        self._keeper.start()
+        with self._order:
+            for member in members:
+                self._start(member)
+        sessions = list(self._sessions.values())
+        if not self.run(lambda: all(one.greeted or one.over for one in sessions), timeout_s):
+            late = [one.rank for one in sessions if not one.greeted]
+            raise self._late_error(f"The lane did not open within {timeout_s:g} s", late, "They are called by Ray.")
+        lacking = tuple(sorted(one.rank for one in sessions if isinstance(one.error, ModuleNotFoundError)))
+        if lacking:
+            raise LaneError(
+                f"A lane needs pyzmq in the Python of the workers, and it is not installed there for rank(s) "
+                f"{', '.join(map(str, lacking[:MOST_SHOWN]))}. Add `pyzmq` to the workers' environment.",
+                lacking,
+            )
+
+    def send(
+        self,
+        now: Snapshot,
+        ranks: Sequence[int],
+        requests: Iterable[Any],
+        *,
+        yields_items: bool,
+        room_s: float | None,
+    ) -> list[Any] | None:
+        """Send a request to each rank.
+
+        Args:
+            now: the members of the group.
+            ranks: the called workers.
+            requests: the request to each of them.
+            yields_items: whether the method is a generator.
+            room_s: how long to wait while too many calls wait to be sent.
+
+        Returns:
+            The future of each request; None if there was no room in time, and nothing has been sent.
+        """
+        with self._order:
+            sessions = [self._session(now[rank]) for rank in ranks]
+            if any(one.backlog >= MOST_WAITING for one in sessions) and not self.run(
+                lambda: all(one.backlog < MOST_WAITING for one in sessions), room_s
+            ):
+                return None
+            futures: list[Any] = []
+            bodies = encode(requests)
+            with self._hold():
+                for session, (method, body) in zip(sessions, bodies, strict=True):
+                    kind = LaneStream if yields_items and method != SILENT else LaneFuture
+                    future = kind(self, self._make_task(session))
+                    session.add(future, body)
+                    session.pump()
+                    futures.append(future)
+            self._uses += 1
+            return futures
+
+    @contextlib.contextmanager
+    def detour(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Let these workers serve Ray's calls that are made meanwhile, after all earlier calls, then the lane again."""
+        with self._order:
+            now = self._roster.snapshot()
+            goes_on = not (self._closed or self._closing or self._overlaps)
+            served = [rank for rank in ranks if rank in self._sessions and goes_on]
+            self._stop(self._sessions[rank] for rank in served)
+            try:
+                yield
+            finally:
+                for rank in served:
+                    if now.has([rank]):
+                        self._start(now[rank])
+                    else:  # it is leaving the group
+                        del self._sessions[rank]
+
+    def stop(self) -> None:
+        """Let the workers end the lane after all earlier calls."""
+        with self._order:
+            self._closing = True
+            self._stop(self._sessions.values())
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until all earlier calls have been answered and the workers have ended the lane.
+
+        Raises:
+            LaneError: a worker has not answered in time. Its answer still arrives, and its later calls wait behind it.
+        """
+        if not self.run(lambda: not self._by_identity, timeout_s):
+            late = sorted({one.rank for one in list(self._by_identity.values())})
+            raise self._late_error(
+                f"The lane did not close within {timeout_s:g} s",
+                late,
+                "Their calls go on, and later calls wait behind these.",
+            )
+        self._finish(WorkerGroupError(CLOSED))
+        self._keeper.join(timeout=5)
+
+    def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Receive messages until a condition holds; return whether it does within the time."""
+        if is_enough():
+            return True
+        ended = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = SLICE_S if ended is None else min(SLICE_S, ended - time.monotonic())
+            self._uses += 1
+            self._step(max(0.0, left))
+            if is_enough():
+                return True
+            if left <= 0 or self._closed:
+                return False
+
+    def attend(self, count: int) -> None:
+        """Add to the number of futures that an event loop waits for, so that the keeper receives their messages."""
+        with self._attending:
+            self._attended += count
+        if count > 0:
+            self._wanted.set()
+
+    def cancel(self, task: bytes) -> None:
+        """Drop a request that has not been sent, or cancel a coroutine that runs."""
+        error = ray.exceptions.TaskCancelledError()
+        with self._hold():
+            for session in list(self._by_identity.values()):
+                session.cancel(task, error)
+        self._notify()
+
+    def _session(self, member: Member) -> Session:
+        """Return the connection with the present incarnation of a worker; start one if there is none."""
+        session = self._sessions.get(member.rank)
+        if session is None or session.over or session.handle is not member.handle:
+            session = self._start(member)
+        return session
+
+    def _start(self, member: Member) -> Session:
+        identity = struct.pack("<I", member.rank) + uuid.uuid4().bytes
+        # Before the request, so that the lane knows the name when the worker connects.
+        with self._hold():
+            config = self._router.config(identity)
+            items = member.handle._fairlead_serve.remote(config)
+            actor_id = bytes.fromhex(actor_id_of(member.handle))
+            session = Session(member.rank, member.handle, actor_id, identity, items, self._router.send)
+            self._sessions[member.rank] = self._by_identity[identity] = session
+
+        def note(ended: Future[Any]) -> None:
+            self._ended.append((session, ended.exception()))
+            self._interrupt()
+
+        items.completed().future().add_done_callback(note)
+        return session
+
+    def _stop(self, sessions: Iterable[Session]) -> None:
+        with self._hold():
+            for session in sessions:
+                session.stop()
+                session.pump()
+
+    def _make_task(self, session: Session) -> bytes:
+        """Return an id in the form of Ray's: of the request, then of the actor."""
+        self._next_task += 1
+        return struct.pack("<Q", self._next_task) + session.actor_id
+
+    @contextlib.contextmanager
+    def _hold(self) -> Iterator[None]:
+        """Keep other threads from the socket; interrupt the one that waits at it."""
+        if not self._socket_lock.acquire(blocking=False):
+            with self._gate:
+                self._interrupt()
+                self._socket_lock.acquire()
+        try:
+            yield
+        finally:
+            self._socket_lock.release()
+
+    def _interrupt(self) -> None:
+        with self._waking:
+            if not self._closed:
+                self._router.interrupt()
+
+    def _step(self, timeout_s: float, *, frees: bool = False) -> None:
+        """Receive messages, or wait for the thread that does so.
+
+        Args:
+            timeout_s: how long to wait for a message.
+            frees: whether this is a background thread, which must not free references while Ray shuts down.
+        """
+        with self._gate:  # a thread in `_hold` comes first
+            is_mine = self._socket_lock.acquire(blocking=False)
+        if is_mine:
+            try:
+                if not self._closed:
+                    waiting = any(one.awaits_store for one in self._by_identity.values()) or self._ended
+                    self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
+                    with block_shutdown() if frees else contextlib.nullcontext():
+                        self._receive()
+            finally:
+                self._socket_lock.release()
+            self._notify()
+        elif timeout_s:
+            with self._changed:
+                self._followers += 1
+                self._changed.wait(min(timeout_s, FOLLOW_S))
+                self._followers -= 1
+
+    def _notify(self) -> None:
+        if self._followers:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _receive(self) -> None:
+        sessions = self._by_identity
+        for identity, *message in self._router.receive():
+            session = sessions.get(identity)
+            if session is not None:
+                session.accept(message)
+        for session in sessions.values():
+            if session.awaits_store:
+                session.hand_out()
+            if session.backlog:
+                session.pump()
+        self._check_sessions()
+        for _ in range(len(self._ended)):
+            session, error = self._ended.popleft()
+            if session.awaits_store and error is None and not session.exhausted:
+                self._ended.append((session, error))
+                continue
+            session.error = error
+            session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
+            self._by_identity.pop(session.identity, None)
+
+    def _check_sessions(self) -> None:
+        """Look from time to time for serve calls whose end has not been reported."""
+        if time.monotonic() - self._checked < CHECK_S:
+            return
+        self._checked = time.monotonic()
+        sessions = list(self._by_identity.values())
+        outcomes = find_ended([session.items for session in sessions])
+        self._ended.extend((sessions[at], error) for at, error in outcomes.items())
+
+    def _keep(self) -> None:
+        """Receive messages while no caller does."""
+        never_connect()
+        seen = -1
+        while not self._closed:
+            if not self._roster.connected:
+                self._finish(WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"))
+                return
+            if self._uses != seen and not self._attended:
+                seen = self._uses
+                self._wanted.wait(IDLE_S)
+                self._wanted.clear()
+                continue
+            self._step(SLICE_S, frees=True)
+            if not self._by_identity and (self._closing or self._roster.ending):
+                self._finish(WorkerGroupError(CLOSED))
+
+    def _finish(self, error: BaseException) -> None:
+        """Close the socket, and fail what has not been answered."""
+        with self._hold():
+            with self._waking:
+                if self._closed:
+                    return
+                self._closed = True
+            for session in list(self._by_identity.values()):
+                session.end(error)
+            self._by_identity.clear()
+            self._sessions.clear()
+            self._router.close()
+        self._notify()
+        with contextlib.suppress(PlacementError):  # the node agent releases the port of a process that has ended
+            self._release()
+
+    def _late_error(self, what: str, ranks: Sequence[int], then: str) -> LaneError:
+        facts = self._roster.snapshot().facts
+        late = late_workers([facts[rank] for rank in ranks])
+        return LaneError(f"{what}, because {len(ranks)} worker(s) did not follow. {then}", tuple(ranks), late)
+
+
+def find_ended(streams: Sequence[ObjectRefGenerator]) -> dict[int, BaseException | None]:
+    """Return which serve calls have ended, by position, each with its error."""
+    position = {stream.completed(): at for at, stream in enumerate(streams)}
+    if not position:
+        return {}
+    ended, _ = ray.wait(list(position), num_returns=len(position), timeout=0, fetch_local=False)
+    outcomes: dict[int, BaseException | None] = {}
+    for ref in ended:
+        outcomes[position[ref]] = None
+        try:
+            ray.get(ref)
+        except Exception as error:  # noqa: BLE001  whatever ended the call
+            outcomes[position[ref]] = error
+    return outcomes
+
+
+def _raise_file_limit(count: int) -> None:
+    """Raise the soft limit of open files, if the connections with so many workers need that and it is possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, count + SPARE_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

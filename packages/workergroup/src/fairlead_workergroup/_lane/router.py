@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's socket of a lane, which lets only holders of the lane's keys connect."""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .._remote.lane import DEAD_LINK_MS, HEARTBEAT_MS, NO_BLOCK, SEND_MORE, LaneConfig
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+
+class Router:
+    """A socket that many workers connect to, each under its own name. The caller serialises its use.
+
+    Args:
+        address: the address of this node, as in a URL.
+        port: a port that is leased here.
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        zmq: Any = importlib.import_module("zmq")
+        self._zmq = zmq
+        self._server = zmq.curve_keypair()
+        self._client = zmq.curve_keypair()
+        self._allowed: bytes = importlib.import_module("zmq.utils.z85").decode(self._client[0])
+        self._context = zmq.Context()
+        # Asked by the library about every connection, before the socket receives anything from it.
+        self._gatekeeper = self._context.socket(zmq.REP)
+        self._gatekeeper.bind(ZAP_ADDRESS)
+        self._socket = self._context.socket(zmq.ROUTER)
+        options: dict[int, Any] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.IPV6: ":" in address,
+            zmq.ROUTER_MANDATORY: 1,
+            # A worker that reconnects before the old connection has timed out takes its place.
+            zmq.ROUTER_HANDOVER: 1,
+            zmq.CURVE_SERVER: 1,
+            zmq.CURVE_SECRETKEY: self._server[1],
+            zmq.ZAP_DOMAIN: b"fairlead",
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+        }
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        host = f"[{address}]" if ":" in address else address
+        self.address: str = f"tcp://{host}:{port}"
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError:
+            self._close_sockets()
+            raise
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._gatekeeper, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+
+    def config(self, identity: bytes) -> LaneConfig:
+        """Return what a worker needs to connect under a name."""
+        return LaneConfig(self.address, identity, self._server[0], *self._client)
+
+    def interrupt(self) -> None:
+        """End the `wait` of another thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for messages or an interruption; let workers connect meanwhile."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        if self._gatekeeper in ready:
+            self._let_in()
+
+    def receive(self) -> Iterator[list[bytes]]:
+        """Yield the messages that have arrived, each with the sender's name in front."""
+        while True:
+            try:
+                yield self._socket.recv_multipart(NO_BLOCK)
+            except self._zmq.Again:
+                return
+
+    def send(self, identity: bytes, message: Sequence[Any]) -> bool:
+        """Send a message; return whether there is a connection of this name."""
+        try:
+            self._socket.send(identity, NO_BLOCK | SEND_MORE)
+            for frame in message[:-1]:
+                self._socket.send(frame, NO_BLOCK | SEND_MORE)
+            self._socket.send(message[-1], NO_BLOCK)
+        except self._zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._close_sockets()
+        os.close(self._wake)
+
+    def _close_sockets(self) -> None:
+        self._socket.close(0)
+        self._gatekeeper.close(0)
+        self._context.term()
+
+    def _let_in(self) -> None:
+        while self._gatekeeper.poll(0):
+            version, request, _, _, _, mechanism, *credentials = self._gatekeeper.recv_multipart()
+            is_known = mechanism == b"CURVE" and credentials == [self._allowed]
+            verdict = (b"200", b"") if is_known else (b"400", b"not a worker of this lane")
+            self._gatekeeper.send_multipart([version, request, *verdict, b"", b""])

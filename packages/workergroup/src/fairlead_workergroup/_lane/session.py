@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection with one worker from the moment that it begins to serve a lane until it ends that."""
+
+import pickle
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import ObjectRef, ObjectRefGenerator
+
+from .._futures import LaneFuture, LaneStream
+from .._ray_private import ownership_of
+from .._remote.lane import (
+    ACK,
+    ANSWER,
+    ANSWER_BYTES,
+    BYE,
+    CALL,
+    CANCEL,
+    ERROR,
+    HELLO,
+    INLINE,
+    ITEM,
+    NO_TASK,
+    REQUEST,
+    STOP,
+    STORED_REFERENCES,
+    WELCOME,
+)
+from ..exceptions import LaneError
+
+# The calls that are sent to a worker before it has answered the first of them.
+WINDOW = 64
+# The messages after which a worker is told that they have arrived, if no call tells it.
+ACK_EVERY = 64
+
+
+@dataclass(frozen=True)
+class Body:
+    """The content of a request.
+
+    Attributes:
+        pickled: the method and the arguments that travel with the call.
+        sources: the other arguments by position or name: references to stored objects, and answers of workers.
+    """
+
+    pickled: bytes
+    sources: tuple[tuple[int | str, Any], ...]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of the arguments exist."""
+        return all(source.done for _, source in self.sources if isinstance(source, LaneFuture))
+
+    @property
+    def failed(self) -> LaneFuture | None:
+        """The first argument that is the error of a worker; None without one."""
+        futures = (source for _, source in self.sources if isinstance(source, LaneFuture))
+        return next((future for future in futures if future.failed), None)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether an argument holds references, which a message cannot carry."""
+        return any(source.has_references for _, source in self.sources if isinstance(source, LaneFuture))
+
+    def frames(self) -> list[bytes]:
+        """Return the frames of the message."""
+        if not self.sources:
+            return [self.pickled]
+        return [self.pickled, pickle.dumps([(key, _describe(source)) for key, source in self.sources], 5)]
+
+
+def _describe(source: Any) -> Any:
+    if isinstance(source, LaneFuture) and source.ref is None:
+        return [bytes(frame) for frame in source.frames or ()]
+    ref: Any = source.ref if isinstance(source, LaneFuture) else source
+    return ownership_of(ref)
+
+
+@dataclass
+class _Pending:
+    """A call of one worker that has not been answered. It keeps the arguments alive."""
+
+    task: bytes
+    body: Body
+    target: Callable[[], LaneFuture | LaneStream | None]
+
+    def deliver(self, kind: int, form: int, frames: Sequence[bytes], ref: ObjectRef[Any] | None) -> None:
+        target = self.target()
+        outcome: dict[str, Any] = {
+            "frames": frames if ref is None else None,
+            "ref": ref,
+            "failed": kind == ERROR,
+            "has_references": form == STORED_REFERENCES,
+        }
+        if kind == ITEM and isinstance(target, LaneStream):
+            item = LaneFuture(target.completed().carrier, self.task)
+            item.resolve(**outcome)
+            target.add_item(item)
+        elif target is not None:
+            target.resolve(**outcome)
+
+    def fail(self, error: BaseException) -> None:
+        target = self.target()
+        if target is not None:
+            target.resolve(error=error)
+
+
+@dataclass(eq=False)
+class Session:
+    """The connection with one worker. The lane serialises its use.
+
+    Attributes:
+        rank: the number of the worker.
+        handle: its actor.
+        actor_id: the id of this actor.
+        identity: the name of the connection.
+        items: the generator of the serve call, which yields the answers that go through the object store.
+        send_frames: sends a message to the worker; returns whether there is a connection.
+        greeted: whether the worker has connected and said what it has received.
+        stopping: whether the worker will end the serve call after the calls before.
+        over: whether the serve call has ended.
+        error: the error that ended the serve call.
+        exhausted: whether the object store has no answer any more, although the worker has announced one.
+    """
+
+    rank: int
+    handle: Any
+    actor_id: bytes
+    identity: bytes
+    items: ObjectRefGenerator
+    send_frames: Callable[[bytes, Sequence[Any]], bool]
+    greeted: bool = False
+    stopping: bool = False
+    over: bool = False
+    error: BaseException | None = None
+    exhausted: bool = False
+    _sent: int = 0
+    _received: int = 0
+    _told: int = 0
+    _unacked: deque[tuple[int, list[bytes]]] = field(default_factory=deque)
+    _waiting: deque[_Pending | int] = field(default_factory=deque)
+    _calls: dict[int, _Pending] = field(default_factory=dict)
+    # Answers in order, from the first one that is stored and whose reference has not arrived.
+    _arrived: deque[tuple[_Pending, int, int, Sequence[bytes]]] = field(default_factory=deque)
+
+    def add(self, future: LaneFuture | LaneStream, body: Body) -> None:
+        """Queue a call."""
+        # Nobody needs the items of a generator that the caller has dropped.
+        target = weakref.ref(future) if isinstance(future, LaneStream) else lambda: future
+        self._waiting.append(_Pending(future.task, body, target))
+
+    def stop(self) -> None:
+        """Let the worker end the serve call when it has answered the calls before."""
+        if not self.stopping:
+            self.stopping = True
+            self._waiting.append(STOP)
+
+    @property
+    def backlog(self) -> int:
+        """The number of calls that have not been sent."""
+        return len(self._waiting)
+
+    @property
+    def awaits_store(self) -> bool:
+        """Whether an answer has arrived whose reference has not."""
+        return bool(self._arrived)
+
+    def pump(self) -> None:
+        """Send the calls whose turn it is, as far as the window allows."""
+        while self._waiting and self.greeted and len(self._calls) < WINDOW:
+            first = self._waiting[0]
+            if not isinstance(first, _Pending):
+                self._waiting.popleft()
+                self._send(first)
+            elif not first.body.is_ready:
+                return
+            else:
+                self._waiting.popleft()
+                self._send_call(first)
+
+    def _send_call(self, call: _Pending) -> None:
+        target = call.target()
+        if target is None or (isinstance(target, LaneFuture) and target.done):  # dropped or cancelled
+            return
+        if (failed := call.body.failed) is not None:
+            target.resolve(frames=failed.frames, ref=failed.ref, error=failed.error, failed=True)
+        elif call.body.has_references:
+            call.fail(
+                LaneError(
+                    "an answer that is an argument of this call holds references, which cannot travel by the lane. "
+                    "Wait for that answer before you pass the call on: then the call leaves the lane."
+                )
+            )
+        else:
+            self._send(CALL, call.task, call.body.frames())
+            self._calls[self._sent] = call
+
+    def cancel(self, task: bytes, error: BaseException) -> None:
+        """Drop a call that has not been sent, or ask the worker to cancel it."""
+        for call in self._waiting:
+            if isinstance(call, _Pending) and call.task == task:
+                call.fail(error)
+        if any(call.task == task for call in self._calls.values()):
+            self._send(CANCEL, task)
+
+    def accept(self, message: Sequence[bytes]) -> None:
+        """Take a message of the worker."""
+        kind, form, number, acked, call = struct.unpack_from(ANSWER, message[0])
+        while self._unacked and self._unacked[0][0] <= acked:
+            self._unacked.popleft()
+        if kind == HELLO:
+            self.greeted = True
+            for _, kept in self._unacked:
+                self.send_frames(self.identity, kept)
+            self._send_unnumbered(WELCOME)
+        elif number == self._received + 1:
+            self._received = number
+            if kind == BYE:
+                self._send_unnumbered(ACK)
+            else:
+                pending = self._calls[call] if kind == ITEM else self._calls.pop(call)
+                content = message[0][ANSWER_BYTES:]
+                frames = [content, *message[1:]] if content else ()
+                if form == INLINE and not self._arrived:
+                    pending.deliver(kind, form, frames, None)
+                else:
+                    self._arrived.append((pending, kind, form, frames))
+                    self.hand_out()
+                if self._received - self._told >= ACK_EVERY:
+                    self._send_unnumbered(ACK)
+        if self._waiting:
+            self.pump()
+
+    def hand_out(self) -> None:
+        """Hand out the answers that have arrived, up to one whose reference has not."""
+        while self._arrived:
+            pending, kind, form, frames = self._arrived[0]
+            ref = None
+            if form != INLINE:
+                if not self.items.next_ready():
+                    return
+                if (ref := next(self.items, None)) is None:
+                    self.exhausted = True
+                    return
+            self._arrived.popleft()
+            pending.deliver(kind, form, frames, ref)
+
+    def end(self, error: BaseException) -> None:
+        """Fail all calls that have no answer, because the serve call has ended."""
+        self.over = True
+        calls = [pending for pending, *_ in self._arrived]
+        calls += [*self._calls.values(), *(call for call in self._waiting if isinstance(call, _Pending))]
+        self._arrived.clear()
+        self._calls.clear()
+        self._waiting.clear()
+        self._unacked.clear()
+        for call in calls:
+            call.fail(error)
+
+    def _send(self, kind: int, task: bytes = NO_TASK, frames: Sequence[bytes] = ()) -> None:
+        self._sent += 1
+        self._told = self._received
+        header = struct.pack(REQUEST, kind, self._sent, self._received, task)
+        message = [header + frames[0], *frames[1:]] if frames else [header]
+        self._unacked.append((self._sent, message))
+        if not self.send_frames(self.identity, message):
+            self.greeted = False  # until the worker has connected again, and says what has arrived
+
+    def _send_unnumbered(self, kind: int) -> None:
+        self._told = self._received
+        self.send_frames(self.identity, [struct.pack(REQUEST, kind, 0, self._received, NO_TASK)])

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's end of a lane: it receives calls as messages, runs them and sends the answers. Shipped by value.
+
+The messages of each direction are numbered. A message is kept until the other side has acknowledged it, and sent again
+after a reconnect; a message whose number is not the next one is dropped. So a call runs once, also if the network
+fails.
+"""
+
+import importlib
+import inspect
+import io
+import os
+import pickle
+import struct
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayTaskError
+
+# The content of a message follows its header in the same frame, because each frame costs time.
+# Kind, number of the message, number of the last message received, task.
+REQUEST = "<BQQ24s"
+REQUEST_BYTES = struct.calcsize(REQUEST)
+CALL, STOP, CANCEL, ACK, WELCOME = range(5)
+# Kind, form, number of the message, number of the last message received, number of the call.
+ANSWER = "<BBQQQ"
+ANSWER_BYTES = struct.calcsize(ANSWER)
+HELLO, VALUE, ERROR, ITEM, END, BYE = range(6)
+# Of a value: in the message, or stored in the object store, with or without references inside.
+INLINE, STORED, STORED_REFERENCES = range(3)
+# Larger answers go through the object store.
+INLINE_BYTES = 100_000
+# The messages that may be under way to the driver.
+MOST_UNACKED = 256
+# A worker that has lost its driver for so long ends its serve call.
+ORPHANED_S = 60.0
+# How long the last answers may take to be acknowledged.
+LAST_S = 30.0
+POLL_MS = 1_000
+HEARTBEAT_MS, DEAD_LINK_MS, RECONNECT_MS = 5_000, 20_000, 50
+# Of ZeroMQ, as numbers: its enumerations make a message take half as long again.
+NO_BLOCK, SEND_MORE = 1, 2
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+NO_TASK = bytes(24)
+
+
+class LaneConfig(NamedTuple):
+    """Everything that a worker needs to connect.
+
+    Attributes:
+        address: the address of the driver's socket.
+        identity: the name of this connection.
+        server_key: the public key of the driver.
+        public_key: the public key of the workers.
+        secret_key: the secret key of the workers.
+    """
+
+    address: str
+    identity: bytes
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+
+class DriverLostError(ConnectionError):
+    """The driver of a lane cannot be reached any more."""
+
+
+class _ReferenceFound(Exception):
+    """A value holds a reference or an actor handle."""
+
+
+class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Pickle a value, or stop at the first reference or actor handle in it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (ray.ObjectRef, ray.ObjectRefGenerator, ray.actor.ActorHandle)):
+            raise _ReferenceFound
+        return super().reducer_override(obj)
+
+
+def dump(value: Any) -> list[Any] | None:
+    """Return a pickled value, with its buffers apart; None if it holds a reference or an actor handle.
+
+    Only Ray may pickle a reference: outside Ray, pickling it keeps its object for the life of the process.
+
+    Raises:
+        Exception: the value cannot be pickled.
+    """
+    if type(value) in PLAIN:
+        return [pickle.dumps(value, 5)]
+    buffers: list[pickle.PickleBuffer] = []
+    with io.BytesIO() as file:
+        try:
+            _Pickler(file, 5, buffers.append).dump(value)
+        except _ReferenceFound:
+            return None
+        return [file.getvalue(), *(buffer.raw() for buffer in buffers)]
+
+
+def has_references(value: Any) -> bool:
+    """Return whether a value holds references or actor handles; False if it cannot be pickled."""
+    try:
+        return dump(value) is None
+    except Exception:  # noqa: BLE001  whoever sends the value reports it
+        return False
+
+
+class Answer(NamedTuple):
+    """An answer on its way: either frames, or a value to store."""
+
+    form: int
+    frames: Sequence[bytes] = ()
+    stored: Any = None
+
+
+def make_answer(value: Any) -> Answer:
+    frames = dump(value)
+    if frames is None:
+        return Answer(STORED_REFERENCES, stored=value)
+    if sum(map(len, frames)) > INLINE_BYTES:
+        return Answer(STORED, stored=value)
+    return Answer(INLINE, frames)
+
+
+def make_error(name: str, error: BaseException) -> Answer:
+    """Return the answer for an exception of a method, in the form in which Ray reports it."""
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    text = "".join(traceback.format_exception(type(error), error, inner))
+    # Where Ray does not run, asking for the address would start it.
+    address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    shown = RayTaskError(name, text, error, pid=os.getpid(), ip=address)
+    frames = dump(shown)
+    if frames is None:
+        return Answer(STORED_REFERENCES, stored=(shown,))
+    if len(frames) > 1 or len(frames[0]) > INLINE_BYTES:
+        return Answer(STORED, stored=(shown,))
+    return Answer(INLINE, [frames[0], text.encode(errors="replace")])
+
+
+def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the name of the host's method, and its positional and keyword arguments.
+
+    The second frame, if there is one, has the arguments that do not travel with every request: objects in the object
+    store, which are fetched here, and answers of other workers.
+    """
+    name, args, kwargs = pickle.loads(frames[0])
+    if len(frames) > 1:
+        fills = pickle.loads(frames[1])
+        refs = {key: _borrow(*source) for key, source in fills if isinstance(source, tuple)}
+        values = dict(zip(refs, ray.get(list(refs.values())) if refs else (), strict=True))
+        values |= {key: pickle.loads(source[0], buffers=source[1:]) for key, source in fills if key not in refs}
+        for key, value in values.items():
+            if isinstance(key, int):
+                args[key] = value
+            else:
+                kwargs[key] = value
+    return name, args, kwargs
+
+
+def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
+    """Return a reference to an object of the driver, which keeps the object until this call has ended.
+
+    Ray's own way to hand a reference over, pickling it, would keep the object for the life of the driver.
+    """
+    own: Any = ray
+    ref = own.ObjectRef(binary, owner)
+    worker = own._private.worker.global_worker
+    worker.core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
+    return ref
+
+
+class Connection:
+    """The socket of a worker.
+
+    Args:
+        config: how to connect.
+
+    Raises:
+        ModuleNotFoundError: this Python has no pyzmq.
+    """
+
+    def __init__(self, config: LaneConfig) -> None:
+        try:
+            zmq: Any = importlib.import_module("zmq")
+            monitor: Any = importlib.import_module("zmq.utils.monitor")
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "a lane needs pyzmq in the Python of the workers, and it is not installed there"
+            ) from error
+        self._zmq = zmq
+        self._read_event = monitor.recv_monitor_message
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        options: dict[int, Any] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.ROUTING_ID: config.identity,
+            zmq.CURVE_SERVERKEY: config.server_key,
+            zmq.CURVE_PUBLICKEY: config.public_key,
+            zmq.CURVE_SECRETKEY: config.secret_key,
+            zmq.IPV6: "[" in config.address,
+            zmq.RECONNECT_IVL: RECONNECT_MS,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+        }
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._calls: deque[tuple[int, int, bytes, list[bytes]]] = deque()
+        self._sent = 0
+        self._received = 0
+        self._unacked: deque[tuple[int, list[bytes]]] = deque()
+        self._lost_at: float | None = time.monotonic()
+        self._socket.connect(config.address)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    def files(self) -> list[int]:
+        """Return the files that become readable once when something happens."""
+        return [self._socket.getsockopt(self._zmq.FD), self._monitor.getsockopt(self._zmq.FD)]
+
+    @property
+    def unacknowledged(self) -> int:
+        """The number of messages that the driver has not acknowledged."""
+        return len(self._unacked)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message waits to be taken."""
+        return bool(self._calls)
+
+    def take(self) -> tuple[int, int, bytes, list[bytes]] | None:
+        """Return the next message that has arrived; None without one."""
+        return self._calls.popleft() if self._calls else None
+
+    def next_message(self) -> tuple[int, int, bytes, list[bytes]]:
+        """Wait for the next message; return its kind, its number, its task and its frames.
+
+        Raises:
+            DriverLostError: the driver cannot be reached any more.
+        """
+        while not self._calls:
+            self.look(POLL_MS)
+        return self._calls.popleft()
+
+    def send(self, kind: int, form: int, call: int, frames: Sequence[bytes] = ()) -> None:
+        """Send a message, and keep it until it is acknowledged."""
+        self._sent += 1
+        header = struct.pack(ANSWER, kind, form, self._sent, self._received, call)
+        message = [header + frames[0], *frames[1:]] if frames else [header]
+        self._unacked.append((self._sent, message))
+        self._send(message)
+
+    def _send(self, message: Sequence[bytes]) -> None:
+        for frame in message[:-1]:
+            self._socket.send(frame, SEND_MORE)
+        self._socket.send(message[-1])
+
+    def wait_acknowledged(self, most: int = 0, within_s: float | None = None) -> None:
+        """Wait until at most so many messages are not acknowledged, or until the time has passed."""
+        ended = None if within_s is None else time.monotonic() + within_s
+        while len(self._unacked) > most and (ended is None or time.monotonic() < ended):
+            self.look(POLL_MS)
+
+    def say_goodbye(self) -> None:
+        """Tell the driver that no answer follows."""
+        self.send(BYE, INLINE, 0)
+
+    def look(self, timeout_ms: int) -> bool:
+        """Wait for a message, and accept it; return whether one has arrived.
+
+        Raises:
+            DriverLostError: the driver cannot be reached any more.
+        """
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._monitor in ready:
+            self._read_events()
+        if self._lost_at is not None and time.monotonic() - self._lost_at > ORPHANED_S:
+            raise DriverLostError(f"the driver of the lane has not been reachable for {ORPHANED_S:g} s")
+        if self._socket not in ready:
+            if timeout_ms and not ready and self._lost_at is None:
+                # Nothing has happened for a while: make sure that both sides agree on what has arrived.
+                self._greet()
+            return False
+        self._accept(self._socket.recv_multipart(NO_BLOCK))
+        return True
+
+    def _read_events(self) -> None:
+        while self._monitor.poll(0):
+            event = self._read_event(self._monitor)["event"]
+            if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._lost_at = None
+                self._greet()
+            else:
+                self._lost_at = self._lost_at or time.monotonic()
+
+    def _greet(self) -> None:
+        self._send([struct.pack(ANSWER, HELLO, 0, 0, self._received, 0)])
+
+    def _accept(self, message: list[bytes]) -> None:
+        first = message[0]
+        kind, number, acked, task = struct.unpack_from(REQUEST, first)
+        while self._unacked and self._unacked[0][0] <= acked:
+            self._unacked.popleft()
+        if kind == WELCOME:
+            for _, kept in self._unacked:
+                self._send(kept)
+        elif kind != ACK and number == self._received + 1:
+            self._received = number
+            self._calls.append((kind, number, task, [first[REQUEST_BYTES:], *message[1:]]))
+
+
+def serve(
+    config: LaneConfig,
+    find: Callable[[str], Callable[..., Any]],
+    name_task: Callable[[Callable[[], bytes] | None], None],
+) -> Iterator[Any]:
+    """Run the calls that arrive by a lane, one after the other, until the driver ends it.
+
+    Args:
+        config: how to connect.
+        find: returns a method of the host by its name.
+        name_task: tells the record how to find out which task runs.
+
+    Yields:
+        The answers that the driver gets through the object store.
+
+    Raises:
+        ModuleNotFoundError, DriverLostError: as `Connection` does.
+    """
+    connection = Connection(config)
+    task = NO_TASK
+    name_task(lambda: task)
+    try:
+        while True:
+            kind, call, task, frames = connection.next_message()
+            if kind == STOP:
+                break
+            if kind != CALL:
+                continue
+            name = "a request"
+            try:
+                name, args, kwargs = load_request(frames)
+                result = find(name)(*args, **kwargs)
+                del args, kwargs
+                if inspect.isgenerator(result):
+                    for item in result:
+                        answer = make_answer(item)
+                        connection.wait_acknowledged(MOST_UNACKED)
+                        connection.send(ITEM, answer.form, call, answer.frames)
+                        if answer.form != INLINE:
+                            yield answer.stored
+                        del item, answer
+                    kind, answer = END, Answer(INLINE)
+                else:
+                    kind, answer = VALUE, make_answer(result)
+            except (SystemExit, GeneratorExit, DriverLostError):
+                raise
+            except BaseException as error:  # noqa: BLE001  the caller gets it
+                kind, answer = ERROR, make_error(name, error)
+            result = None
+            connection.send(kind, answer.form, call, answer.frames)
+            if answer.form != INLINE:
+                yield answer.stored
+            del answer
+        connection.say_goodbye()
+        connection.wait_acknowledged(within_s=LAST_S)
+    finally:
+        name_task(None)
+        connection.close()

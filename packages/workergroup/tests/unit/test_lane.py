@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the messages of a lane, with workers that are threads of this process, and without Ray."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+zmq = pytest.importorskip("zmq")
+
+from fairlead_workergroup import _futures as futures_of  # noqa: E402
+from fairlead_workergroup._calls.sender import Request  # noqa: E402
+from fairlead_workergroup._lane.lane import Lane  # noqa: E402
+from fairlead_workergroup._lane.router import Router  # noqa: E402
+from fairlead_workergroup._lane.session import WINDOW  # noqa: E402
+from fairlead_workergroup._remote.lane import serve  # noqa: E402
+
+
+class Handle:
+    """An actor whose serve calls run in threads, one after the other, as Ray runs them."""
+
+    def __init__(self, methods: dict) -> None:
+        self._actor_id = b"\x01" * 16
+        self.methods = methods
+        self.turn = threading.Lock()
+        self.held = threading.Event()
+        self.held.set()
+        self._fairlead_serve = self
+
+    def remote(self, config) -> "Serving":
+        return Serving(self, config)
+
+
+class Serving:
+    """A serve call, in place of its generator."""
+
+    def __init__(self, handle: Handle, config) -> None:
+        self.ended: Future = Future()
+        started = threading.Event()
+
+        def run() -> None:
+            with handle.turn:
+                started.set()
+                try:
+                    list(serve(config, handle.methods.__getitem__, lambda read: None))
+                except BaseException as error:  # noqa: BLE001  reported as Ray does
+                    self.ended.set_exception(error)
+                else:
+                    self.ended.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()
+        started.wait(0.2)
+
+    def completed(self) -> "Serving":
+        return self
+
+    def future(self) -> Future:
+        return self.ended
+
+
+class Member:
+    def __init__(self, rank: int, handle: Handle) -> None:
+        self.rank, self.handle = rank, handle
+
+
+class Members(list):
+    @property
+    def members(self):
+        return self
+
+    def has(self, ranks) -> bool:
+        return all(rank < len(self) for rank in ranks)
+
+
+class Roster:
+    connected, ending = True, False
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def snapshot(self) -> Members:
+        return self._members
+
+
+class Group:
+    """A lane with workers that are threads."""
+
+    def __init__(self, size: int, port: int) -> None:
+        self.ran: list[list] = [[] for _ in range(size)]
+        self.gate = threading.Event()
+        self.gate.set()
+        self.members = Members(Member(rank, Handle(self.methods(rank))) for rank in range(size))
+        self.router = Router("127.0.0.1", port)
+        self.released: list[bool] = []
+        self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True))
+        self.lane.open(self.members, 20)
+
+    def methods(self, rank: int) -> dict:
+        def echo(*args, **kwargs):
+            return args, kwargs
+
+        def add(value):
+            self.gate.wait(20)
+            self.ran[rank].append(value)
+            return value
+
+        def items(count):
+            yield from range(count)
+
+        def fail(text):
+            raise KeyError(text)
+
+        return {"echo": echo, "add": add, "items": items, "fail": fail}
+
+    def send(self, method: str, *args, ranks=None, **kwargs) -> list:
+        ranks = range(len(self.members)) if ranks is None else ranks
+        requests = [Request(method, list(args), kwargs) for _ in ranks]
+        return self.lane.send(self.members, ranks, requests, yields_items=method == "items", room_s=1.0)
+
+
+@pytest.fixture
+def group(monkeypatch) -> Iterator[Group]:
+    monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = Group(2, port)
+    yield made
+    made.gate.set()
+    made.lane.stop()
+    made.lane.close(20)
+    assert made.released == [True]
+
+
+def _bind_again(group: Group) -> bool:
+    with group.lane._hold():
+        try:
+            group.router._socket.bind(group.router.address)
+        except zmq.ZMQError:
+            return False
+    return True
+
+
+class TestMessages:
+    def test_values(self, group):
+        """Arguments and answers are those of the method."""
+        assert futures_of.get(group.send("echo", 1, [2], a={"b": None})) == [((1, [2]), {"a": {"b": None}})] * 2
+
+    def test_errors(self, group):
+        """An exception arrives as Ray raises it: with its type, and its traceback as text."""
+        with pytest.raises(KeyError, match="here") as caught:
+            futures_of.get(group.send("fail", "here"))
+        assert "in fail" in str(caught.value)
+
+    def test_items(self, group):
+        """Items arrive in order, more of them than may be under way."""
+        assert [[item.get() for item in stream] for stream in group.send("items", 1000)] == [list(range(1000))] * 2
+
+    def test_wait(self, group):
+        """`wait` returns what is ready, and ends at its timeout."""
+        group.gate.clear()
+        first = group.send("echo", 1, ranks=[0])
+        second = group.send("add", 1, ranks=[1])
+        assert futures_of.wait([*first, *second], num_returns=1, timeout=10) == (first, second)
+        assert futures_of.wait([*first, *second], num_returns=2, timeout=0.05) == (first, second)
+        group.gate.set()
+        assert futures_of.wait([*first, *second], num_returns=2, timeout=10) == ([*first, *second], [])
+
+    def test_answers_as_arguments(self, group):
+        """A call that gets the answer of another one is sent when that answer has arrived; an error takes its place."""
+        group.gate.clear()
+        (made,) = group.send("add", 5, ranks=[0])
+        waiting = group.send("echo", made, ranks=[1])
+        (behind,) = group.send("echo", "behind", ranks=[1])
+        assert not behind.done
+        group.gate.set()
+        assert futures_of.get([*waiting, behind]) == [((5,), {}), (("behind",), {})]
+        (failed,) = group.send("fail", "source", ranks=[0])
+        with pytest.raises(KeyError, match="source"):
+            futures_of.get(group.send("echo", failed, ranks=[1]))
+
+    def test_order_and_detour(self, group):
+        """The calls after a detour run after those before it."""
+        for i in range(200):
+            group.send("add", i)
+            if i % 50 == 25:
+                with group.lane.detour([0, 1]):
+                    pass
+        futures_of.get(group.send("echo", 0))
+        assert group.ran == [list(range(200))] * 2
+
+    def test_window(self, group):
+        """A worker that does not answer gets a bounded number of messages."""
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(3 * WINDOW)]
+        session = group.lane._sessions[0]
+        assert (len(session._calls), session.backlog) == (WINDOW, 2 * WINDOW)
+        group.gate.set()
+        assert futures_of.get(sent) == list(range(3 * WINDOW))
+
+    def test_threads(self, group):
+        """Calls of several threads at once all get their own answers."""
+        wrong: list = []
+
+        def run(number: int) -> None:
+            for i in range(100):
+                got = futures_of.get(group.send("echo", number, i))
+                wrong.extend(one for one in got if one != ((number, i), {}))
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not wrong
+
+    def test_reconnect(self, group, eventually):
+        """After the loss of the connections each call still runs once."""
+        for i in range(100):
+            group.send("add", i)
+            if i % 10 == 5:
+                with group.lane._hold():
+                    group.router._socket.unbind(group.router.address)
+                assert eventually(lambda: _bind_again(group))
+        last = group.send("add", 100)
+        assert futures_of.wait(last, num_returns=2, timeout=20)[1] == []
+        assert group.ran == [list(range(101))] * 2
+
+    def test_duplicates(self, group):
+        """A message that is sent again changes nothing."""
+        futures_of.get(group.send("add", 1))
+        group.gate.clear()
+        sent = group.send("add", 2)
+        session = group.lane._sessions[0]
+        with group.lane._hold():
+            for _, message in [*session._unacked] * 3:
+                session.send_frames(session.identity, message)
+        group.gate.set()
+        futures_of.get([*sent, *group.send("add", 3)])
+        assert group.ran == [[1, 2, 3]] * 2
+
+    def test_cancel(self, group):
+        """A call that has not been sent is dropped."""
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 2)]
+        sent[-1].cancel()
+        group.gate.set()
+        futures_of.get(sent[:-1])
+        assert sent[-1].failed
+        futures_of.get(group.send("echo", 0))
+        assert group.ran[0] == list(range(WINDOW + 1))
+
+
+class TestKeys:
+    @pytest.mark.parametrize("keys", ["none", "wrong client", "wrong server", "garbage"])
+    def test_strangers(self, group, keys):
+        """Nobody without the keys of the lane is heard, and the calls go on."""
+        config = group.router.config(b"stranger")
+        if keys == "garbage":
+            with socket.create_connection(("127.0.0.1", int(config.address.rpartition(":")[2]))) as stranger:
+                stranger.sendall(os.urandom(4096))
+                assert futures_of.get(group.send("echo", 1)) == [((1,), {})] * 2
+            return
+        public, secret = zmq.curve_keypair()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.routing_id = group.lane._sessions[0].identity
+            if keys != "none":
+                stranger.curve_publickey, stranger.curve_secretkey = public, secret
+                stranger.curve_serverkey = config.server_key if keys == "wrong client" else public
+            monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            stranger.connect(config.address)
+            stranger.send(b"x" * 100)
+            for i in range(20):
+                assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
+            assert not monitor.poll(200)
+            stranger.disable_monitor()
+            monitor.close(0)
+
+    def test_holder_of_the_keys(self, group):
+        """A message that is not of the protocol is ignored, also from a holder of the keys."""
+        config = group.router.config(b"x" * 20)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.routing_id = config.identity
+            stranger.curve_publickey, stranger.curve_secretkey = config.public_key, config.secret_key
+            stranger.curve_serverkey = config.server_key
+            stranger.connect(config.address)
+            stranger.send(b"x")
+            for i in range(20):
+                assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
