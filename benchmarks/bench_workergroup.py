@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ from fairlead_workergroup._remote.ring import make_call_ring
 from fairlead_workergroup._start.worker_class import Method
 
 WORKERS = 8
+# How many times faster a call by the lane has to be than hand-written Ray, by the number of workers.
+LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 4.5, 64: 4.5}
+LANE_CPU_RATIO = 5.0
 
 
 class Worker:
@@ -74,10 +77,11 @@ class Initializer:
 
 def rows() -> list[Row]:
     """Return every row of the table. The run takes two minutes."""
-    init_ray(address="local", num_cpus=3 * WORKERS)
+    init_ray(address="local", num_cpus=2 * max(LANE_RATIOS))
     try:
         results = [
             *_call_rows(),
+            *_lane_rows(),
             *_replication_rows(),
             *_sharding_rows(),
             *_start_rows(),
@@ -92,19 +96,20 @@ def rows() -> list[Row]:
 
 
 @contextlib.contextmanager
-def _start_group() -> Iterator[RayWorkerGroup]:
+def _start_group(workers: int = WORKERS) -> Iterator[RayWorkerGroup]:
+    axes = NamedSharding.from_shape(dp=2, tp=workers // 2) if workers > 1 else NamedSharding.from_shape(dp=1, tp=1)
     with (
-        RayVirtualCluster([WORKERS], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=4)) as group,
+        RayVirtualCluster([workers], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=axes) as group,
     ):
         yield group
 
 
 @contextlib.contextmanager
-def _start_by_hand() -> Iterator[list[Any]]:
-    group = placement_group([{"CPU": 1}] * WORKERS)
+def _start_by_hand(count: int = WORKERS) -> Iterator[list[Any]]:
+    group = placement_group([{"CPU": 1}] * count)
     ray.get(group.ready())
-    strategies = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(WORKERS)]
+    strategies = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(count)]
     workers = [ray.remote(Worker).options(num_cpus=1, scheduling_strategy=one).remote() for one in strategies]
     ray.get([worker.nothing.remote() for worker in workers])
     yield workers
@@ -132,6 +137,48 @@ def _call_rows() -> Iterator[Row]:
         for what, one in (("call", timing), ("the classic methods", classic_timing)):
             ratio = one.median / base.median
             yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.15x", ratio <= 1.15)
+
+
+def _lane_rows() -> Iterator[Row]:
+    """Compare calls by the lane with hand-written Ray, in time and in the CPU time of the driver."""
+    for count, least in LANE_RATIOS.items():
+        with _start_group(count) as group, _start_by_hand(count) as workers:
+
+            def by_hand(workers: list[Any] = workers) -> None:
+                ray.get([worker.nothing.remote() for worker in workers])
+
+            def ours(group: RayWorkerGroup = group) -> None:
+                group.call("nothing").result()
+
+            opened = []
+            for _ in range(5):
+                began = time.perf_counter()
+                with group.lane():
+                    opened.append(time.perf_counter() - began)
+            with group.lane():
+                # Several calls in a row, as in a loop: Ray still works for a moment after its calls.
+                interleaved(by_hand, ours, repeats=5, calls=10)  # warm up
+                base, timing = interleaved(by_hand, ours, repeats=30, calls=10)
+                by_hand_s, ours_s = _cpu_s(by_hand, 300), _cpu_s(ours, 300)
+            ratio, cpu_ratio = base.median / timing.median, by_hand_s / ours_s
+            yield Row(f"call without arguments to {count} worker(s), by hand", str(base), "", True)
+            yield Row("  by the lane", f"{ratio:.1f}x faster, {timing}", f"at least {least:g}x", ratio >= least)
+            value = f"{cpu_ratio:.1f}x less, {ours_s * 1e3:.2f} ms"
+            if count < WORKERS:
+                yield Row("  CPU time of the driver", value, "", True)
+                continue
+            yield Row("  CPU time of the driver", value, f"at least {LANE_CPU_RATIO:g}x", cpu_ratio >= LANE_CPU_RATIO)
+            if count == WORKERS:
+                median_s = statistics.median(opened[1:])
+                yield Row("  opening the lane again", f"{median_s * 1e3:.0f} ms", "under 50 ms", median_s < 0.05)
+
+
+def _cpu_s(function: Callable[[], None], repeats: int) -> float:
+    """Return the CPU time of this process for one call of a function."""
+    began = time.process_time()
+    for _ in range(repeats):
+        function()
+    return (time.process_time() - began) / repeats
 
 
 def _sharding_rows() -> Iterator[Row]:
