@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the messages of a lane, with workers that are threads of this process, and without Ray."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -10,6 +11,8 @@ from concurrent.futures import Future
 import pytest
 
 zmq = pytest.importorskip("zmq")
+
+from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 
 from fairlead_workergroup import _futures as futures_of  # noqa: E402
 from fairlead_workergroup._calls.sender import Request  # noqa: E402
@@ -182,6 +185,15 @@ class TestMessages:
         with pytest.raises(KeyError, match="source"):
             futures_of.get(group.send("echo", failed, ranks=[1]))
 
+    def test_dead_source(self, group):
+        """The death of the worker that makes an argument does not look like the death of the worker that gets it."""
+        source = futures_of.LaneFuture(group.lane, bytes(24))
+        sent = group.send("echo", source, ranks=[1])
+        source.resolve(error=ActorDiedError())
+        with pytest.raises(RayTaskError) as caught:
+            futures_of.get(sent)
+        assert isinstance(caught.value.cause, ActorDiedError)
+
     def test_order_and_detour(self, group):
         """The calls after a detour run after those before it."""
         for i in range(200):
@@ -273,13 +285,16 @@ class TestKeys:
                 stranger.curve_publickey, stranger.curve_secretkey = public, secret
                 stranger.curve_serverkey = config.server_key if keys == "wrong client" else public
             monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            stranger.connect(config.address)
-            stranger.send(b"x" * 100)
-            for i in range(20):
-                assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
-            assert not monitor.poll(200)
-            stranger.disable_monitor()
-            monitor.close(0)
+            try:
+                stranger.connect(config.address)
+                with contextlib.suppress(zmq.Again):  # the handshake may have failed already
+                    stranger.send(b"x" * 100, zmq.NOBLOCK)
+                for i in range(20):
+                    assert futures_of.get(group.send("echo", i), 30) == [((i,), {})] * 2
+                assert not monitor.poll(200)
+            finally:
+                stranger.disable_monitor()
+                monitor.close(0)
 
     def test_holder_of_the_keys(self, group):
         """A message that is not of the protocol is ignored, also from a holder of the keys."""

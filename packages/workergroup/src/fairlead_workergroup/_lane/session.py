@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import RayTaskError
 
 from .._futures import LaneFuture, LaneStream
 from .._ray_private import ownership_of
@@ -36,6 +37,8 @@ from ..exceptions import LaneError
 WINDOW = 64
 # The messages after which a worker is told that they have arrived, if no call tells it.
 ACK_EVERY = 64
+# The address of this process in errors that are made here.
+LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,11 @@ class Session:
         if target is None or (isinstance(target, LaneFuture) and target.done):  # dropped or cancelled
             return
         if (failed := call.body.failed) is not None:
-            target.resolve(frames=failed.frames, ref=failed.ref, error=failed.error, failed=True)
+            # The death of the worker that should have made the argument is not the death of this one.
+            error = failed.error
+            if error is not None and not isinstance(error, RayTaskError):
+                error = RayTaskError("a call", f"An argument could not be computed:\n{error}", error, ip=LOCAL)
+            target.resolve(frames=failed.frames, ref=failed.ref, error=error, failed=True)
         elif call.body.has_references:
             call.fail(
                 LaneError(
