@@ -201,6 +201,7 @@ class Arguments:
     Attributes:
         sources: the calls whose results are arguments of this one.
         obstacle: why a lane cannot carry the arguments; empty if it can, or without `for_lane`.
+        has_answers: whether some of them are answers of a lane.
 
     >>> arguments = Arguments()
     >>> arguments.prepare(3), arguments.puts
@@ -209,6 +210,7 @@ class Arguments:
 
     def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
         self.obstacle: str = ""
+        self.has_answers: bool = False
         self._put = put
         self._for_lane = for_lane
         self._refs: dict[int, ObjectRef[Any]] = {}
@@ -230,6 +232,7 @@ class Arguments:
         if isinstance(value, LaneFuture):
             self.sources.append(Source(None, (value.binary(),)))
             self.obstacle = _obstacle_of(value) or self.obstacle
+            self.has_answers = True
             return value
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
@@ -238,6 +241,7 @@ class Arguments:
             refs = passed.refs if isinstance(passed, Gathered) else [passed]
             self.sources.append(Source(value.made_by(), tuple(ref.binary() for ref in refs)))
             self.obstacle = next(filter(None, map(_obstacle_of, refs)), self.obstacle)
+            self.has_answers = self.has_answers or any(isinstance(ref, LaneFuture) for ref in refs)
             return passed
         ref = self._refs.get(id(value))
         if ref is None:

@@ -88,6 +88,7 @@ def dispatch(
         stored.sources,
         sharding,
         by_ray or method.obstacle or stored.obstacle or ("" if has_lane else "it was prepared before the lane opened"),
+        stored.has_answers,
     )
     sent: Sent | Future[Sent]
     if blocking:

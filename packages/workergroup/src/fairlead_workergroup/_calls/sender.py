@@ -58,6 +58,7 @@ class Order:
         sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         obstacle: why a lane cannot carry the call; empty if it can.
+        has_answers: whether answers of a lane are arguments of the call.
     """
 
     method: Method
@@ -69,6 +70,7 @@ class Order:
     sources: Sequence[Source]
     sharding: NamedSharding | None = None
     obstacle: str = ""
+    has_answers: bool = False
 
 
 class Sent(NamedTuple):
@@ -207,7 +209,7 @@ class Sender:
             if self.launcher.worker_class.concurrent:
                 self.overlapping.note(futures)
         self.log.begin(order.method.name, order.began, futures)
-        by_lane = len(futures) if any(map(is_message, futures)) else 0
+        by_lane = len(futures) if futures and is_message(futures[0]) else 0
         self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
         return Sent(futures, now.epoch)
 
@@ -222,11 +224,11 @@ class Sender:
             return futures
         if lane is not None:
             self.counters.add(left_lane=1)
+        requests = order.requests
+        if order.has_answers:
+            requests = (_store_answers(request, order.deadline) for request in requests)
         with self.roster.direct(order.ranks):
-            return [
-                send(now[rank].handle, request, order.deadline)
-                for rank, request in zip(order.ranks, order.requests, strict=True)
-            ]
+            return [send(now[rank].handle, request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -414,18 +416,23 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [plan, *flat]
 
 
-def send(handle: Any, request: Request, deadline: Deadline) -> Any:
-    """Send a request to a worker by Ray; return its future.
-
-    Raises:
-        GetTimeoutError: an argument is an answer that a lane has not delivered by the deadline.
-    """
+def send(handle: Any, request: Request) -> Any:
+    """Send a request to a worker by Ray; return its future."""
     method = getattr(handle, request.method)
     if request.backpressure is not None:
         method = method.options(_generator_backpressure_num_objects=request.backpressure)
-    args = [_store_answer(value, deadline) for value in request.args]
-    return method.remote(*args, **{name: _store_answer(value, deadline) for name, value in request.kwargs.items()})
+    return method.remote(*request.args, **request.kwargs)
 
 
-def _store_answer(value: Any, deadline: Deadline) -> Any:
-    return value.store(deadline.left()) if isinstance(value, LaneFuture) else value
+def _store_answers(request: Request, deadline: Deadline) -> Request:
+    """Return a request with references in the place of answers of a lane.
+
+    Raises:
+        GetTimeoutError: a lane has not delivered an answer by the deadline.
+    """
+
+    def store(value: Any) -> Any:
+        return value.store(deadline.left()) if isinstance(value, LaneFuture) else value
+
+    kwargs = {name: store(value) for name, value in request.kwargs.items()}
+    return request._replace(args=[store(value) for value in request.args], kwargs=kwargs)
