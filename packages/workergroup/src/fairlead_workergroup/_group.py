@@ -2,13 +2,9 @@
 """A group of workers: one process in each slot, called by rank or along named axes."""
 
 import math
-import os
-import threading
 import uuid
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -20,12 +16,11 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._builder import ClassLike, RayWorkerBuilder
-from ._calls.call import dispatch
 from ._calls.classic import ClassicCalls
-from ._calls.execution import Execution
+from ._calls.hooks import Hooks
 from ._calls.lane import open_lane, serving_handles
 from ._calls.map import MapOptions, Strategy
-from ._calls.plan import CallOptions, Column, Mesh, Recipients
+from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
 from ._calls.sender import Sender
 from ._calls.view import Target, TypedCalls
@@ -37,32 +32,26 @@ from ._elastic.replace import Replacer
 from ._elastic.resize import Resizer
 from ._handle import GroupHandle, GroupIdentity, attach
 from ._inspect.groups import find_own_group
-from ._inspect.stragglers import StragglerReport, find_stragglers
-from ._inspect.timeline import Timeline, read_timeline
-from ._inspect.trace import TraceSaver, write_trace
+from ._inspect.observed import Observation, ObservedGroup
+from ._inspect.timeline import read_timeline
+from ._inspect.trace import TraceSaver
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
-from ._lifecycle.restart import Restarter, RestartPolicy, UserMethods
-from ._lifecycle.shutdown import request_cleanup, wait_for_cleanup
+from ._lifecycle.restart import Restarter, RestartPolicy
 from ._lifecycle.standbys import Standbys
+from ._lifecycle.teardown import Teardown
 from ._members import Roster
 from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
-from ._observe.observer import STUCK_AFTER_S, Observer
-from ._observe.query import find_dead
+from ._observe.observer import Observer
 from ._observe.requests import RequestLog
 from ._observe.statistics import Counters, GroupStatistics
-from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
-from ._observe.watch import Watch
 from ._start.environment import check_env_vars, choose_python
-from ._start.layout import lay_out
+from ._start.layout import check_sharding, lay_out
 from ._start.report import StartClock, StartReport
 
-# The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
-CLEANED_S = 10.0
 
-
-class RayWorkerGroup(TypedCalls, ClassicCalls):
+class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     """A group of worker processes, one in each slot, made from one class and called by rank or along named axes.
 
     Args:
@@ -165,8 +154,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
-        if on_handover is not None and on_restart is None:
-            raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
+        hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s))
         if on_drain not in (None, "replace"):
             raise ValueError(f"on_drain must be 'replace' or None, got {on_drain!r}")
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
@@ -181,11 +169,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             bundle_indices_list=bundle_indices_list,
         )
         self.cluster = cluster
-        self._roster = Roster(self.name_prefix, places, _check_sharding(sharding_annotations, len(places)))
+        self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
         self._resources = Resources(self._roster)
         self._counters = Counters()
-        self._observer = Observer(self._roster)
-        self._verdicts = Verdicts(self._roster, limit)
+        resources, verdicts = self._resources, Verdicts(self._roster, limit)
+        self._observation = Observation(
+            self._roster,
+            Observer(self._roster),
+            verdicts,
+            read_timeline=lambda: read_timeline(find_own_group(resources.registration)),
+        )
         facts = {
             "communication_backend": getattr(cluster, "communication_backend", None),
             "gradient_compression": compression,
@@ -204,36 +197,28 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             start_timeout_s=float(start_timeout_s),
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
+        self._teardown = Teardown(self._launcher, self._observation.watches)
         self._standbys = Standbys(self._launcher, standby)
-        restarter = Restarter(self._launcher, self._verdicts, policy, self._standbys, slots=slots)
+        restarter = Restarter(self._launcher, verdicts, policy, self._standbys, slots=slots)
         self._sender = Sender(
             self._roster,
             self._launcher,
             restarter,
-            self._verdicts,
+            verdicts,
             self._counters,
             RequestLog(token),
-            save_trace=TraceSaver(partial(_read_timeline, self._resources)).save_for,
+            save_trace=TraceSaver(self._observation.read_timeline).save_for,
             call_timeout_s=call_timeout_s,
-            methods=partial(_user_methods, on_restart, on_resize, on_handover, float(start_timeout_s)),
+            methods=hooks.methods,
         )
         self._classic_futures = ClassicFutures(self._sender)
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        # Held by the thread that runs the cleanup. It is reentrant because a signal handler may shut down meanwhile.
-        self._cleaning = threading.RLock()
-        self._shut: bool | None = None
-
         self._resizer = Resizer(self._sender, self._launcher)
         self._replacer = Replacer(self._sender, self._launcher, self._standbys)
         self._resources.claim_slots([place.slot for place in places])
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._launcher.prepare(places)
-            for method in (on_restart, on_resize, on_handover):
-                if method is not None:
-                    self._sender.method(method).check((), {})
-            if on_handover is not None and on_restart is not None:
-                self._sender.method(on_restart).check((None,), {})
+            hooks.check(self._sender)
             self._standbys.reserve(slots)
             self._launcher.store()
             self._launcher.start(range(self.world_size), epoch=0)
@@ -313,27 +298,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         return self._roster.snapshot().epoch
 
     @property
-    def dp_size(self) -> int:
-        """The number of tied groups; compatible with the original system."""
-        return self._roster.snapshot().places[-1].tied_group + 1
-
-    @property
-    def dp_leader_worker_indices(self) -> list[int]:
-        """The ranks of the first workers of the tied groups; compatible with the original system."""
-        return [place.rank for place in self._roster.snapshot().places if place.tied_rank == 0]
-
-    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """Return the rank of the first worker of a tied group; compatible with the original system.
-
-        Raises:
-            IndexError: there is no such tied group.
-        """
-        leaders = self.dp_leader_worker_indices
-        if not 0 <= dp_shard_idx < len(leaders):
-            raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
-        return leaders[dp_shard_idx]
-
-    @property
     def start_report(self) -> StartReport:
         """How long the start of the group took: by phase, and for the slowest workers. Restarts do not change it."""
         return self._start_report
@@ -341,89 +305,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
     def statistics(self) -> GroupStatistics:
         """Return the counts of what has been stored, sent and fetched so far."""
         return self._counters.now
-
-    def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
-        """Return what each worker does, by rank, and show the states in `worker_metadata` and the cluster's grid.
-
-        The records of the workers are read on their nodes, with one request a node, so that this works while workers
-        are busy or hang. Ray reports which workers are dead.
-
-        Args:
-            stuck_after_s: a busy worker is "stuck" after this many seconds without progress.
-
-        Returns:
-            The status of each worker, by rank.
-
-        Raises:
-            ValueError: `stuck_after_s` is not a positive number.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        return self._observer.read_status(stuck_after_s)
-
-    def get_resource_usage(self) -> list[WorkerUsage]:
-        """Return the resources that the workers' processes use, measured on their nodes with one request a node.
-
-        Returns:
-            The usage by rank, without workers whose process is gone or whose node does not answer.
-
-        Raises:
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        return self._observer.read_usage()
-
-    def detect_stuck_workers(self, timeout_s: float = STUCK_AFTER_S, dump_stacks: bool = True) -> list[StuckWorker]:
-        """Return the living workers without progress for `timeout_s` seconds, whether they are busy or stopped.
-
-        Progress is the start or end of a method, an item of a generator, or `report_progress`. When most of the group
-        waits at one place, the notes name the ranks that are not there.
-
-        Args:
-            timeout_s: the seconds without progress.
-            dump_stacks: make the stuck workers write their Python stacks, which works while they hang in native code
-                and hold the GIL. The signal for this (SIGRTMIN+5) makes a sleep or a poll in native code return early,
-                with EINTR, so only stuck workers get it.
-
-        Returns:
-            The stuck workers, by rank.
-
-        Raises:
-            ValueError: `timeout_s` is not a positive number.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what the group has done lately as a Chrome trace, which Perfetto opens.
-
-        It has the latest 512 finished calls of each worker, those that run, the calls of this process with arrows to
-        the workers, reported steps, failures and restarts, all by one clock. It holds names and times, and never
-        arguments or results. The workers are not asked: the agents of their nodes read it.
-
-        Args:
-            path: the file.
-
-        Raises:
-            OSError: the file cannot be written.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        self._roster.check_alive()
-        write_trace(_read_timeline(self._resources), path)
-
-    def stragglers(self, method: str | None = None) -> StragglerReport:
-        """Return how long each worker takes for its methods, and who is slower than its peers along an axis.
-
-        A worker is slower if the median of its latest calls is at least a tenth above that of its peers, and the
-        difference is certain. Workers that wait for each other take equally long, so time in
-        `current_worker().waiting()` is not counted; a method that waits without it is undecidable.
-
-        Args:
-            method: the name of a method; None for all.
-
-        Raises:
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        self._roster.check_alive()
-        return find_stragglers(_read_timeline(self._resources), method)
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.
@@ -453,47 +334,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
             PlacementError: there is no cluster, it wants another token, or this process is connected to another one.
         """
         return attach(name, address)
-
-    def watch(
-        self,
-        interval_s: float = 5.0,
-        stuck_after_s: float = STUCK_AFTER_S,
-        on_event: Callable[[WorkerEvent], object] | None = None,
-        *,
-        slow_after_s: float = 60.0,
-    ) -> Watch:
-        """Check the workers in the background, and report each event of a worker once.
-
-        Each event is logged (logger `fairlead_workergroup`), counted (Ray's metric `fairlead_worker_events`, tags
-        `group` and `event`), and passed to `on_event`. The next call knows why a lost worker died.
-
-        Args:
-            interval_s: the seconds between two checks, each with one request a node.
-            stuck_after_s: the seconds without progress after which a worker is reported as "worker-stuck", as by
-                `detect_stuck_workers`.
-            on_event: called with each event on the watch's own thread; its exceptions are logged.
-            slow_after_s: the seconds without progress after which a call is reported once as "call-slow".
-
-        Returns:
-            A handle to close, which is also a context manager. The end of the group closes it too.
-
-        Raises:
-            ValueError: a number is not positive.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        self._roster.check_alive()
-        watch = Watch(
-            self,
-            self._roster,
-            self._observer,
-            self._verdicts,
-            interval_s=interval_s,
-            stuck_after_s=stuck_after_s,
-            slow_after_s=slow_after_s,
-            on_event=on_event,
-        )
-        self._watches.add(watch)
-        return watch
 
     def lane(self, timeout: float = 60.0) -> AbstractContextManager[None]:
         """Send the calls of this group as messages instead of as Ray actor calls, which is several times faster.
@@ -615,44 +455,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
         Returns:
             Whether everything succeeded; failures are logged.
         """
-        if self._shut is not None:
-            return self._shut
-        # A restart of another thread sees it, and releases what it has started.
-        self._roster.begin_end()
-        for watch in list(self._watches):
-            watch.close()
-        limit = 0.0 if force else -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if self._cleaning.acquire(timeout=limit):
-            try:
-                if self._shut is None:
-                    self._shut = self._clean_up_and_end(None if force else cleanup_method, timeout)
-            finally:
-                self._cleaning.release()
-            return self._shut
-        # Another thread is in its cleanup, which fails as soon as its workers are gone.
-        self._end_workers()
-        if self._cleaning.acquire(timeout=CLEANED_S):
-            self._cleaning.release()
-        return bool(self._shut)
-
-    def _clean_up_and_end(self, cleanup_method: str | None, timeout: float | None) -> bool:
-        clean = True
-        try:
-            now = self._roster.snapshot()
-            if cleanup_method is not None and self.workers and self._roster.connected:
-                dead = find_dead(now)
-                living = {member.rank: member.handle for member in now.members if member.rank not in dead}
-                with self._roster.direct(living):
-                    requests = request_cleanup(living, cleanup_method)
-                clean = wait_for_cleanup(requests, cleanup_method, timeout)
-        finally:
-            self._end_workers()
-        return clean and self._resources.gave_all_back
-
-    def _end_workers(self) -> None:
-        self._roster.end()
-        self._launcher.release()
-        self._resources.give_back()
+        return self._teardown.run(cleanup_method, timeout, force=force)
 
     def __enter__(self) -> "RayWorkerGroup":
         return self
@@ -664,55 +467,3 @@ class RayWorkerGroup(TypedCalls, ClassicCalls):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayWorkerGroup belongs to the process that made it; send its `handle()` instead")
-
-
-def _read_timeline(resources: Resources) -> Timeline:
-    return read_timeline(find_own_group(resources.registration))
-
-
-def _user_methods(
-    on_restart: str | None, on_resize: str | None, on_handover: str | None, timeout_s: float, sender: Sender
-) -> UserMethods:
-    """Return what runs the methods of a group that its membership changes call."""
-
-    def send(method: str, ranks: Sequence[int], args: Sequence[Column] = (), *, discard: bool = True) -> Execution:
-        options = CallOptions(timeout=timeout_s, discard=discard)
-        recipients = Recipients(list(ranks), [] if discard else list(ranks), [not discard] * len(ranks))
-        # The calls that wait do so for this change, so this one must not wait behind them.
-        return dispatch(sender, None, method, recipients, args, {}, options, may_wait=False)
-
-    def run_on_restart(ranks: Sequence[int], values: Mapping[int, Any]) -> None:
-        if on_restart is None:
-            return
-        given = [rank for rank in ranks if rank in values]
-        if rest := [rank for rank in ranks if rank not in values]:
-            send(on_restart, rest).result()
-        if given:
-            send(on_restart, given, [Column([values[rank] for rank in given], range(len(given)))]).result()
-
-    def send_on_resize(ranks: Sequence[int]) -> dict[int, Any]:
-        if on_resize is None:
-            return {}
-        call = send(on_resize, ranks)
-        return dict(zip(call.ranks, call.completions.values(), strict=True))
-
-    def run_on_handover(ranks: Sequence[int]) -> dict[int, Any]:
-        if on_handover is None or not ranks:
-            return {}
-        call = send(on_handover, ranks, discard=False)
-        call.result()
-        return dict(zip(call.ranks, call.futures, strict=True))
-
-    return UserMethods(run_on_restart, send_on_resize, run_on_handover)
-
-
-def _check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
-    if given is None:
-        return NamedSharding.from_shape(worker=world_size)
-    if not isinstance(given, NamedSharding):
-        raise TypeError(f"sharding_annotations must be a NamedSharding, got {type(given).__name__}")
-    if given.size != world_size:
-        raise ValueError(f"sharding_annotations has {given.size} ranks {given.shape}, the group {world_size} workers")
-    if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
-        raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
-    return given

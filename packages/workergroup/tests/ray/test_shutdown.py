@@ -15,9 +15,9 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, _group
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup._calls import sender
-from fairlead_workergroup._lifecycle import shutdown
+from fairlead_workergroup._lifecycle import shutdown, teardown
 from fairlead_workergroup._ray_private import actors_being_made
 
 from ..restarting import find_running
@@ -101,7 +101,7 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
     """The cleanup runs once; the second thread waits for it and gets the same result."""
     with ThreadPoolExecutor() as threads:
         second, looked = [], threading.Event()
-        find_dead = _group.find_dead
+        find_dead = teardown.find_dead
 
         def come_second(now):
             if second:  # it did not wait for the first
@@ -112,7 +112,7 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
                 looked.wait(timeout=0.5)
             return find_dead(now)
 
-        monkeypatch.setattr(_group, "find_dead", come_second)
+        monkeypatch.setattr(teardown, "find_dead", come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
     assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling methods of the original system, on top of the planning and sending of every call."""
+"""The members of the original system, on top of the planning and sending of every call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,30 @@ RETURNS_REFS = "the method returns ObjectRefs"
 
 
 class ClassicCalls(AddressedWorkers):
-    """The calling methods of the original system. The group sets `_classic_futures`, the futures that they return."""
+    """The members of the original system. The group sets `_classic_futures`, the futures that the methods return."""
 
     _classic_futures: ClassicFutures
+
+    @property
+    def dp_size(self) -> int:
+        """The number of tied groups; compatible with the original system."""
+        return self._target.sender.roster.snapshot().places[-1].tied_group + 1
+
+    @property
+    def dp_leader_worker_indices(self) -> list[int]:
+        """The ranks of the first workers of the tied groups; compatible with the original system."""
+        return [place.rank for place in self._target.sender.roster.snapshot().places if place.tied_rank == 0]
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """Return the rank of the first worker of a tied group; compatible with the original system.
+
+        Raises:
+            IndexError: there is no such tied group.
+        """
+        leaders = self.dp_leader_worker_indices
+        if not 0 <= dp_shard_idx < len(leaders):
+            raise IndexError(f"dp_shard_idx {dp_shard_idx} is out of range: valid are 0 to {len(leaders) - 1}")
+        return leaders[dp_shard_idx]
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any

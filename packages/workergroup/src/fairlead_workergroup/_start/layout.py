@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
 
 from .._members import Place
 
@@ -208,3 +209,20 @@ def _tie(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple
     if not rows:
         raise ValueError("bundle_indices_list is empty: a worker group needs at least one worker")
     return rows
+
+
+def check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
+    """Return the axes over the ranks of a group: those given, or one axis `worker` over all.
+
+    Raises:
+        TypeError, ValueError: these are not axes over the ranks of the group.
+    """
+    if given is None:
+        return NamedSharding.from_shape(worker=world_size)
+    if not isinstance(given, NamedSharding):
+        raise TypeError(f"sharding_annotations must be a NamedSharding, got {type(given).__name__}")
+    if given.size != world_size:
+        raise ValueError(f"sharding_annotations has {given.size} ranks {given.shape}, the group {world_size} workers")
+    if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
+        raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
+    return given

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a group, which several threads may ask for at once."""
+
+import threading
+from collections.abc import Iterable
+
+from .._observe.query import find_dead
+from .._observe.watch import Watch
+from .launcher import Launcher
+from .shutdown import request_cleanup, wait_for_cleanup
+
+# The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
+CLEANED_S = 10.0
+
+
+class Teardown:
+    """End a group once.
+
+    Args:
+        launcher: the launcher of the group.
+        watches: the watches of the group, which end first.
+    """
+
+    def __init__(self, launcher: Launcher, watches: Iterable[Watch]) -> None:
+        self._launcher = launcher
+        self._resources = launcher.resources
+        self._roster = launcher.resources.roster
+        self._watches = watches
+        # Held by the thread that runs the cleanup. It is reentrant because a signal handler may shut down meanwhile.
+        self._cleaning = threading.RLock()
+        self._succeeded: bool | None = None
+
+    def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
+        """End the group; see `RayWorkerGroup.shutdown`."""
+        if self._succeeded is not None:
+            return self._succeeded
+        # A restart of another thread sees it, and releases what it has started.
+        self._roster.begin_end()
+        for watch in list(self._watches):
+            watch.close()
+        limit = 0.0 if force else -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if self._cleaning.acquire(timeout=limit):
+            try:
+                if self._succeeded is None:
+                    self._succeeded = self._clean_up_and_end(None if force else cleanup_method, timeout)
+            finally:
+                self._cleaning.release()
+            return self._succeeded
+        # Another thread is in its cleanup, which fails as soon as its workers are gone.
+        self._end_workers()
+        if self._cleaning.acquire(timeout=CLEANED_S):
+            self._cleaning.release()
+        return bool(self._succeeded)
+
+    def _clean_up_and_end(self, cleanup_method: str | None, timeout: float | None) -> bool:
+        clean = True
+        try:
+            now = self._roster.snapshot()
+            if cleanup_method is not None and self._roster.handles and self._roster.connected:
+                dead = find_dead(now)
+                living = {member.rank: member.handle for member in now.members if member.rank not in dead}
+                with self._roster.direct(living):
+                    requests = request_cleanup(living, cleanup_method)
+                clean = wait_for_cleanup(requests, cleanup_method, timeout)
+        finally:
+            self._end_workers()
+        return clean and self._resources.gave_all_back
+
+    def _end_workers(self) -> None:
+        self._roster.end()
+        self._launcher.release()
+        self._resources.give_back()
