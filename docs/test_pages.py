@@ -17,10 +17,13 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import fairlead_venvs
 
 DOCS = Path(__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -73,14 +76,85 @@ def test_all_blocks_are_seen(page):
 
 
 def test_few_blocks_are_not_run():
-    """What does not run says why, and stays the exception."""
+    """A block that is not run says what it needs or which file runs the like, and is an exception."""
     everything = [block for page in PAGES for block in blocks(page)]
-    assert sum(block.why_not is not None for block in everything) <= len(everything) // 8
+    reasons = [block.why_not for block in everything if block.why_not is not None]
+    assert len(reasons) <= len(everything) // 8
+    for reason in reasons:
+        files = re.findall(r"(?:examples|integration-tests|packages)/[\w/-]+\.py", reason)
+        assert files or reason.startswith("needs "), reason
+        assert all((DOCS.parent / file).is_file() for file in files), reason
+
+
+# The pages outside of this folder whose python blocks are run, with the test that runs all of them.
+RUN_ELSEWHERE = {
+    "README.md": "integration-tests/test_readme.py",
+    "packages/batching/README.md": "packages/batching/tests/unit/test_docs.py",
+    "packages/placement/README.md": "packages/placement/tests/ray/test_docs.py",
+    "packages/sharding/README.md": "packages/sharding/tests/unit/test_docs.py",
+    "packages/tpu-executor/README.md": "packages/tpu-executor/tests/ray/test_docs.py",
+    "packages/transfer/README.md": "packages/transfer/tests/ray/test_readme.py",
+    "packages/venvs/README.md": "packages/venvs/tests/ray/test_docs.py",
+    "packages/workergroup/README.md": "packages/workergroup/tests/ray/test_package.py",
+}
+ONE_BLOCK = [page for page in RUN_ELSEWHERE if not re.search(r"/(?:batching|sharding|workergroup)/", page)]
+# Blocks of text that no python block prints, by the beginning of their first line, with their origin.
+TEXTS = {
+    "Ray Cluster: 1 node, 4 CPUs": "the output of `nox -s demo`",
+    "transfer": "a diagram",
+    "driver   ": "a diagram",
+    "srun bash -c '": "a part of examples/clusters/slurm.sbatch",
+    "┏━━━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓": "the doctor's output on another cluster",
+    "from nemo_rl.distributed.named_sharding import NamedSharding": "a program of NeMo RL",
+    "PlacementTimeoutError: Waited 1.0 s:": "the refusal in placement's README",
+    "TPU slices": "the output of a command line, in tpu-executor's README",
+}
+
+
+def test_every_block_is_run():
+    """Each block of each page is a program that a test runs, what one prints, a command, a table, or listed here."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=DOCS.parent, check=True, capture_output=True, text=True)
+    unknown = []
+    for page in listed.stdout.split():
+        text = (DOCS.parent / page).read_text(encoding="utf-8")
+        fences = list(re.finditer(r"^```([^\n`]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+        programs = [fence for fence in fences if fence[1] == "python"]
+        assert not programs or page.startswith("docs/") or page in RUN_ELSEWHERE, page
+        assert len(programs) == 1 or page not in ONE_BLOCK, page
+        for fence in fences:
+            printed = text[: fence.start()].rstrip("\n").endswith("```") and any(
+                text[one.end() : fence.start()].strip() == "" for one in programs
+            )
+            match fence[1]:
+                case "python":
+                    pass
+                case "text" if printed or fence[2].strip().startswith(tuple(TEXTS)):
+                    pass
+                case "console" | "sh":
+                    pass  # integration-tests/test_commands.py looks for the command in sessions and tests.
+                case "toml" if has_environments(fence[2]):
+                    pass
+                case directive if directive.startswith("{"):
+                    pass
+                case _:
+                    unknown.append(f"{page}: {fence[0][:60]!r}")
+    assert unknown == []
+    assert all((DOCS.parent / test).is_file() for test in RUN_ELSEWHERE.values())
+
+
+def has_environments(text: str) -> bool:
+    """Return whether a pyproject's table lists environments that fairlead-venvs accepts."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for project in ("trainer", "rollout"):
+            Path(project).mkdir()
+            Path(project, "pyproject.toml").touch()
+        Path("pyproject.toml").write_text(text)
+        return len(fairlead_venvs.known_actor_environments()) == text.count(".workers.")
 
 
 MEASURED = {
     "faq.md": ["1.24 ms"],
-    "index.md": ["32.4 ms", "7.0x faster", "25 ms", "1.24 ms", "7.1x faster"],
+    "index.md": ["32.4 ms", "7.0x faster", "25 ms", "1.24 ms", "81.1 ms"],
     "failure-model.md": ["32.4 ms", "25 ms, at worst 26 ms", "0.58 s", "0.5 s before Ray says so"],
     "design.md": ["3.6 ms", "1.08x", "538 ms", "76.7 ms", "2.7x faster", "2.7 us", "1.27 us", "17.1 ms", "1.24 ms"],
     "guides/sharding.md": ["2.7 us"],

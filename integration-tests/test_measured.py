@@ -27,7 +27,10 @@ QUOTED = [
     ("from SIGKILL of a worker to WorkerFailureError", None),
     ("from SIGKILL of a worker to WorkerFailureError", "and then to an answer of all, the rank started again"),
     ("`uv sync` that finds nothing to do", "an environment that is there"),
-    ("512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices", "a link through the object store"),
+    (
+        "512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices",
+        "a link through shared memory, against the object store",
+    ),
 ]
 
 
