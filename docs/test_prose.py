@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the prose of all pages: spelling, the rules of `prose.toml`, proselint, and the length of sentences."""
 
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,46 @@ def test_sentences():
     assert len(PAGES) > 40
     faults = {page: found for page in PAGES if (found := find_faults((ROOT / page).read_text(encoding="utf-8")))}
     assert faults == {}
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of all public modules, classes, functions and members, each with its name."""
+    for folder in sorted(ROOT.glob("packages/*/src/*/")):
+        if not (folder / "__init__.py").is_file():
+            continue
+        stems = [one.name for one in pkgutil.iter_modules([str(folder)]) if not one.name.startswith("_")]
+        for module in map(importlib.import_module, [folder.name, *(f"{folder.name}.{stem}" for stem in stems)]):
+            yield module.__name__, module.__doc__ or ""
+            for name in module.__all__:
+                owner = getattr(module, name)
+                if not getattr(owner, "__module__", "").startswith("fairlead_"):
+                    continue
+                members = inspect.getmembers(owner) if inspect.isclass(owner) else []
+                for label, member in [(name, owner), *((f"{name}.{one}", it) for one, it in members if one[0] != "_")]:
+                    is_member = inspect.isclass(member) or isinstance(member, property) or inspect.isroutine(member)
+                    if is_member and str(getattr(member, "__module__", "fairlead_")).startswith("fairlead_"):
+                        yield f"{module.__name__}.{label}", inspect.getdoc(member) or ""
+
+
+def plain_docstring(text: str) -> str:
+    """Return a docstring as Markdown: without examples, with code in single backticks, and each entry on its own."""
+    text = re.sub(r"^ *>>> .*(?:\n(?!\s*$).*)*", "", inspect.cleandoc(text), flags=re.MULTILINE)
+    text = re.sub(r"^[A-Z]\w*:$", "", text.replace("``", "`"), flags=re.MULTILINE)
+    return re.sub(r"^ +\*{0,2}\w+(?:, \w+)*: ", "\n", text, flags=re.MULTILINE)
+
+
+def test_docstrings():
+    """No sentence of a public docstring has over 40 words, or a pattern of the rules."""
+    docstrings = dict(public_docstrings())
+    assert len(docstrings) > 500
+    faults = {name: found for name, text in docstrings.items() if (found := find_faults(plain_docstring(text)))}
+    assert faults == {}
+
+
+def test_a_fault_of_a_docstring_is_found():
+    """A fault is found in each section of a docstring, and none in its example."""
+    text = "Do it.\n\n    Args:\n        one: What cannot be had.\n\n    Returns:\n        What is had.\n\n"
+    assert len(find_faults(plain_docstring(text + '    >>> "What cannot be had."\n'))) == 3
 
 
 @pytest.mark.parametrize("rule", RULES["rule"], ids=lambda rule: rule["finds"])

@@ -22,8 +22,8 @@ Batch = TypeVar("Batch", bound=Samples[Any])
 class PackedBatch(Generic[Batch]):
     """All sequences of a microbatch in one row, one after the other. `BatchedDataDict.to_packed` makes it.
 
-    ``packed[key]`` is a leaf: (1, tokens, ...) if it has a value for each token, otherwise that of the microbatch. What
-    belongs to the row is of the kind, and on the device, of the leaf with the sequences:
+    ``packed[key]`` is a leaf: (1, tokens, ...) if it has a value for each token, otherwise that of the microbatch. The
+    attributes of the row have the type and the device of the leaf with the sequences:
 
     - leaves: all leaves by their keys;
     - token_keys: the keys of those that have a value for each token;

@@ -56,7 +56,7 @@ def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
         errors: classes of further errors that are printed without a traceback.
 
     Returns:
-        What the command returns; 3 if it raised an error about the cluster, which is printed; 130 after Ctrl-C; 141 if
+        The result of the command; 3 if it raised an error about the cluster, which is printed; 130 after Ctrl-C; 141 if
         the reader of its output has closed the pipe.
     """
     try:
@@ -107,7 +107,7 @@ def _misuse(text: str) -> SystemExit:
 
 
 class Output:
-    """Prints what a command was asked for, on what is standard output when this object is made."""
+    """Prints the result of a command on the standard output of the time when this object is made."""
 
     def __init__(self) -> None:
         self._file = sys.stdout

@@ -147,7 +147,7 @@ class Link:
             again: allow a version that is not larger.
 
         Returns:
-            What it has done.
+            A report of the transfer.
 
         Raises:
             TypeError, ValueError: a bad argument, a version that is not larger, or a link that has been closed.
@@ -181,11 +181,11 @@ class Link:
             timeout: seconds for all of it.
 
         Returns:
-            What it has done; None if there was nothing to do.
+            A report of the transfer; None if there was nothing to do.
 
         Raises:
             TypeError, ValueError: a rank that does not exist, nothing was sent yet, or a link that has been closed.
-            TransferError: a rank is dead or late, or nobody holds this version of some tensors any more.
+            TransferError: a rank is dead or late, or no rank holds this version of some tensors any more.
             WorkerGroupError: a group has been shut down.
         """
         version = self._version

@@ -33,7 +33,7 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Who sends which piece of which tensor to whom.
+    """The pieces of tensors that each source rank sends to each target rank.
 
     Attributes:
         families: the tensors, in groups with the same layouts.
@@ -149,8 +149,8 @@ def reshard(
         The plan.
 
     Raises:
-        LayoutMismatchError: a name that only one side has, another global shape or item size, or elements that nobody
-            holds; lists all of them.
+        LayoutMismatchError: a name that only one side has, another global shape or item size, or elements that no
+            source rank holds; lists all of them.
         ValueError: a layout for another number of ranks than there are nodes.
 
     >>> from fairlead_sharding import NamedSharding

@@ -10,7 +10,7 @@ from ._plan import TransferPlan
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one transfer has done.
+    """The version, bytes and times of one transfer.
 
     Attributes:
         version: the version that the target ranks hold now.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a transfer, one class per situation."""
+"""The errors of transfers, one class per situation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -52,11 +52,11 @@ class VenvSpec(BaseSpec):
     def fingerprint(self) -> str:
         """Return a hash of everything that decides the content, as 64 hexadecimal digits.
 
-        It counts: for a project, the bytes of its lock, the parts of its pyproject about dependencies and uv, the
-        content of its wheel, extras and groups; the requirements and the versions that they were resolved to; wheels
-        by their content; version and implementation of Python; the platform; uv's settings in `env` and in the
-        variables of this process; `setup`. To compute it, the wheel of a project that has changed is built, and
-        requirements that were never resolved are resolved.
+        For a project it covers the bytes of its lock, the parts of its pyproject about dependencies and uv, the
+        content of its wheel, extras and groups. It also covers the requirements and the versions that they were
+        resolved to, wheels by their content, and the version, implementation and platform of Python. Settings of uv in
+        `env` and in the variables of this process, and `setup`, are part of it too. To compute it, the wheel of a
+        project that has changed is built, and requirements that were never resolved are resolved.
 
         Raises:
             ValueError: the project has no lock, or lacks an extra or group; a variable of uv names a file that cannot

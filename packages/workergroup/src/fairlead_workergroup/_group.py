@@ -65,10 +65,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
         env_vars: environment variables of the workers. The driver's environment is not copied to them.
-        python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary; the
-            path of an interpreter that all nodes have; or None for the entry of the class in `actor_environments` of
-            fairlead-venvs, and otherwise the driver's Python. It must have the cluster's version of Ray, and needs
-            no package of Fairlead.
+        python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
+            the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
+            fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
+            needs no package of Fairlead.
         restart_on_failure: restart lost workers before the next call that reaches one of them. The call that met the
             loss still raises, unless it was made with `retries`.
         max_restarts: the number of restarts for each rank, or with scope "group" for the group.

@@ -147,7 +147,7 @@ class ResizeTimeoutError(WorkerGroupError, TimeoutError):
     """A resize or a replacement could not begin in time. Nothing has changed.
 
     Attributes:
-        what: what was asked for.
+        what: the change that was requested.
         waited_s: the seconds that it has waited.
         late: the workers that had not finished their calls.
         reason: what it waited for.

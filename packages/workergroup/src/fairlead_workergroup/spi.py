@@ -40,7 +40,7 @@ LOOK_S = 0.7
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of one request; exactly one of the attributes other than `worker` counts.
+    """The outcome of one request; exactly one of the attributes other than `worker` counts.
 
     Attributes:
         worker: who was asked.

@@ -16,7 +16,7 @@ Kind = TypeVar("Kind", bound=type[Any])
 
 @runtime_checkable
 class Leaf(Protocol):
-    """What a registered type of leaves can do. `register_leaf` registers one.
+    """The methods of a registered type of leaves. `register_leaf` registers one.
 
     A type may also have
 

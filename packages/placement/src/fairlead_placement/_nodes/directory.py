@@ -197,7 +197,7 @@ def run_on_agents(
         timeout_s: seconds that all requests together may take.
 
     Returns:
-        What the function returned there, or the exception with which it failed.
+        The function's result there, or the exception with which it failed.
     """
     sent = {agent: agent.handle.run.remote(function, *args) for agent, args in arguments.items()}
     return _collect(sent, timeout_s)

@@ -146,7 +146,7 @@ class Recipients:
 
 @dataclass(frozen=True, repr=False)
 class CallExplanation:
-    """What a call would do; its text is a table, also in a notebook.
+    """The workers, pieces and results of a call that has not been made; its text is a table, also in a notebook.
 
     Attributes:
         summary: a sentence with the numbers of called workers, stored values and results.

@@ -185,7 +185,7 @@ class AddressedWorkers(ABC):
         """Call a method once for each item, each time on one worker.
 
         The first worker of each tied group takes part; without tied groups, every worker does. Items are taken one by
-        one, as workers become free and results are asked for. After one second a progress bar appears on a terminal.
+        one, as workers become free and results are requested. After one second a progress bar appears on a terminal.
 
         The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
 
@@ -295,7 +295,7 @@ class GroupView(AddressedWorkers):
         """Explain a call, as `RayWorkerGroup.explain` does. After `with_options`, all keywords are the method's.
 
         Returns:
-            What the call would do.
+            The workers, pieces and results of the call.
         """
         options, kwargs = self._split(kwargs)
         return self._target.explain(method, options, args, kwargs)

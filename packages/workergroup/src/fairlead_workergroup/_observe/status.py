@@ -12,7 +12,7 @@ State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unkn
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What one worker is doing.
+    """The state and current method of one worker.
 
     Attributes:
         rank: its number in the group.
