@@ -37,25 +37,27 @@ class Worker:
 '''
 
 
-def make_wheel(folder: Path, version: str) -> None:
+def make_wheel(folder: Path, version: str, name: str = "only_here") -> None:
     """Build a wheel of a package that the driver does not have."""
-    info = f"only_here-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"only_here-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("only_here.py", f"version = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: only_here\nVersion: {version}\n")
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def make_project(folder: Path, wheels: Path, version: str) -> Path:
-    """Write and lock a project that contains the worker class and depends on the package and on Ray."""
-    (folder / "src" / "far_away").mkdir(parents=True)
-    (folder / "src" / "far_away" / "__init__.py").write_text(WORKER)
+def make_project(folder: Path, wheels: Path, version: str, package: str = "far_away", code: str = WORKER) -> Path:
+    """Write and lock a project that contains a worker class. Its extra `train` has the package; it depends on Ray."""
+    (folder / "src" / package).mkdir(parents=True)
+    (folder / "src" / package / "__init__.py").touch()
+    (folder / "src" / package / "workers.py").write_text(code)
     (folder / "pyproject.toml").write_text(
-        f'[project]\nname = "far-away"\nversion = "0.1"\nrequires-python = ">=3.11"\n'
-        f'dependencies = ["only_here=={version}", "ray=={ray.__version__}"]\n'
+        f'[project]\nname = "{package.replace("_", "-")}"\nversion = "0.1"\nrequires-python = ">=3.11"\n'
+        f'dependencies = ["ray=={ray.__version__}"]\n'
+        f'[project.optional-dependencies]\ntrain = ["only_here=={version}"]\n'
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
-        '[tool.hatch.build.targets.wheel]\npackages = ["src/far_away"]\n'
+        f'[tool.hatch.build.targets.wheel]\npackages = ["src/{package}"]\n'
     )
     env = {**os.environ, "UV_FIND_LINKS": str(wheels)}
     command = [find_uv_bin(), "lock", "--python", sys.executable]
@@ -74,7 +76,9 @@ def specs(tmp_path_factory):
             make_wheel(folder, version)
         yield {
             version: VenvSpec(
-                project=make_project(folder / f"project-{version}", folder, version), find_links=[str(folder)]
+                project=make_project(folder / f"project-{version}", folder, version),
+                extras=["train"],
+                find_links=[str(folder)],
             )
             for version in ("1.0", "2.0")
         }
@@ -85,7 +89,7 @@ def test_two_versions_side_by_side(local_ray, specs):
     """Two groups of one job run one class with two versions of a package that the driver cannot import."""
     with pytest.raises(ImportError):
         import only_here  # noqa: F401
-    builder = RayWorkerBuilder("far_away.Worker", 40)
+    builder = RayWorkerBuilder("far_away.workers.Worker", 40)
     with (
         RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=2) as cluster,
         RayWorkerGroup(cluster, builder, workers_per_node=2, python=specs["1.0"]) as old,
@@ -99,14 +103,61 @@ def test_two_versions_side_by_side(local_ray, specs):
         assert new.call("add", old.call("add", 1, collect=())).result() == [81, 81]
 
 
+POLICY = """
+import only_here
+
+
+class Policy:
+    def train(self, samples):
+        return f"{only_here.version} trained on {samples}"
+"""
+ENGINE = """
+import vllm
+
+
+class Engine:
+    def generate(self, prompts):
+        return [f"{prompt} by {vllm.version}" for prompt in prompts]
+"""
+
+
+@pytest.mark.timeout(600)
+def test_guide(specs, tmp_path):
+    """The first example of the guide on several environments runs, with a project and a package that are made here."""
+    page = Path(__file__).parent.parent / "docs" / "guides" / "several-environments.md"
+    example = page.read_text().split("```python\n")[1].split("```")[0]
+    for there, here in (
+        ("[8, 8]", "[1, 1], use_gpus=False"),
+        ("[:8]", "[:1]"),
+        ("[8:]", "[1:]"),
+        ("ray==2.60.0", f"ray=={ray.__version__}"),
+    ):
+        assert there in example
+        example = example.replace(there, here)
+    start = "from fairlead_placement import init_ray\n\ninit_ray(address='local', num_cpus=2)\n"
+    (tmp_path / "driver.py").write_text(start + example)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    make_wheel(wheels, "1.0")
+    make_wheel(wheels, "0.32.0", "vllm")
+    make_project(tmp_path / "trainer", wheels, "1.0", "trainer", POLICY)
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "workers.py").write_text(ENGINE)
+    env = {**os.environ, "UV_FIND_LINKS": str(wheels), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    command = [sys.executable, "driver.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1.0 trained on ['a prompt by 0.32.0']"
+
+
 @pytest.mark.timeout(600)
 def test_registered_environment(local_ray, specs):
     """Without `python=`, a class starts and restarts in the environment that is registered for it."""
-    register_actor_env("far_away.Worker", specs["2.0"])
+    register_actor_env("far_away.workers.Worker", specs["2.0"])
     try:
         with (
             RayVirtualCluster([1], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, RayWorkerBuilder("far_away.Worker", 40)) as group,
+            RayWorkerGroup(cluster, RayWorkerBuilder("far_away.workers.Worker", 40)) as group,
         ):
             assert group.call("facts", collect=()).result()[0] == "2.0"
             os.kill(group.get_worker_status()[0].pid, 9)
@@ -116,7 +167,7 @@ def test_registered_environment(local_ray, specs):
                 time.sleep(0.05)
             assert group.call("facts", collect=()).result()[0] == "2.0"
     finally:
-        del actor_environments["far_away.Worker"]
+        del actor_environments["far_away.workers.Worker"]
 
 
 def test_environment_cannot_be_built(local_ray, specs):
@@ -125,9 +176,9 @@ def test_environment_cannot_be_built(local_ray, specs):
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         missing = VenvSpec(requirements=["no-such-package"], **offline)
         with pytest.raises(WorkerStartError, match=r"(?s)cannot run the workers:.*no-such-package"):
-            RayWorkerGroup(cluster, "far_away.Worker", python=missing)
+            RayWorkerGroup(cluster, "far_away.workers.Worker", python=missing)
         without_ray = VenvSpec(requirements=["only_here"], **offline)
         with pytest.raises(WorkerStartError, match=r"on node .* has ray none"):
-            RayWorkerGroup(cluster, "far_away.Worker", python=without_ray)
+            RayWorkerGroup(cluster, "far_away.workers.Worker", python=without_ray)
         with pytest.raises(TypeError, match="python must be a VenvSpec"):
-            RayWorkerGroup(cluster, "far_away.Worker", python=3)
+            RayWorkerGroup(cluster, "far_away.workers.Worker", python=3)

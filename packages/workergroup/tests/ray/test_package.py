@@ -5,8 +5,10 @@ import doctest
 import importlib
 import importlib.metadata
 import pkgutil
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -36,11 +38,13 @@ def test_examples(name):
 
 
 def test_readme(tmp_path):
-    """The README's first example works as a script."""
+    """The README's first example works as a script, and its other example works with the group of the first."""
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    first, watching = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     script = tmp_path / "example.py"
-    example = readme.split("```python\n")[1].split("```")[0]
-    script.write_text(example.replace("init_ray(", 'init_ray(address="local", '))  # whatever else runs here
+    example = first.replace("init_ray(", 'init_ray(address="local", ')  # whatever else runs here
+    script.write_text(example + textwrap.indent(watching, " " * 8))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "put 2 values" in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:5]] == ["0", "1", "2", "3"]
