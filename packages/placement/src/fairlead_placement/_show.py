@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -251,7 +252,7 @@ def _record(renderable: RenderableType, width: int, **options: Any) -> Console:
 QUIET_S = 1.0
 
 
-class Waiting:
+class Waiting(AbstractContextManager["Waiting"]):
     """Shows why and for how long the program waits. Writes nothing if standard error is not a terminal.
 
     Args:
@@ -275,9 +276,6 @@ class Waiting:
         # Text, so that a name is not parsed as markup.
         self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
         self._status.start()
-
-    def __enter__(self) -> "Waiting":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()

@@ -18,9 +18,9 @@ def test_versions():
     board = Board()
     board.publish("key", 2, "new", "me")
     board.publish("key", 1, "old", "me")
-    assert board.read() == {"key": "new"}
+    assert board.published() == {"key": "new"}
     board.publish("key", 3, "newest", "me")
-    assert board.read() == {"key": "newest"}
+    assert board.published() == {"key": "newest"}
 
 
 def test_withdrawal():
@@ -29,7 +29,7 @@ def test_withdrawal():
     board.withdraw("key")
     board.publish("key", 1, "late", "me")
     board.withdraw("key")
-    assert board.read() == {}
+    assert board.published() == {}
 
 
 def test_few_withdrawals_are_kept():

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -66,7 +67,9 @@ def listen(port: int, seconds: float) -> None:
     Raises:
         OSError: another process listens there.
     """
-    server = _bind(port)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
     server.settimeout(PAUSE_S)
 
     def accept() -> None:
@@ -82,36 +85,17 @@ def listen(port: int, seconds: float) -> None:
     threading.Thread(target=accept, name="fairlead-doctor", daemon=True).start()
 
 
-def _bind(port: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    server = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if dual:
-            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        server.bind(("", port))
-        server.listen()
-    except BaseException:
-        server.close()
-        raise
-    return server
-
-
 def try_to_connect(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
     """Connect to addresses from this node, all at once; return the error of each, or "" if it could connect."""
-    errors = [f"no answer within {timeout_s:g} s"] * len(targets)
 
-    def connect(at: int) -> None:
+    def connect(target: tuple[str, int]) -> str:
         try:
-            socket.create_connection(targets[at], timeout=timeout_s).close()
-            errors[at] = ""
+            socket.create_connection(target, timeout=timeout_s).close()
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s"
         except OSError as error:
-            errors[at] = str(error)
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=connect, args=[at], daemon=True) for at in range(len(targets))]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return list(errors)
+    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+        return list(pool.map(connect, targets))

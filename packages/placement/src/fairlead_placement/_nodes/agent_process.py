@@ -10,7 +10,6 @@ import errno
 import functools
 import random
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from .owners import Owners, end_this_actor
 FUNCTIONS_KEPT = 256
 
 
-class AgentProcess:
-    """Holds the leased ports of one node for one job, and measures the node.
+class AgentProcess(Board):
+    """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
     Args:
         node_id: Ray's id of the node.
@@ -37,11 +36,10 @@ class AgentProcess:
     """
 
     def __init__(self, node_id: str, job: str = "", guarded: str = "") -> None:
+        super().__init__()
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
         self._memory = MemoryMeter(gpus, node_id)
-        self._board = Board()
-        self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._functions: dict[str, Callable[..., Any]] = {}
         self._held: dict[str, tuple[int, socket.socket]] = {}
@@ -65,11 +63,12 @@ class AgentProcess:
             self._owners.guard(owner)
 
     def _holders(self) -> set[str]:
+        publishers = self.owners()
         with self._lock:
-            return set(self._owner.values()) | self._board.owners()
+            return publishers.union(self._owner.values())
 
     def _release_all_of(self, owner: str) -> None:
-        self._board.remove_all_of(owner)
+        self.remove_all_of(owner)
         with self._lock:
             names = [name for name, who in self._owner.items() if who == owner]
         self.release([name for name in names if name in self._held])
@@ -156,21 +155,6 @@ class AgentProcess:
 
     def watchers(self) -> tuple[list[str], bool]:
         return self._memory.watchers()
-
-    def publish(self, key: str, version: int, value: Any, owner: str) -> None:
-        self._board.publish(key, version, value, owner)
-
-    def withdraw(self, key: str) -> None:
-        self._board.withdraw(key)
-
-    def published(self) -> dict[str, Any]:
-        return self._board.read()
-
-    def newer(self, key: str, version: int) -> tuple[int, Any]:
-        return self._board.read_newer(key, version)
-
-    def versions(self, owner: str) -> dict[str, int]:
-        return self._board.versions_of(owner)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node."""

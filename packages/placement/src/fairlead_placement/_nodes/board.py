@@ -20,7 +20,7 @@ class _Entry:
 
 
 class Board:
-    """Values by key. Requests may arrive in any order, so each has a version and an older one changes nothing."""
+    """The values by key. Requests may arrive in any order: each has a version, and an older one changes nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,18 +42,18 @@ class Board:
             while len(self._withdrawn) > WITHDRAWN_KEPT:
                 del self._withdrawn[next(iter(self._withdrawn))]
 
-    def read(self) -> dict[str, Any]:
+    def published(self) -> dict[str, Any]:
         """Return the values by key, in the order of the keys."""
         with self._lock:
             return {key: entry.value for key, entry in sorted(self._entries.items())}
 
-    def read_newer(self, key: str, version: int) -> tuple[int, Any]:
+    def newer(self, key: str, version: int) -> tuple[int, Any]:
         """Return the version of a value, and the value if the version is above `version`; (0, None) without a value."""
         with self._lock:
             entry = self._entries.get(key)
         return (0, None) if entry is None else (entry.version, entry.value if entry.version > version else None)
 
-    def versions_of(self, owner: str) -> dict[str, int]:
+    def versions(self, owner: str) -> dict[str, int]:
         """Return the versions of what a process has published, by key."""
         with self._lock:
             return {key: entry.version for key, entry in self._entries.items() if entry.owner == owner}

@@ -20,7 +20,7 @@ ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
-class PortLease:
+class PortLease(contextlib.AbstractContextManager["PortLease"]):
     """A port held on a node until it is released, or the process that leased it ends.
 
     The node's agent binds it on IPv4 and IPv6, so no other lease and no plain `bind` can use it on either. A server
@@ -52,9 +52,6 @@ class PortLease:
     def release(self) -> None:
         """Release the port. Can be repeated; does nothing if Ray has ended or the node is gone."""
         release_ports([self])
-
-    def __enter__(self) -> "PortLease":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

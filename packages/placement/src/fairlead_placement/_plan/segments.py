@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which topology domain each group of logical nodes goes to."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -113,14 +114,9 @@ class _Domains:
 
     def room(self, at: int, row: Sequence[int], kind: int, limit: int) -> int:
         """Return how many blocks of a kind a domain can hold besides the others of a row."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.holds(at, [*row[:kind], middle, *row[kind + 1 :]]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(
+            range(1, limit + 1), True, key=lambda count: not self.holds(at, [*row[:kind], count, *row[kind + 1 :]])
+        )
 
     def holds(self, at: int, row: Sequence[int]) -> bool:
         key = (self.keys[at], tuple(row))
