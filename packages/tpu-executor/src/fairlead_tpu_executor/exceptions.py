@@ -89,9 +89,6 @@ class JaxUnavailableError(TpuExecutorError):
         super().__init__(reason)
         self.reason = reason
 
-    def __str__(self) -> str:
-        return self.reason
-
 
 class SliceLostError(TpuExecutorError):
     """Hosts of a slice were lost, or could not start their accelerators, while something ran on it.

@@ -4,6 +4,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +14,7 @@ QUIET_S = 1.0
 WIDTH = 60
 
 
-class Bars:
+class Bars(AbstractContextManager["Bars"]):
     """One bar for each environment; none if standard error is not a terminal or the work is short.
 
     Args:
@@ -57,9 +58,6 @@ class Bars:
     def line(self, name: str) -> Callable[[str], None]:
         """Return a function that shows a printed line as the detail of one bar."""
         return lambda text: self.update(name, 0, 1, text)
-
-    def __enter__(self) -> "Bars":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:

@@ -6,6 +6,7 @@ import html
 import reprlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -68,7 +69,7 @@ def _text(value: Any) -> str:
 QUIET_S = 1.0
 
 
-class Bar:
+class Bar(AbstractContextManager["Bar"]):
     """A progress bar, which appears on a terminal after one second and names the ranks that it waits for.
 
     Args:
@@ -98,9 +99,6 @@ class Bar:
         if not self._shown and self._console.is_terminal and time.monotonic() - self._began > QUIET_S:
             self._progress.start()
             self._shown = True
-
-    def __enter__(self) -> "Bar":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._shown:

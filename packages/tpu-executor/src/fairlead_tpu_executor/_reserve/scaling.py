@@ -4,6 +4,7 @@
 import logging
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import ray
@@ -103,7 +104,7 @@ def make_patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float,
     return Patience(waiting, waiting)
 
 
-class CapacityRequest:
+class CapacityRequest(AbstractContextManager["CapacityRequest"]):
     """Placement groups that show an autoscaler the missing slices: a group for each slice, on hosts of its type.
 
     Nothing runs in these groups. A group is removed as soon as Ray has placed it, because its hosts are there then.
@@ -152,9 +153,6 @@ class CapacityRequest:
         groups, self._groups = self._groups, []
         if groups and ray.is_initialized():
             self._head.call(lambda: remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S))
-
-    def __enter__(self) -> "CapacityRequest":
-        return self
 
     def __exit__(self, *_: object) -> None:
         try:
