@@ -6,7 +6,7 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 __all__ = [
@@ -36,6 +36,13 @@ FailureKind = Literal[
 
 class WorkerGroupError(Exception):
     """Base of all errors that this package raises after it has launched something."""
+
+
+class _Described(WorkerGroupError):
+    """An error that is a dataclass: its fields are its arguments, so that a copy has all of them."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class WorkerFailure:
         return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
 
 
-class WorkerFailureError(WorkerGroupError):
+@dataclass(eq=False, repr=False)
+class WorkerFailureError(_Described):
     """Workers were lost: their process, their node, or their group is gone.
 
     Attributes:
@@ -86,10 +94,8 @@ class WorkerFailureError(WorkerGroupError):
         remedy: what to do about it; empty for the usual remedy.
     """
 
-    def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "") -> None:
-        super().__init__(failures, remedy)
-        self.failures = failures
-        self.remedy = remedy
+    failures: tuple[WorkerFailure, ...]
+    remedy: str = ""
 
     def __str__(self) -> str:
         lost = format_lines(self.failures)
@@ -97,6 +103,7 @@ class WorkerFailureError(WorkerGroupError):
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
 
+@dataclass(eq=False, repr=False)
 class BrokenEpochError(WorkerFailureError):
     """A resize failed after it had begun to change the workers, so the group cannot be used until it is repaired.
 
@@ -108,12 +115,7 @@ class BrokenEpochError(WorkerFailureError):
         failures: one `WorkerFailure` for each worker that failed or was late; kind "resize-failed" if it is alive.
     """
 
-    def __init__(self, failures: tuple[WorkerFailure, ...], remedy: str = "", epoch: int = 0) -> None:
-        super().__init__(failures, remedy)
-        self.epoch = epoch
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.failures, self.remedy, self.epoch)
+    epoch: int = 0
 
     def __str__(self) -> str:
         remedy = self.remedy or (
@@ -126,7 +128,8 @@ class BrokenEpochError(WorkerFailureError):
         )
 
 
-class EpochError(WorkerGroupError):
+@dataclass(eq=False, repr=False)
+class EpochError(_Described):
     """A view, or a call that waited to be sent, belongs to an epoch of the group that has ended.
 
     Attributes:
@@ -134,16 +137,15 @@ class EpochError(WorkerGroupError):
         epoch: the epoch in which it changed.
     """
 
-    def __init__(self, reason: str, epoch: int) -> None:
-        super().__init__(reason, epoch)
-        self.reason = reason
-        self.epoch = epoch
+    reason: str
+    epoch: int
 
     def __str__(self) -> str:
         return self.reason
 
 
-class ResizeTimeoutError(WorkerGroupError, TimeoutError):
+@dataclass(eq=False, repr=False)
+class ResizeTimeoutError(_Described, TimeoutError):
     """A resize or a replacement could not begin in time. Nothing has changed.
 
     Attributes:
@@ -153,16 +155,10 @@ class ResizeTimeoutError(WorkerGroupError, TimeoutError):
         reason: what it waited for.
     """
 
-    def __init__(self, what: str, waited_s: float, late: "tuple[LateWorker, ...]" = (), reason: str = "") -> None:
-        super().__init__(what, waited_s, late, reason)
-        self.what = what
-        self.waited_s = waited_s
-        self.late = late
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # An OSError, which a TimeoutError is, keeps only two of its arguments.
-        return type(self), (self.what, self.waited_s, self.late, self.reason)
+    what: str
+    waited_s: float
+    late: "tuple[LateWorker, ...]" = ()
+    reason: str = ""
 
     def __str__(self) -> str:
         return f"{self.what} had not begun after {self.waited_s:.1f} s, and nothing has changed. {self.reason}" + (
@@ -199,7 +195,8 @@ class LateWorker:
         return f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
 
 
-class CallTimeoutError(WorkerGroupError, TimeoutError):
+@dataclass(eq=False, repr=False)
+class CallTimeoutError(_Described, TimeoutError):
     """Workers had not finished a call by its deadline, or in the time that its caller wanted to wait.
 
     The call continues and nothing is lost: you can ask for its result again. You do not get this error when a worker is
@@ -213,19 +210,11 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         reason: why they are late, if that is known, such as an argument that another call has not made yet.
     """
 
-    def __init__(
-        self, method: str, waited_s: float, called: int, late: tuple[LateWorker, ...], reason: str = ""
-    ) -> None:
-        super().__init__(method, waited_s, called, late, reason)
-        self.method = method
-        self.waited_s = waited_s
-        self.called = called
-        self.late = late
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # An OSError, which a TimeoutError is, keeps only two of its arguments.
-        return type(self), (self.method, self.waited_s, self.called, self.late, self.reason)
+    method: str
+    waited_s: float
+    called: int
+    late: tuple[LateWorker, ...]
+    reason: str = ""
 
     def __str__(self) -> str:
         if self.reason and not self.late:
@@ -238,7 +227,8 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         )
 
 
-class CallCancelledError(WorkerGroupError):
+@dataclass(eq=False, repr=False)
+class CallCancelledError(_Described):
     """A call was cancelled before all of its workers had finished it.
 
     Attributes:
@@ -246,10 +236,8 @@ class CallCancelledError(WorkerGroupError):
         ranks: the ranks that had not finished.
     """
 
-    def __init__(self, method: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(method, ranks)
-        self.method = method
-        self.ranks = ranks
+    method: str
+    ranks: tuple[int, ...]
 
     def __str__(self) -> str:
         more = f" and {len(self.ranks) - MOST_SHOWN} others" if len(self.ranks) > MOST_SHOWN else ""
@@ -317,7 +305,8 @@ class WorkerStartError(WorkerGroupError):
         return "\n".join(parts)
 
 
-class RemoteError(WorkerGroupError):
+@dataclass(eq=False, repr=False)
+class RemoteError(_Described):
     """A worker raised an exception that cannot be raised in the driver.
 
     The driver cannot import its class or cannot copy it; or it is a KeyboardInterrupt, which would look like one of the
@@ -330,12 +319,10 @@ class RemoteError(WorkerGroupError):
         rank: the rank of the worker; -1 if it is not known.
     """
 
-    def __init__(self, type_name: str, message: str, remote_traceback: str = "", rank: int = -1) -> None:
-        super().__init__(type_name, message, remote_traceback, rank)
-        self.type_name = type_name
-        self.message = message
-        self.remote_traceback = remote_traceback
-        self.rank = rank
+    type_name: str
+    message: str
+    remote_traceback: str = ""
+    rank: int = -1
 
     def __str__(self) -> str:
         return f"rank {self.rank} raised {self.type_name}: {self.message}\n{self.remote_traceback}".rstrip()
