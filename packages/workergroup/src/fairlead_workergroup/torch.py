@@ -16,13 +16,11 @@ After a resize of the group, its method `on_resize` calls:
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of communication hooks.
-import fcntl
 import inspect
 import io
+import ipaddress
 import os
 import pickle
-import socket
-import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +44,6 @@ __all__ = [
     "rewrap_ddp",
     "wrap_ddp",
 ]
-
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 _groups: dict[tuple[str, ...], Any] = {}
 # The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
@@ -107,26 +103,11 @@ def _store_url(address: str, port: str) -> str:
 
 def _interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 or IPv6 address; None if none has."""
-    if ":" in address:
-        return _interface_of_ipv6(socket.inet_pton(socket.AF_INET6, address.partition("%")[0]))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    import psutil  # Ray brings it, and puts it on the path when it is imported.
 
-
-def _interface_of_ipv6(address: bytes) -> str | None:
-    try:
-        with open("/proc/net/if_inet6") as file:
-            lines = [line.split() for line in file]
-    except FileNotFoundError:
-        return None  # this machine has no IPv6
-    return next((name for digits, *_, name in lines if bytes.fromhex(digits) == address), None)
+    wanted = str(ipaddress.ip_address(address.partition("%")[0]))
+    held = ((name, one.address) for name, addresses in psutil.net_if_addrs().items() for one in addresses)
+    return next((name for name, one in held if one.partition("%")[0] == wanted), None)
 
 
 def axis_group(*axes: str) -> dist.ProcessGroup:
