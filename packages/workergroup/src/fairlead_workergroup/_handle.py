@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 import ray
@@ -185,23 +185,9 @@ class GroupHandle(TypedCalls):
             group = self._identity.read(within_s=SETTLED_S)
             (seen,) = look_at_groups([group], stuck_after_s=stuck_after_s)
         names = {member.rank: member.name for member in group.members}
+        shared = {one.name for one in fields(WorkerStatus)} - {"name"}
         return [
-            WorkerStatus(
-                one.rank,
-                names.get(one.rank, ""),
-                one.coords,
-                one.state,
-                one.node_id,
-                one.pid,
-                method=one.method,
-                running_s=one.running_s,
-                since_progress_s=one.since_progress_s,
-                step=one.step,
-                message=one.message,
-                calls=one.calls,
-                incarnation=one.incarnation,
-                restarts=one.restarts,
-            )
+            WorkerStatus(name=names.get(one.rank, ""), **{name: getattr(one, name) for name in shared})
             for one in seen.workers
         ]
 

@@ -108,7 +108,7 @@ class _Spans:
         ends = {span.task: span.end for one in self._timeline.workers for span in one.spans if span.task}
         for request in self._timeline.requests:
             identity = request.tasks[0] if request.tasks else (request.method, round(request.start, 1))
-            context = self._context("request", identity, root=True)
+            context = self._context("request", identity)
             parents.update((task, context) for task in request.tasks)
             known = [ends[task] for task in request.tasks if task in ends]
             # Nobody waited for it: it lasted as long as its workers.
@@ -128,9 +128,7 @@ class _Spans:
     def _call(self, one: WorkerTimeline, span: Span, end: float, parent: SpanContext | None) -> ReadableSpan:
         worker = one.worker
         identity = (worker.rank, worker.incarnation, span.number)
-        context = self._context(
-            "call", identity, root=parent is None, trace=None if parent is None else parent.trace_id
-        )
+        context = self._context("call", identity, None if parent is None else parent.trace_id)
         about = {
             "fairlead.rank": worker.rank,
             "fairlead.incarnation": worker.incarnation,
@@ -174,9 +172,9 @@ class _Spans:
             instrumentation_scope=SCOPE,
         )
 
-    def _context(self, kind: str, identity: object, *, root: bool, trace: int | None = None) -> SpanContext:
+    def _context(self, kind: str, identity: object, trace: int | None = None) -> SpanContext:
         digest = hashlib.sha256(f"{self._id} {kind} {identity!r}".encode()).digest()
-        trace_id = int.from_bytes(digest[8:24], "big") if root or trace is None else trace
+        trace_id = int.from_bytes(digest[8:24], "big") if trace is None else trace
         flags = TraceFlags(TraceFlags.SAMPLED)
         return SpanContext(trace_id, int.from_bytes(digest[:8], "big"), is_remote=False, trace_flags=flags)
 

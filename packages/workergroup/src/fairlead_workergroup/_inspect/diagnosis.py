@@ -15,6 +15,7 @@ from fairlead_sharding import NamedSharding
 
 from .._observe.observer import STUCK_AFTER_S
 from .._observe.stuck import find_innermost, find_method_frames
+from ..exceptions import format_coords
 from .groups import SeenGroup, SeenWorker
 from .stacks import write_frames, write_ranks
 from .stragglers import WorkerTiming
@@ -100,9 +101,8 @@ def describe(worker: SeenWorker) -> str:
     >>> describe(SeenWorker(5, {"dp": 2}, "abcdef0123", "10.0.0.1", 77))
     'Rank 5 (dp=2) on node abcdef01 (10.0.0.1), pid 77'
     """
-    coords = f" ({write_coords(worker.coords)})" if worker.coords else ""
     place = f" on node {worker.node_id[:8]} ({worker.address})" if worker.node_id else ""
-    return f"Rank {worker.rank}{coords}{place}" + (f", pid {worker.pid}" if worker.pid else "")
+    return f"Rank {worker.rank}{format_coords(worker.coords)}{place}" + (f", pid {worker.pid}" if worker.pid else "")
 
 
 def write_coords(coords: Mapping[str, int]) -> str:
@@ -192,7 +192,7 @@ def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -
         # All wait at one place: for one that is dead or stopped, or for somebody outside of the group.
         whom = f"for rank(s) {write_ranks(sorted(blamed))}" if blamed else "and no worker is elsewhere"
         since = f"{waiting[0].since_progress_s:.0f} s"
-        text = f"{_count(waiting)} {_verb(waiting, 'wait')} in {write_place(waiting[0])} for {since}, {whom}."
+        text = f"{_who_waits(waiting)} in {write_place(waiting[0])} for {since}, {whom}."
         return [_about("stuck", waiting, text, wrong=not blamed)]
     axes = find_axes(seen.group.sharding, late, waiting)
     return [_late(group, waiting, axes) for group in _by_place(late)]
@@ -231,42 +231,31 @@ def _by_place(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
 
 
 def _late(late: Sequence[SeenWorker], waiting: Sequence[SeenWorker], axes: tuple[str, ...]) -> Finding:
-    first = late[0]
-    if len(late) == 1:
-        who = describe(first)
-    else:
-        common = _common_coords(late)
-        who = f"Ranks {write_ranks([one.rank for one in late])}" + (f" ({write_coords(common)})" if common else "")
-    is_are = _verb(late, "is", "are")
-    doing = "idle: not called, or done"
-    if first.method:
-        doing = (
-            f"in {write_place(first)} for {first.running_s:.0f} s, without progress for {first.since_progress_s:.0f} s"
-        )
-    text = f"{who} {is_are} {doing}"
     along = f" along {', '.join(axes)}" if axes else ""
     it = "it" if len(late) == 1 else "them"
-    text += f". {_count(waiting)} {_verb(waiting, 'wait')} for {it}{along} in {write_place(waiting[0])}."
     return _about(
         "late",
         late,
-        text,
+        f"{_who_is(late)}. {_who_waits(waiting)} for {it}{along} in {write_place(waiting[0])}.",
         axes=axes,
         waiting=tuple(one.rank for one in waiting),
         waiting_where=find_innermost(waiting[0].stacks),
     )
 
 
-def _verb(workers: Sequence[SeenWorker], one: str, several: str = "") -> str:
-    """Return a verb in the form for as many workers; regular without `several`."""
-    if several:
-        return one if len(workers) == 1 else several
-    return f"{one}s" if len(workers) == 1 else one
+def _who_is(workers: Sequence[SeenWorker]) -> str:
+    """Return which workers are at one place, where that is, and for how long, as the beginning of a sentence."""
+    first, ranks = workers[0], write_ranks([one.rank for one in workers])
+    who = f"{describe(first)} is" if len(workers) == 1 else f"Ranks {ranks}{format_coords(_common_coords(workers))} are"
+    if not first.method:
+        return f"{who} idle: not called, or done"
+    progress = f"without progress for {first.since_progress_s:.0f} s"
+    return f"{who} in {write_place(first)} for {first.running_s:.0f} s, {progress}"
 
 
-def _count(workers: Sequence[SeenWorker]) -> str:
+def _who_waits(workers: Sequence[SeenWorker]) -> str:
     ranks = write_ranks([one.rank for one in workers])
-    return f"Rank {ranks}" if len(workers) == 1 else f"{len(workers)} workers (ranks {ranks})"
+    return f"Rank {ranks} waits" if len(workers) == 1 else f"{len(workers)} workers (ranks {ranks}) wait"
 
 
 def find_axes(sharding: NamedSharding, late: Sequence[SeenWorker], waiting: Sequence[SeenWorker]) -> tuple[str, ...]:
@@ -279,17 +268,6 @@ def _find_stuck(still: Sequence[SeenWorker]) -> list[Finding]:
     """Report workers without progress where nobody is known to wait for anybody."""
     stuck = [one for one in still if one.since_progress_s >= STUCK_AFTER_S]
     return [
-        _about(
-            "starting" if group[0].method == "__init__" else "stuck",
-            group,
-            f"{_who(group)} in {write_place(group[0])} for {group[0].running_s:.0f} s, without progress for "
-            f"{group[0].since_progress_s:.0f} s.",
-        )
+        _about("starting" if group[0].method == "__init__" else "stuck", group, f"{_who_is(group)}.")
         for group in _by_place(stuck)
     ]
-
-
-def _who(workers: Sequence[SeenWorker]) -> str:
-    if len(workers) == 1:
-        return f"{describe(workers[0])} is"
-    return f"Ranks {write_ranks([one.rank for one in workers])} are"

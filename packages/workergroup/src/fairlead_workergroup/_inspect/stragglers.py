@@ -76,11 +76,7 @@ def find_stragglers(timeline: Timeline, method: str | None = None) -> StragglerR
     by_method: dict[str, dict[int, list[Span]]] = {}
     for one in timeline.workers:
         for span in one.spans:
-            if (
-                span.end is not None
-                and not span.failed
-                and span.method in (method, span.method if method is None else method)
-            ):
+            if span.end is not None and not span.failed and method in (None, span.method):
                 by_method.setdefault(span.method, {}).setdefault(one.worker.rank, []).append(span)
     timings: list[WorkerTiming] = []
     undecidable = []

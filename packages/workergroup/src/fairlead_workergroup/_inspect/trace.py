@@ -16,8 +16,7 @@ import ray
 from fairlead_placement import PlacementError
 from fairlead_placement.spi import head_deadline
 
-from ..exceptions import WorkerGroupError
-from .groups import RegisteredWorker
+from ..exceptions import WorkerGroupError, format_coords
 from .timeline import Request, Timeline, WorkerTimeline
 
 Event = dict[str, Any]
@@ -82,7 +81,7 @@ def _draw_worker(
 ) -> list[Event]:
     worker = one.worker
     track = worker.rank + 1
-    events = [_name("thread_name", process, track, _track_name(worker))]
+    events = [_name("thread_name", process, track, f"rank {worker.rank}{format_coords(worker.coords)}")]
     for span in one.spans:
         place = {"pid": process, "tid": track, "ts": _microseconds(span.start - zero)}
         shown: Event = {"call": span.number, "rank": worker.rank}
@@ -106,11 +105,6 @@ def _draw_worker(
         at = max(0.0, _microseconds(when - zero))
         events.append({"ph": "C", "name": name, "pid": process, "tid": track, "ts": at, "args": {"step": step}})
     return events
-
-
-def _track_name(worker: RegisteredWorker) -> str:
-    coords = ", ".join(f"{axis}={at}" for axis, at in worker.coords.items())
-    return f"rank {worker.rank} ({coords})" if coords else f"rank {worker.rank}"
 
 
 def _draw_driver(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._display import record_html
+from ..exceptions import format_coords
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
 
@@ -107,10 +108,9 @@ class StuckWorker:
     _repr_html_ = record_html
 
     def __str__(self) -> str:
-        coords = f" ({', '.join(f'{axis}={at}' for axis, at in self.coords.items())})" if self.coords else ""
         doing = f"in {self.method!r} for {self.running_s:.0f} s" if self.method else "idle"
         return (
-            f"rank {self.rank}{coords} on node {self.node_id[:8]}, pid {self.pid}: {doing}, "
+            f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}, pid {self.pid}: {doing}, "
             f"no progress for {self.since_progress_s:.0f} s"
             + (f", at {self.where}" if self.where else "")
             + (f"; {self.note}" if self.note else "")

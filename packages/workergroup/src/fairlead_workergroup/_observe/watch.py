@@ -14,7 +14,7 @@ from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
 
-from .._members import Change, Roster, Snapshot
+from .._members import Change, Roster, Snapshot, WorkerFacts
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .failures import Verdicts
 from .observer import Observer, check_seconds
@@ -234,18 +234,13 @@ class Watch(AbstractContextManager["Watch"]):
 
 
 def _event_of_change(change: Change, now: Snapshot) -> WorkerEvent:
+    # A change of the whole group names no rank.
     member = None if change.rank < 0 else now[change.rank]
+    who = WorkerFacts(change.rank) if member is None else member.facts
+    incarnation, message = 0 if member is None else member.incarnation, f"{change.kind}: {change.message}"
     kind: Any = change.kind
     return WorkerEvent(
-        kind,
-        change.rank,
-        {} if member is None else dict(member.coords),
-        "" if member is None else member.facts.node_id,
-        0 if member is None else member.facts.pid,
-        0 if member is None else member.incarnation,
-        None,
-        f"{change.kind}: {change.message}",
-        time.time(),
+        kind, change.rank, dict(who.coords), who.node_id, who.pid, incarnation, None, message, time.time()
     )
 
 

@@ -105,7 +105,7 @@ def _kind_of_code(function: Any) -> str:
 
 
 def _parameters(function: Any, bound: bool) -> Any:
-    """Return (name, kind, required) of each parameter except `self`; None if Python cannot tell.
+    """Return (name, name of the kind, required) of each parameter except `self`; None if Python cannot tell.
 
     These are the parameters of the function that is called: a decorated function may take other parameters.
     """
@@ -115,7 +115,7 @@ def _parameters(function: Any, bound: bool) -> Any:
         return None
     if not bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[0]  # self; the function of a decorator often has it among *args
-    return [(p.name, p.kind, p.default is p.empty) for p in parameters]
+    return [(p.name, p.kind.name, p.default is p.empty) for p in parameters]
 
 
 def load(target: Any) -> type:

@@ -187,8 +187,12 @@ def wait_started(
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
     arrived: queue.SimpleQueue[tuple[int, float, Future[dict[str, Any]]]] = queue.SimpleQueue()
+
+    def note_arrival(at: int, answer: Future[dict[str, Any]]) -> None:
+        arrived.put((at, time.monotonic(), answer))
+
     for at, ref in enumerate(started):
-        ref.future().add_done_callback(partial(_note_arrival, arrived, at))
+        ref.future().add_done_callback(partial(note_arrival, at))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
         shown_at = began
         while pending:
@@ -211,12 +215,6 @@ def wait_started(
                 some = itertools.islice(pending.values(), NAMED)
                 bar.show(len(answers), waiting_for=[plan.place.rank for plan in some])
     return [answers[at] for at in range(len(started))]
-
-
-def _note_arrival(
-    arrived: "queue.SimpleQueue[tuple[int, float, Future[dict[str, Any]]]]", at: int, answer: Future[dict[str, Any]]
-) -> None:
-    arrived.put((at, time.monotonic(), answer))
 
 
 def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> WorkerStartError:

@@ -120,7 +120,7 @@ class WorkerClass:
             data["target"],
             data["class"],
             {
-                name: Method(name, kind, _signature(_read_parameters(parameters)), backpressure=limit)
+                name: Method(name, kind, _signature(parameters), backpressure=limit)
                 for name, kind, parameters, limit in data["methods"]
             },
             concurrent=data["concurrent"],
@@ -306,19 +306,14 @@ def _write_parameters(signature: inspect.Signature | None) -> list[tuple[str, st
     return [(one.name, one.kind.name, one.default is one.empty) for one in signature.parameters.values()]
 
 
-def _read_parameters(parameters: Sequence[tuple[str, str, bool]] | None) -> list[tuple[str, Any, bool]] | None:
-    """Return what `_signature` takes for what `_write_parameters` has returned."""
-    if parameters is None:
-        return None
-    return [(name, getattr(inspect.Parameter, kind), required) for name, kind, required in parameters]
-
-
-def _signature(parameters: Sequence[tuple[str, Any, bool]] | None) -> inspect.Signature | None:
+def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
     if parameters is None:
         return None
     return inspect.Signature(
         [
-            inspect.Parameter(name, kind, default=inspect.Parameter.empty if required else _Default())
+            inspect.Parameter(
+                name, getattr(inspect.Parameter, kind), default=inspect.Parameter.empty if required else _Default()
+            )
             for name, kind, required in parameters
         ]
     )
