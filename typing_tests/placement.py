@@ -50,6 +50,7 @@ from fairlead_placement.spi import (
     autoscaler_is_there,
     block_shutdown,
     claim_slots,
+    compare_clocks,
     connection,
     draining_nodes,
     find_agents,
@@ -331,6 +332,7 @@ def look_from_outside() -> None:
     assert_type(read_newer(agents[0], "key", 1, timeout_s=5.0), tuple[int, Any] | Exception)
     assert_type(run_on_agents(len, {agents[0]: ("abc",)}, timeout_s=5.0), dict[Agent, int | Exception])
     assert_type(process_is_alive("worker"), bool | None)
+    assert_type(compare_clocks(lambda: 1.0, lambda: 2.0), tuple[float, float] | None)
 
 
 def show() -> int:

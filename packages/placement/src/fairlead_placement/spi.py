@@ -8,7 +8,16 @@ what a dropped object holds.
 
 from ._init import connection
 from ._nodes.agent import run_on_nodes, usage_on_nodes
-from ._nodes.directory import Agent, find_agents, publish, read_boards, read_newer, run_on_agents, withdraw
+from ._nodes.directory import (
+    Agent,
+    compare_clocks,
+    find_agents,
+    publish,
+    read_boards,
+    read_newer,
+    run_on_agents,
+    withdraw,
+)
 from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes
 from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
@@ -31,6 +40,7 @@ __all__ = [
     "autoscaler_is_there",
     "block_shutdown",
     "claim_slots",
+    "compare_clocks",
     "connection",
     "draining_nodes",
     "find_agents",

@@ -123,7 +123,7 @@ class _Spans:
     def _request(self, request: Request, end: float, context: SpanContext) -> ReadableSpan:
         driver = self._timeline.group.driver
         about = {"fairlead.workers": request.workers, "host.name": driver["host"], "process.pid": driver["pid"]}
-        return self._span(request.method, context, None, SpanKind.CLIENT, request.start, end, request.failed, about)
+        return self._span(request, end, SpanKind.CLIENT, context, None, about)
 
     def _call(self, one: WorkerTimeline, span: Span, end: float, parent: SpanContext | None) -> ReadableSpan:
         worker = one.worker
@@ -144,30 +144,28 @@ class _Spans:
             if span.start <= when <= end
         ]
         kind = SpanKind.INTERNAL if parent is None else SpanKind.SERVER
-        return self._span(span.method, context, parent, kind, span.start, end, span.failed, about, steps)
+        return self._span(span, end, kind, context, parent, about, steps)
 
     def _span(
         self,
-        name: str,
+        one: Request | Span,
+        end: float,
+        kind: SpanKind,
         context: SpanContext,
         parent: SpanContext | None,
-        kind: SpanKind,
-        start: float,
-        end: float,
-        failed: bool,
         attributes: Mapping[str, Any],
         events: Sequence[Event] = (),
     ) -> ReadableSpan:
         return ReadableSpan(
-            name=name,
+            name=one.method,
             context=context,
             parent=parent,
             resource=self._resource,
             attributes=BoundedAttributes(attributes=attributes),
             events=events,
             kind=kind,
-            status=Status(StatusCode.ERROR if failed else StatusCode.OK),
-            start_time=self._nanoseconds(start),
+            status=Status(StatusCode.ERROR if one.failed else StatusCode.OK),
+            start_time=self._nanoseconds(one.start),
             end_time=self._nanoseconds(end),
             instrumentation_scope=SCOPE,
         )

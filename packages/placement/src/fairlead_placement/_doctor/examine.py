@@ -10,10 +10,10 @@ from typing import Any
 import ray
 
 from .._nodes.agent import NodeAgent, run_on_nodes
+from .._nodes.directory import compare_clocks
 from .._nodes.head import ask_head
 from .._nodes.ports import PORT_HIGH, PORT_LOW
 from .._ray_private import draining_nodes
-from ..exceptions import PlacementError
 from . import probe
 from .checks import Check, Expected, Facts, NodeFacts, judge
 
@@ -38,12 +38,15 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     alive = [row["NodeID"] for row in rows if row["Alive"] and row["NodeID"] not in leaving]
     probes = run_on_nodes(probe.look_at_node, dict.fromkeys(alive, ()), timeout_s=timeout_s)
     answering = [node_id for node_id in alive if not isinstance(probes[node_id], Exception)]
-    clocks = _compare_clocks(answering, timeout_s)
+    clocks = {node_id: _compare_clock(node_id, timeout_s) for node_id in answering}
     address = {row["NodeID"]: row["NodeManagerAddress"] for row in rows}
     refused, pairs = _connect_pairs({one: address[one] for one in _spread(answering, SAMPLE)}, timeout_s)
     return judge(
         Facts(
-            nodes=[_facts(row, row["NodeID"] in leaving, probes.get(row["NodeID"]), clocks) for row in rows],
+            nodes=[
+                _facts(row, row["NodeID"] in leaving, probes.get(row["NodeID"]), clocks.get(row["NodeID"]))
+                for row in rows
+            ],
             driver={"ray": ray.__version__, "python": platform.python_version()},
             head_s=_time_head(timeout_s),
             refused=refused,
@@ -53,8 +56,8 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     )
 
 
-def _facts(row: dict[str, Any], leaving: bool, found: Any, clocks: dict[str, tuple[float, float]]) -> NodeFacts:
-    offset, error = clocks.get(row["NodeID"], (None, 0.0))
+def _facts(row: dict[str, Any], leaving: bool, found: Any, clock: tuple[float, float] | None) -> NodeFacts:
+    offset, error = clock or (None, 0.0)
     failed = isinstance(found, Exception)
     return NodeFacts(
         node_id=row["NodeID"],
@@ -68,24 +71,11 @@ def _facts(row: dict[str, Any], leaving: bool, found: Any, clocks: dict[str, tup
     )
 
 
-def _compare_clocks(node_ids: Sequence[str], timeout_s: float) -> dict[str, tuple[float, float]]:
-    """Return by node how far its clock is ahead of this one's, and the error.
+def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
+    def read() -> float | Exception:
+        return run_on_nodes(probe.read_clock, {node_id: ()}, timeout_s=timeout_s)[node_id]
 
-    Both are of the fastest of several round trips: the clock was read somewhere between its begin and its end.
-    """
-    fastest: dict[str, tuple[float, float]] = {}
-    for _ in range(ROUNDS):
-        for node_id in node_ids:
-            began = time.time()
-            try:
-                there = NodeAgent(node_id).run(probe.read_clock, timeout_s=timeout_s)
-            except PlacementError:
-                continue
-            ended = time.time()
-            error = (ended - began) / 2
-            if node_id not in fastest or error < fastest[node_id][1]:
-                fastest[node_id] = (there - (began + ended) / 2, error)
-    return fastest
+    return compare_clocks(read, time.time)
 
 
 def _spread(node_ids: Sequence[str], count: int) -> list[str]:

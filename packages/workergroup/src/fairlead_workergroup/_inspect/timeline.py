@@ -2,28 +2,16 @@
 """What a group has done lately, by one clock: read from the agents of its nodes while its driver and workers run."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fairlead_placement.spi import Agent, run_on_agents
+from fairlead_placement.spi import Agent, compare_clocks, run_on_agents
 
 from .._remote.outside import read_clock, read_requests, read_timelines
 from .groups import ANSWER_S, RegisteredGroup, RegisteredWorker
 
-ROUNDS = 8
-
-
-@dataclass(frozen=True)
-class Clock:
-    """How the clock of a node is mapped to the one of this process.
-
-    Attributes:
-        offset_s: what is added to a time of the node.
-        error_s: by how much that may be wrong.
-    """
-
-    offset_s: float
-    error_s: float
+# How far the clock of an agent is ahead of the one of this process, and the error; None if it did not answer.
+Clocks = Mapping[Agent, tuple[float, float] | None]
 
 
 @dataclass(frozen=True)
@@ -119,7 +107,7 @@ def read_timeline(group: RegisteredGroup) -> Timeline:
             by_node.setdefault(member.node_id, []).append(member)
     driver = group.driver
     agents = [group.agents[node_id] for node_id in {*by_node, driver["node_id"]} & set(group.agents)]
-    clocks = compare_clocks(agents)
+    clocks = {agent: _compare_clock(agent) for agent in agents}
     asked = {group.agents[node]: ([(one.pid, one.started) for one in there],) for node, there in by_node.items()}
     answers = run_on_agents(read_timelines, asked, timeout_s=ANSWER_S)
     workers = []
@@ -127,10 +115,10 @@ def read_timeline(group: RegisteredGroup) -> Timeline:
         answer, clock = answers[group.agents[node_id]], clocks.get(group.agents[node_id])
         if isinstance(answer, Exception) or clock is None:
             continue
+        at, error_s = -clock[0], clock[1]
         for member, row in zip(members, answer, strict=True):
             if row is None:
                 continue
-            at = clock.offset_s
             spans = [
                 Span(number, method, start + at, end + at, waited, failed, task)
                 for number, method, start, end, waited, failed, task in row["calls"]
@@ -139,13 +127,17 @@ def read_timeline(group: RegisteredGroup) -> Timeline:
                 number, method, start, task = row["running"]
                 spans.append(Span(number, method, start + at, None, task=task))
             steps = tuple((when + at, step) for when, step in row["steps"])
-            workers.append(WorkerTimeline(member, tuple(spans), steps, clock.error_s))
-    requests, error_s = _read_requests(group, clocks)
+            workers.append(WorkerTimeline(member, tuple(spans), steps, error_s))
     workers.sort(key=lambda one: one.worker.rank)
-    return Timeline(group, tuple(workers), requests, time.monotonic(), error_s)
+    requests, of_driver_s = _read_requests(group, clocks)
+    return Timeline(group, tuple(workers), requests, time.monotonic(), of_driver_s)
 
 
-def _read_requests(group: RegisteredGroup, clocks: dict[Agent, Clock]) -> tuple[tuple[Request, ...], float]:
+def _compare_clock(agent: Agent) -> tuple[float, float] | None:
+    return compare_clocks(lambda: run_on_agents(read_clock, {agent: ()}, timeout_s=ANSWER_S)[agent], time.monotonic)
+
+
+def _read_requests(group: RegisteredGroup, clocks: Clocks) -> tuple[tuple[Request, ...], float]:
     driver = group.driver
     agent = group.agents.get(driver["node_id"])
     if agent is None or (clock := clocks.get(agent)) is None:
@@ -154,28 +146,9 @@ def _read_requests(group: RegisteredGroup, clocks: dict[Agent, Clock]) -> tuple[
     answer = run_on_agents(read_requests, {agent: ask}, timeout_s=ANSWER_S)[agent]
     if isinstance(answer, Exception):
         return (), 0.0
-    at = clock.offset_s
+    ahead_s, error_s = clock
     requests = tuple(
-        Request(method, start + at, end + at if end else None, failed, count, tuple(tasks))
+        Request(method, start - ahead_s, end - ahead_s if end else None, failed, count, tuple(tasks))
         for start, end, failed, count, method, tasks in answer
     )
-    return requests, clock.error_s
-
-
-def compare_clocks(agents: Iterable[Agent]) -> dict[Agent, Clock]:
-    """Return how the clocks of agents are mapped to this one's, by the midpoint of the fastest of several round trips.
-
-    An agent that does not answer is left out.
-    """
-    clocks: dict[Agent, Clock] = {}
-    for agent in agents:
-        for _ in range(ROUNDS):
-            began = time.monotonic()
-            there = run_on_agents(read_clock, {agent: ()}, timeout_s=ANSWER_S)[agent]
-            ended = time.monotonic()
-            if isinstance(there, Exception):
-                break
-            error_s = (ended - began) / 2
-            if agent not in clocks or error_s < clocks[agent].error_s:
-                clocks[agent] = Clock((began + ended) / 2 - there, error_s)
-    return clocks
+    return requests, error_s
