@@ -88,7 +88,6 @@ def rows() -> list[Row]:
             *_plan_rows(),
             *_record_rows(),
             *_loss_rows(),
-            *_elastic_rows(),
         ]
     finally:
         ray.shutdown()
@@ -313,47 +312,6 @@ def _loss_rows() -> Iterator[Row]:
     measured = f"{statistics.median(seen) * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms"
     yield Row("from SIGKILL of a worker to WorkerFailureError", measured, "under 2 s", worst < 2)
     yield Row("  and then to an answer of all, the rank started again", f"{statistics.median(back):.2f} s", "", True)
-
-
-def _elastic_rows() -> Iterator[Row]:
-    """Measure the take-over by a standby against a restart, and growing against starting."""
-    times: dict[int, list[float]] = {0: [], 1: []}
-    options = {"workers_per_node": [4], "restart_on_failure": True, "max_restarts": 100}
-    for _ in range(3):
-        for standby, seconds in times.items():
-            with (
-                RayVirtualCluster([6], use_gpus=False) as cluster,
-                RayWorkerGroup(cluster, Worker, standby=standby, **options) as group,
-            ):
-                for rank in range(1, 4):
-                    until = time.monotonic() + 60
-                    while group.standby < standby and time.monotonic() < until:
-                        time.sleep(0.05)
-                    group.call("nothing").result()
-                    pid = group.get_worker_status()[rank].pid
-                    began = time.perf_counter()
-                    os.kill(pid, signal.SIGKILL)
-                    group.call("nothing", retries=5).result()
-                    seconds.append(time.perf_counter() - began)
-    restart, taken = (statistics.median(seconds) for seconds in times.values())
-    yield Row("from SIGKILL of a worker to an answer of all, by a restart", f"{restart:.2f} s", "", True)
-    yield Row("  with a warm standby", f"{taken:.2f} s", "at most 0.35 s", taken <= 0.35)
-
-    grown, started = [], []
-    for _ in range(5):
-        with RayVirtualCluster([8], use_gpus=False) as cluster:
-            with RayWorkerGroup(cluster, Worker, workers_per_node=[4]) as group:
-                group.call("nothing").result()
-                began = time.perf_counter()
-                group.resize(worker=8)
-                grown.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            with RayWorkerGroup(cluster, Worker, workers_per_node=[4]) as group:
-                started.append(time.perf_counter() - began)
-    base, timing = statistics.median(started), statistics.median(grown)
-    yield Row("start of 4 workers", f"{base:.2f} s", "", True)
-    limit = 1.1 * base + 0.1
-    yield Row("  growing by 4 workers", f"{timing:.2f} s", "at most 1.1x plus 0.1 s", timing <= limit)
 
 
 RECORDS = 64

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import bench_batching
+import bench_elastic
 import bench_placement
 import bench_scale
 import bench_sharding
@@ -26,6 +27,7 @@ MODULES = {
     "venvs": bench_venvs,
     "workergroup": bench_workergroup,
     "workergroup at scale": bench_scale,
+    "workergroup that changes": bench_elastic,
     "tpu-executor": bench_tpu_executor,
     "transfer": bench_transfer,
 }
