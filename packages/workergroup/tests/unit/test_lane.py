@@ -194,6 +194,24 @@ class TestMessages:
             futures_of.get(sent)
         assert isinstance(caught.value.cause, ActorDiedError)
 
+    def test_end_while_sending(self, group, monkeypatch):
+        """A call fails if the worker dies after its connection was found and before the call is queued there."""
+        hold = group.lane._hold
+
+        @contextlib.contextmanager
+        def hold_and_lose():
+            with hold():
+                session = group.lane._by_identity.pop(group.lane._sessions[0].identity)
+                session.end(ActorDiedError())
+                yield
+
+        with monkeypatch.context() as patch:
+            patch.setattr(group.lane, "_hold", hold_and_lose)
+            sent = group.send("echo", 1, ranks=[0])
+        assert futures_of.wait(sent, timeout=1)[0] == sent
+        with pytest.raises(ActorDiedError):
+            futures_of.get(sent)
+
     def test_order_and_detour(self, group):
         """The calls after a detour run after those before it."""
         for i in range(200):

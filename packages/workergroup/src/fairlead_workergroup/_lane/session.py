@@ -125,7 +125,6 @@ class Session:
         send_frames: sends a message to the worker; returns whether there is a connection.
         greeted: whether the worker has connected and said what it has received.
         stopping: whether the worker will end the serve call after the calls before.
-        over: whether the serve call has ended.
         error: the error that ended the serve call.
         exhausted: whether the object store has no answer any more, although the worker has announced one.
     """
@@ -138,7 +137,6 @@ class Session:
     send_frames: Callable[[bytes, Sequence[Any]], bool]
     greeted: bool = False
     stopping: bool = False
-    over: bool = False
     error: BaseException | None = None
     exhausted: bool = False
     _sent: int = 0
@@ -149,9 +147,14 @@ class Session:
     _calls: dict[int, _Pending] = field(default_factory=dict)
     # Answers in order, from the first one that is stored and whose reference has not arrived.
     _arrived: deque[tuple[_Pending, int, int, Sequence[bytes]]] = field(default_factory=deque)
+    # The error of calls that have no answer, once the serve call has ended.
+    _end_error: BaseException | None = None
 
     def add(self, future: LaneFuture | LaneStream, body: Body) -> None:
-        """Queue a call."""
+        """Queue a call; it fails at once if the serve call has ended since the session was found."""
+        if self._end_error is not None:
+            future.resolve(error=self._end_error)
+            return
         # Nobody needs the items of a generator that the caller has dropped.
         target = weakref.ref(future) if isinstance(future, LaneStream) else lambda: future
         self._waiting.append(_Pending(future.task, body, target))
@@ -161,6 +164,11 @@ class Session:
         if not self.stopping:
             self.stopping = True
             self._waiting.append(STOP)
+
+    @property
+    def over(self) -> bool:
+        """Whether the serve call has ended."""
+        return self._end_error is not None
 
     @property
     def backlog(self) -> int:
@@ -258,7 +266,7 @@ class Session:
 
     def end(self, error: BaseException) -> None:
         """Fail all calls that have no answer, because the serve call has ended."""
-        self.over = True
+        self._end_error = error
         calls = [pending for pending, *_ in self._arrived]
         calls += [*self._calls.values(), *(call for call in self._waiting if isinstance(call, _Pending))]
         self._arrived.clear()
