@@ -18,7 +18,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
-from ._ray_private import object_sizes
+from ._ray_private import object_sizes, task_of_ref
 
 # How long one kind of future is waited for before the other kind is looked at, if a wait has both.
 TURN_S = 0.005
@@ -63,16 +63,18 @@ class LaneFuture:
         error: the error, once it has been read, or if it did not come from the worker.
     """
 
+    # A call makes one for each worker, so these are set when they change.
+    done: bool = False
+    failed: bool = False
+    frames: Sequence[bytes] | None = None
+    ref: ObjectRef[Any] | None = None
+    has_references: bool = False
+    error: BaseException | None = None
+    _callbacks: "tuple[Callable[[LaneFuture], None], ...]" = ()
+
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.carrier: Carrier = carrier
         self.task: bytes = task
-        self.done: bool = False
-        self.failed: bool = False
-        self.frames: Sequence[bytes] | None = None
-        self.ref: ObjectRef[Any] | None = None
-        self.has_references: bool = False
-        self.error: BaseException | None = None
-        self._callbacks: list[Callable[[LaneFuture], None]] = []
 
     def task_id(self) -> _TaskId:
         """Return the id of the request."""
@@ -99,12 +101,13 @@ class LaneFuture:
         """Set the answer, unless there is one."""
         if self.done:
             return
-        self.frames, self.ref, self.has_references = frames, ref, has_references
-        self.error, self.failed = error, failed or error is not None
+        self.frames = frames
+        if failed or error is not None or ref is not None:
+            self.ref, self.has_references, self.error = ref, has_references, error
+            self.failed = failed or error is not None
         with _adding:
             self.done = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        for callback in self._callbacks:
             callback(self)
 
     def get(self) -> Any:
@@ -151,7 +154,7 @@ class LaneFuture:
         """Call a function with this future when the answer has arrived."""
         with _adding:
             if not self.done:
-                self._callbacks.append(callback)
+                self._callbacks += (callback,)
                 return
         callback(self)
 
@@ -291,11 +294,19 @@ def is_message(future: Any) -> bool:
     return isinstance(future, (LaneFuture, LaneStream))
 
 
+def task_of_future(future: Any) -> bytes:
+    """Return the id of the task that creates an object, or the items of a generator."""
+    if is_message(future):
+        task: bytes = future.task
+        return task
+    return task_of_ref(end_of(future))
+
+
 def wait(
     futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
     """Return which futures are ready and which are not, as `ray.wait` does."""
-    carriers = {id(one): one for future in futures if is_message(future) for one in [_carrier(future)]}
+    carriers = list(dict.fromkeys(_carrier(future) for future in futures if is_message(future)))
     if not carriers:
         ready_of_ray: tuple[list[Any], list[Any]] = ray.wait(
             list(futures), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
@@ -319,7 +330,7 @@ def wait(
             ready = set(ray.wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
         alone = len(carriers) == 1 and not of_ray
         rest = None if ended is None else max(0.0, ended - time.monotonic())
-        for carrier in carriers.values():
+        for carrier in carriers:
             carrier.run(is_enough, rest if alone else min(TURN_S, TURN_S if rest is None else rest))
         done = [one for one in futures if (one in ready if not is_message(one) else one.is_ready)]
         if len(done) >= num_returns or (ended is not None and time.monotonic() >= ended):
@@ -346,17 +357,19 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
             waiting.pop()
         return not waiting or any(future.failed for future in waiting)
 
-    for carrier in {id(one): one for future in messages for one in [_carrier(future)]}.values():
+    for carrier in dict.fromkeys(_carrier(future) for future in messages):
         own = None if ended is None else max(0.0, ended - time.monotonic())
         carrier.run(is_enough, own)
-    for future in messages:
+    for future in waiting:
         if future.failed:
             future.get()
-    if not all(future.done for future in messages):
+    if waiting:
         raise GetTimeoutError(f"Get timed out: some answers of a lane have not arrived within {timeout} s.")
+    if len(messages) == len(futures):
+        return [future.get() for future in messages]
     of_ray = [future for future in futures if not is_message(future)]
     rest = None if ended is None else max(0.0, ended - time.monotonic())
-    fetched = iter(ray.get(of_ray, timeout=rest) if of_ray else ())
+    fetched = iter(ray.get(of_ray, timeout=rest))
     return [future.get() if is_message(future) else next(fetched) for future in futures]
 
 
@@ -372,8 +385,9 @@ def end_of(future: Any) -> Any:
 
 def sizes(futures: Sequence[Any]) -> int:
     """Return the bytes of fetched results, as sent."""
+    of_ray = [future for future in futures if not is_message(future)]
     of_messages: int = sum(future.size() for future in futures if is_message(future))
-    return of_messages + sum(object_sizes([future for future in futures if not is_message(future)]))
+    return of_messages + (sum(object_sizes(of_ray)) if of_ray else 0)
 
 
 def _carrier(future: Any) -> Carrier:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
@@ -75,11 +75,6 @@ def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
         return None
     _, owner, status = core_worker.serialize_object_ref(ref)
     return ref.binary(), owner, status
-
-
-def task_of_future(future: Any) -> bytes:
-    """Return the id of the task that creates an object, or the items of a generator."""
-    return task_of_ref(future.completed() if isinstance(future, ObjectRefGenerator) else future)
 
 
 def dead_actors() -> frozenset[str]:

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import _ray_private as private
+from fairlead_workergroup._futures import task_of_future
 from fairlead_workergroup._remote import progress
 
 # The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
@@ -51,7 +52,7 @@ def test_ids_of_a_reference():
 
     for ref in (REF, Ref):
         assert private.task_of_ref(ref) == TASK
-        assert private.task_of_future(ref) == TASK
+        assert task_of_future(ref) == TASK
         assert private.actor_id_of_ref(ref) == ACTOR.hex()
 
 

@@ -86,7 +86,8 @@ class Execution:
         self.method: Method = self.order.method
         self.positions, self.others = split_positions(self.ranks, self.returned)
         self.answering: frozenset[int] = frozenset(self.positions)
-        if not self.options.retries:  # the requests are not needed again, and must not keep their values alive
+        # Requests that have been sent were made one by one, and only retries keep them.
+        if isinstance(self.sent, Future) and not self.options.retries:
             self.order = replace(self.order, requests=())
 
     @property

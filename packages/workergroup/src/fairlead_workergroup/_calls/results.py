@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
-from .._futures import end_of, get, get_one, is_message, is_stream, wait
-from .._ray_private import actor_id_of_ref, task_of_future, task_of_ref
+from .._futures import end_of, get, get_one, is_message, is_stream, task_of_future, wait
+from .._ray_private import actor_id_of_ref, task_of_ref
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, is_not_ready, retrieve_late, short_traceback
 from .sender import Sender
@@ -156,7 +156,7 @@ def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tu
     Raises:
         ValueError: `returned` names a rank that was not called.
     """
-    if returned is None:
+    if returned is None or returned == called:
         return list(range(len(called))), []
     index = {rank: at for at, rank in enumerate(called)}
     if unknown := [rank for rank in returned if rank not in index]:

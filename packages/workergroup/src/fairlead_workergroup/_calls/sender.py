@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -389,6 +390,11 @@ def _make_rows(
     hosted, count, answers = method.hosted, len(recipients.called), recipients.answers
     positional = len(columns) - len(names)
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    if answers is None and not gathers and all(column.index is None for column in columns):
+        values = [column.values[0] for column in columns]
+        request = Request(hosted, values[:positional], dict(zip(names, values[positional:], strict=True)))
+        yield from itertools.repeat(request, count)
+        return
     rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
     for at, row in enumerate(rows):
         name = hosted

@@ -40,7 +40,7 @@ SLICE_S = 0.5
 # How long a thread that found another one at the socket waits before it looks again.
 FOLLOW_S = 0.02
 # For so long after the last use by a caller the keeper leaves the socket to the callers.
-IDLE_S = 0.005
+IDLE_S = 0.02
 # While the object store has not reported an answer that the worker has announced.
 REPORT_S = 0.001
 # The calls of a worker that may wait to be sent. Further calls wait until there is room.
@@ -77,6 +77,8 @@ class Lane:
         self._overlaps = overlaps
         self._sessions: dict[int, Session] = {}
         self._by_identity: dict[bytes, Session] = {}
+        # Those with calls or answers that wait.
+        self._busy: set[Session] = set()
         # Ray reports here, on a thread of its own, which serve calls have ended.
         self._ended: deque[tuple[Session, BaseException | None]] = deque()
         self._checked = time.monotonic()
@@ -140,19 +142,25 @@ class Lane:
             The future of each request; None if there was no room in time, and nothing has been sent.
         """
         with self._order:
-            sessions = [self._session(now[rank]) for rank in ranks]
+            members = now.members
+            sessions = [self._session(members[rank]) for rank in ranks]
             if any(one.backlog >= MOST_WAITING for one in sessions) and not self.run(
                 lambda: all(one.backlog < MOST_WAITING for one in sessions), room_s
             ):
                 return None
             futures: list[Any] = []
-            bodies = encode(requests)
+            number = self._next_task
+            self._next_task += len(sessions)
             with self._hold():
-                for session, (method, body) in zip(sessions, bodies, strict=True):
+                for session, (method, body) in zip(sessions, encode(requests), strict=True):
+                    number += 1
+                    # In the form of Ray's ids: the id of the request, then that of the actor.
+                    task = struct.pack("<Q", number) + session.actor_id
                     kind = LaneStream if yields_items and method != SILENT else LaneFuture
-                    future = kind(self, self._make_task(session))
-                    session.add(future, body)
-                    session.pump()
+                    future = kind(self, task)
+                    session.call(future, body)
+                    if session.is_busy:
+                        self._busy.add(session)
                     futures.append(future)
             self._uses += 1
             return futures
@@ -204,7 +212,7 @@ class Lane:
         while True:
             left = SLICE_S if ended is None else min(SLICE_S, ended - time.monotonic())
             self._uses += 1
-            self._step(max(0.0, left))
+            self._step(max(0.0, left), is_enough)
             if is_enough():
                 return True
             if left <= 0 or self._closed:
@@ -254,11 +262,8 @@ class Lane:
             for session in sessions:
                 session.stop()
                 session.pump()
-
-    def _make_task(self, session: Session) -> bytes:
-        """Return an id in the form of Ray's: of the request, then of the actor."""
-        self._next_task += 1
-        return struct.pack("<Q", self._next_task) + session.actor_id
+                if session.is_busy:
+                    self._busy.add(session)
 
     @contextlib.contextmanager
     def _hold(self) -> Iterator[None]:
@@ -277,11 +282,12 @@ class Lane:
             if not self._closed:
                 self._router.interrupt()
 
-    def _step(self, timeout_s: float, *, frees: bool = False) -> None:
+    def _step(self, timeout_s: float, is_enough: Callable[[], bool] = bool, *, frees: bool = False) -> None:
         """Receive messages, or wait for the thread that does so.
 
         Args:
             timeout_s: how long to wait for a message.
+            is_enough: whether the rest of the messages may wait.
             frees: whether this is a background thread, which must not free references while Ray shuts down.
         """
         with self._gate:  # a thread in `_hold` comes first
@@ -289,10 +295,10 @@ class Lane:
         if is_mine:
             try:
                 if not self._closed:
-                    waiting = any(one.awaits_store for one in self._by_identity.values()) or self._ended
+                    waiting = self._ended or any(one.awaits_store for one in self._busy)
                     self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
                     with block_shutdown() if frees else contextlib.nullcontext():
-                        self._receive()
+                        self._receive(is_enough)
             finally:
                 self._socket_lock.release()
             self._notify()
@@ -307,17 +313,21 @@ class Lane:
             with self._changed:
                 self._changed.notify_all()
 
-    def _receive(self) -> None:
-        sessions = self._by_identity
-        for identity, *message in self._router.receive():
+    def _receive(self, is_enough: Callable[[], bool]) -> None:
+        sessions, busy = self._by_identity, self._busy
+        for identity, first, others in self._router.receive():
             session = sessions.get(identity)
             if session is not None:
-                session.accept(message)
-        for session in sessions.values():
-            if session.awaits_store:
-                session.hand_out()
-            if session.backlog:
-                session.pump()
+                session.accept(first, others)
+                if session.is_busy:
+                    busy.add(session)
+            if is_enough():  # finding out that there are no more messages costs as much as two of them
+                break
+        for session in list(busy):
+            session.hand_out()
+            session.pump()
+            if not session.is_busy:
+                busy.discard(session)
         self._check_sessions()
         for _ in range(len(self._ended)):
             session, error = self._ended.popleft()
@@ -327,6 +337,7 @@ class Lane:
             session.error = error
             session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
             self._by_identity.pop(session.identity, None)
+            self._busy.discard(session)
 
     def _check_sessions(self) -> None:
         """Look from time to time for serve calls whose end has not been reported."""
@@ -364,6 +375,7 @@ class Lane:
             for session in list(self._by_identity.values()):
                 session.end(error)
             self._by_identity.clear()
+            self._busy.clear()
             self._sessions.clear()
             self._router.close()
         self._notify()

@@ -21,7 +21,12 @@ def encode(requests: Iterable[Any]) -> Iterator[tuple[str, Body]]:
     last: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
     body: Body | None = None
+    before: Any = None
     for request in requests:
+        if request is before and body is not None:
+            yield request.method, body
+            continue
+        before = request
         values = (*request.args, *request.kwargs.values())
         same = (request.method, tuple(request.kwargs), *map(id, values))
         if body is None or same != last:

@@ -7,7 +7,15 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._remote.lane import DEAD_LINK_MS, HEARTBEAT_MS, NO_BLOCK, SEND_MORE, LaneConfig
+from .._remote.lane import (
+    ANSWER_BYTES,
+    DEAD_LINK_MS,
+    HEARTBEAT_MS,
+    NO_BLOCK,
+    RECEIVES_MORE,
+    SEND_MORE,
+    LaneConfig,
+)
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
@@ -50,6 +58,9 @@ class Router:
         }
         for option, value in options.items():
             self._socket.setsockopt(option, value)
+        # The wrappers of pyzmq around these methods, for options that are not used here, take as long as the methods.
+        plain: Any = super(zmq.Socket, self._socket)
+        self._receive_frame, self._send_frame = plain.recv, plain.send
         host = f"[{address}]" if ":" in address else address
         self.address: str = f"tcp://{host}:{port}"
         try:
@@ -79,21 +90,29 @@ class Router:
         if self._gatekeeper in ready:
             self._let_in()
 
-    def receive(self) -> Iterator[list[bytes]]:
-        """Yield the messages that have arrived, each with the sender's name in front."""
+    def receive(self) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
+        """Yield the messages that have arrived: the name of the sender, the first frame, and the other frames."""
+        receive = self._receive_frame
         while True:
             try:
-                yield self._socket.recv_multipart(NO_BLOCK)
+                identity = receive(NO_BLOCK)
             except self._zmq.Again:
                 return
+            first, others = receive(), []
+            # The header says whether frames follow.
+            has_more = first[1] if len(first) >= ANSWER_BYTES else self._socket.getsockopt(RECEIVES_MORE)
+            while has_more:
+                others.append(receive())
+                has_more = self._socket.getsockopt(RECEIVES_MORE)
+            yield identity, first, others
 
     def send(self, identity: bytes, message: Sequence[Any]) -> bool:
         """Send a message; return whether there is a connection of this name."""
         try:
-            self._socket.send(identity, NO_BLOCK | SEND_MORE)
+            self._send_frame(identity, NO_BLOCK | SEND_MORE)
             for frame in message[:-1]:
-                self._socket.send(frame, NO_BLOCK | SEND_MORE)
-            self._socket.send(message[-1], NO_BLOCK)
+                self._send_frame(frame, NO_BLOCK | SEND_MORE)
+            self._send_frame(message[-1], NO_BLOCK)
         except self._zmq.ZMQError:
             return False
         return True

@@ -29,12 +29,14 @@ from .._remote.lane import (
     REQUEST,
     STOP,
     STORED_REFERENCES,
+    VALUE,
     WELCOME,
 )
 from ..exceptions import LaneError
 
 # The calls that are sent to a worker before it has answered the first of them.
 WINDOW = 64
+_REQUEST, _ANSWER = struct.Struct(REQUEST), struct.Struct(ANSWER)
 # The messages after which a worker is told that they have arrived, if no call tells it.
 ACK_EVERY = 64
 # The address of this process in errors that are made here.
@@ -83,13 +85,17 @@ def _describe(source: Any) -> Any:
     return ownership_of(ref)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     """A call of one worker that has not been answered. It keeps the arguments alive."""
 
     task: bytes
     body: Body
-    target: Callable[[], LaneFuture | LaneStream | None]
+    # Nobody needs the items of a generator that the caller has dropped.
+    future: LaneFuture | weakref.ref[LaneStream]
+
+    def target(self) -> LaneFuture | LaneStream | None:
+        return self.future if isinstance(self.future, LaneFuture) else self.future()
 
     def deliver(self, kind: int, form: int, frames: Sequence[bytes], ref: ObjectRef[Any] | None) -> None:
         target = self.target()
@@ -150,14 +156,21 @@ class Session:
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
-    def add(self, future: LaneFuture | LaneStream, body: Body) -> None:
-        """Queue a call; it fails at once if the serve call has ended since the session was found."""
+    def call(self, future: LaneFuture | LaneStream, body: Body) -> None:
+        """Send a call, or queue it until it is its turn.
+
+        It fails at once if the serve call has ended since the session was found.
+        """
         if self._end_error is not None:
             future.resolve(error=self._end_error)
             return
-        # Nobody needs the items of a generator that the caller has dropped.
-        target = weakref.ref(future) if isinstance(future, LaneStream) else lambda: future
-        self._waiting.append(_Pending(future.task, body, target))
+        pending = _Pending(future.task, body, future if isinstance(future, LaneFuture) else weakref.ref(future))
+        if self._waiting or not self.greeted or len(self._calls) >= WINDOW or body.sources:
+            self._waiting.append(pending)
+            self.pump()
+        else:
+            self._send(CALL, pending.task, (body.pickled,))
+            self._calls[self._sent] = pending
 
     def stop(self) -> None:
         """Let the worker end the serve call when it has answered the calls before."""
@@ -179,6 +192,11 @@ class Session:
     def awaits_store(self) -> bool:
         """Whether an answer has arrived whose reference has not."""
         return bool(self._arrived)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls or answers wait here, for a reason that other messages or the object store may remove."""
+        return bool(self._waiting or self._arrived)
 
     def pump(self) -> None:
         """Send the calls whose turn it is, as far as the window allows."""
@@ -222,9 +240,9 @@ class Session:
         if any(call.task == task for call in self._calls.values()):
             self._send(CANCEL, task)
 
-    def accept(self, message: Sequence[bytes]) -> None:
-        """Take a message of the worker."""
-        kind, form, number, acked, call = struct.unpack_from(ANSWER, message[0])
+    def accept(self, first: bytes, others: Sequence[bytes]) -> None:
+        """Take a message of the worker: its first frame, and the others."""
+        kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()
         if kind == HELLO:
@@ -238,10 +256,13 @@ class Session:
                 self._send_unnumbered(ACK)
             else:
                 pending = self._calls[call] if kind == ITEM else self._calls.pop(call)
-                content = message[0][ANSWER_BYTES:]
-                frames = [content, *message[1:]] if content else ()
+                content = first[ANSWER_BYTES:]
+                frames = [content, *others] if content else ()
                 if form == INLINE and not self._arrived:
-                    pending.deliver(kind, form, frames, None)
+                    if kind == VALUE and isinstance(pending.future, LaneFuture):
+                        pending.future.resolve(frames)
+                    else:
+                        pending.deliver(kind, form, frames, None)
                 else:
                     self._arrived.append((pending, kind, form, frames))
                     self.hand_out()
@@ -279,7 +300,7 @@ class Session:
     def _send(self, kind: int, task: bytes = NO_TASK, frames: Sequence[bytes] = ()) -> None:
         self._sent += 1
         self._told = self._received
-        header = struct.pack(REQUEST, kind, self._sent, self._received, task)
+        header = _REQUEST.pack(kind, len(frames) > 1, self._sent, self._received, task)
         message = [header + frames[0], *frames[1:]] if frames else [header]
         self._unacked.append((self._sent, message))
         if not self.send_frames(self.identity, message):
@@ -287,4 +308,4 @@ class Session:
 
     def _send_unnumbered(self, kind: int) -> None:
         self._told = self._received
-        self.send_frames(self.identity, [struct.pack(REQUEST, kind, 0, self._received, NO_TASK)])
+        self.send_frames(self.identity, [_REQUEST.pack(kind, False, 0, self._received, NO_TASK)])

@@ -11,9 +11,9 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import alive_nodes, ask_head, run_on_nodes
 
-from .._futures import is_message
+from .._futures import is_message, task_of_future
 from .._members import Snapshot, WorkerFacts
-from .._ray_private import actor_id_of, dead_actors, task_of_future
+from .._ray_private import actor_id_of, dead_actors
 from .._remote.process import Process
 from .._remote.process import find_ended as find_ended_processes
 from .._remote.progress import cancel_tasks, read_records

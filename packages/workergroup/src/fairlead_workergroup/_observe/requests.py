@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._ray_private import task_of_future
+from .._futures import task_of_future
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
 
 
@@ -86,10 +86,13 @@ class RequestLog:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
         with self._lock:
             # A repetition, which is an entry of its own, begins with the first worker that was lost.
-            for future in futures if self._open else ():
-                number, (began, *values) = self._open.pop(task_of_future(future)[:8], (0, (0.0,)))
-                if number > self._written - KEPT and number:
-                    self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+            for future in futures:
+                if not self._open:
+                    break
+                if (task := task_of_future(future)[:8]) in self._open:
+                    number, (began, *values) = self._open.pop(task)
+                    if number > self._written - KEPT:
+                        self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
 
     def _write(
         self, number: int, version: int, began: float, ended: float, failed: bool, values: Sequence[Any]

@@ -109,7 +109,8 @@ class Counters:
     def add(self, **more: int) -> None:
         """Add to counts, given by name."""
         with self._lock:
-            self._counts.update(more)
+            for name, count in more.items():
+                self._counts[name] += count
 
     def add_fetched(self, refs: Sequence[ObjectRef[Any]]) -> int:
         """Count fetched results; return their size in bytes."""

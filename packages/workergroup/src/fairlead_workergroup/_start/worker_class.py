@@ -68,12 +68,19 @@ class Method:
         Raises:
             TypeError: as calling the method would.
         """
-        if self.signature is None:
+        shape = len(args), tuple(kwargs)
+        if self.signature is None or shape in self._accepted:
             return
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        self._accepted.add(shape)
+
+    @cached_property
+    def _accepted(self) -> set[tuple[int, tuple[str, ...]]]:
+        """The numbers of positional arguments and the names of the others that the method is known to take."""
+        return set()
 
 
 @dataclass(frozen=True)
