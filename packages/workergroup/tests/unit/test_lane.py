@@ -212,6 +212,20 @@ class TestMessages:
         with pytest.raises(ActorDiedError):
             futures_of.get(sent)
 
+    def test_failing_ray(self, group, monkeypatch):
+        """The thread that receives messages goes on when Ray has raised an error there."""
+        failed = threading.Event()
+
+        def fail(streams):
+            failed.set()
+            raise OSError("Ray does not answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("fairlead_workergroup._lane.lane.find_ended", fail)
+            assert failed.wait(20)
+        (sent,) = group.send("echo", 1, ranks=[0])
+        assert sent.future().result(10) == ((1,), {})
+
     def test_order_and_detour(self, group):
         """The calls after a detour run after those before it."""
         for i in range(200):

@@ -361,7 +361,13 @@ class Lane:
                 self._wanted.wait(IDLE_S)
                 self._wanted.clear()
                 continue
-            self._step(SLICE_S, frees=True)
+            try:
+                self._step(SLICE_S, frees=True)
+            except Exception as error:  # noqa: BLE001  without this thread nobody would answer the workers
+                if self._roster.connected:  # otherwise Ray has been shut down meanwhile
+                    logger.warning("A lane could not take a message: %r", error)
+                    time.sleep(SLICE_S)
+                continue
             if not self._by_identity and (self._closing or self._roster.ending):
                 self._finish(WorkerGroupError(CLOSED))
 

@@ -174,7 +174,7 @@ class Session:
 
     def stop(self) -> None:
         """Let the worker end the serve call when it has answered the calls before."""
-        if not self.stopping:
+        if not self.stopping and not self.over:
             self.stopping = True
             self._waiting.append(STOP)
 
