@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -134,10 +135,17 @@ class Source(NamedTuple):
     Attributes:
         method: the method of the other call; None for a plain ObjectRef.
         ids: the ids of the objects. References would keep the objects in the store after their last use.
+        answers: the results that a lane delivers.
     """
 
     method: str | None
     ids: tuple[bytes, ...]
+    answers: tuple["weakref.ref[LaneFuture]", ...] = ()
+
+
+def _make_source(method: str | None, results: Sequence[Any]) -> Source:
+    answers = tuple(weakref.ref(one) for one in results if isinstance(one, LaneFuture))
+    return Source(method, tuple(one.binary() for one in results if not isinstance(one, LaneFuture)), answers)
 
 
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
@@ -230,7 +238,7 @@ class Arguments:
             self.obstacle = REFERENCE
             return value
         if isinstance(value, LaneFuture):
-            self.sources.append(Source(None, (value.binary(),)))
+            self.sources.append(_make_source(None, [value]))
             self.obstacle = _obstacle_of(value) or self.obstacle
             self.has_answers = True
             return value
@@ -239,7 +247,7 @@ class Arguments:
         if isinstance(value, PassedOn):
             passed = value.as_argument()
             refs = passed.refs if isinstance(passed, Gathered) else [passed]
-            self.sources.append(Source(value.made_by(), tuple(ref.binary() for ref in refs)))
+            self.sources.append(_make_source(value.made_by(), refs))
             self.obstacle = next(filter(None, map(_obstacle_of, refs)), self.obstacle)
             self.has_answers = self.has_answers or any(isinstance(ref, LaneFuture) for ref in refs)
             return passed

@@ -149,7 +149,6 @@ class TestViews:
 
 
 class TestNotebooks:
-    @pytest.mark.by_ray
     def test_group_and_call(self, group):
         """A group and a call have a row for each worker with its state; texts are escaped."""
         shown = group._repr_html_()

@@ -127,7 +127,6 @@ class TestStreams:
         with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([classic.futures[1]])
 
-    @pytest.mark.by_ray
     def test_one_failure_ends_the_wait_for_generators(self, doomed):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):

@@ -108,7 +108,6 @@ class TestWaiting:
 
         asyncio.run(main())
 
-    @pytest.mark.by_ray
     def test_a_late_argument(self, group, doomed):
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
         made = doomed.call("sleep", 3.0, ranks=[2], tag="made")

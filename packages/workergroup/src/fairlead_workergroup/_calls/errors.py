@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 from types import TracebackType
 
 import ray
@@ -124,7 +125,11 @@ def describe_missing(sources: Iterable[Source]) -> str:
     """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
     method_of = {one: source.method for source in sources for one in source.ids}
     refs = still_referenced(method_of) if method_of else []
-    missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
+    missing: list[Any] = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
+    for source in sources:
+        answers = [answer for one in source.answers if (answer := one()) is not None and not answer.done]
+        method_of |= {answer.binary(): source.method for answer in answers}
+        missing += answers
     pending: dict[tuple[str | None, str], dict[int, WorkerFacts]] = {}
     others = 0
     for ref in missing:

@@ -161,6 +161,7 @@ class Lane:
                     session.call(future, body)
                     if session.is_busy:
                         self._busy.add(session)
+                        body.call_when_ready(self, self._interrupt)
                     futures.append(future)
             self._uses += 1
             return futures

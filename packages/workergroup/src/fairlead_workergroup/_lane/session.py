@@ -12,7 +12,7 @@ from typing import Any
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from .._futures import LaneFuture, LaneStream
+from .._futures import Carrier, LaneFuture, LaneStream
 from .._ray_private import ownership_of
 from .._remote.lane import (
     ACK,
@@ -70,6 +70,12 @@ class Body:
     def has_references(self) -> bool:
         """Whether an argument holds references, which a message cannot carry."""
         return any(source.has_references for _, source in self.sources if isinstance(source, LaneFuture))
+
+    def call_when_ready(self, carrier: Carrier, notify: Callable[[], None]) -> None:
+        """Call a function when an argument arrives that another carrier delivers."""
+        for _, source in self.sources:
+            if isinstance(source, LaneFuture) and source.carrier is not carrier and not source.done:
+                source.add_callback(lambda _: notify())
 
     def frames(self) -> list[bytes]:
         """Return the frames of the message."""
