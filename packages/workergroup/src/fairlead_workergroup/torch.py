@@ -21,6 +21,8 @@ import io
 import ipaddress
 import os
 import pickle
+import time
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ._context import Compression, check_compression, current_worker
+from ._context import Compression, CurrentWorker, check_compression, current_worker
 
 __all__ = [
     "GradientBytes",
@@ -45,13 +47,16 @@ __all__ = [
     "wrap_ddp",
 ]
 
+# Between two looks of rank 0 at who has arrived.
+ARRIVED_S = 0.005
+
 _groups: dict[tuple[str, ...], Any] = {}
 # The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
 _timeout: timedelta | None = None
 # How many process groups this process has joined.
 _joined = 0
-# The epoch of the last attempt to join one, and the number of attempts in it.
-_attempts = -1, 0
+# The store of the latest attempt to join one. Rank 0 serves it, also between attempts.
+_store: dist.TCPStore | None = None
 # Before torch 2.10 there was no such option, and groups kept the given order.
 _UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
@@ -60,7 +65,8 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     """Join all workers of the group in one process group, with the store on the leased master port.
 
     Every worker has to call it. A worker that is in a process group leaves it first, so after a resize or a restart of
-    the group all workers call it again. Models keep the process group that they were wrapped with; see `rewrap_ddp`.
+    the group all workers call it again. They can also repeat it when some of them have failed before they called it,
+    and the others have waited in vain. Models keep the process group that they were wrapped with; see `rewrap_ddp`.
 
     Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
     address in Ray. Gloo's own default is the interface of the host name's address, which is often the loopback.
@@ -74,31 +80,67 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         RuntimeError: this process runs no worker of a group.
         torch.distributed.DistStoreError: other workers did not join in time.
     """
-    global _timeout, _joined, _attempts
+    global _timeout, _joined, _store
     worker = current_worker()
-    destroy()
-    _attempts = worker.epoch, _attempts[1] + 1 if _attempts[0] == worker.epoch else 1
     backend = backend or worker.communication_backend or "gloo"
     if "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = _interface_of(ray.util.get_node_ip_address())
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
-    url = _store_url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     rank, world_size = worker.rank, worker.world_size
     with worker.waiting():
-        shared, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
-        shared.set_timeout(timeout)
-        # The port, and with it the store, may be that of earlier epochs, whose keys must not be read again.
-        store = dist.PrefixStore("epoch {} attempt {}".format(*_attempts), shared)
+        # Before the old group is left, and with it its store: others may be connected to the server already.
+        _store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        _store.set_timeout(timeout)
+        _leave()
+        # The store may have keys of earlier groups, which must not be read again.
+        store = dist.PrefixStore(_meet(_store, worker, timeout_s), _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _timeout = timeout
     _joined += 1
 
 
-def _store_url(address: str, port: str) -> str:
-    """Return the URL of the store, with an IPv6 address in brackets."""
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
+    """Return a name that all workers share which are in this call now, after each of them has arrived.
+
+    No worker counts its calls: some may have failed before they called, and others have waited for them in vain.
+
+    Raises:
+        torch.distributed.DistStoreError: others did not arrive in time.
+    """
+    own = uuid.uuid4().hex
+    arrivals = [f"epoch {worker.epoch} rank {rank}" for rank in range(worker.world_size)]
+    if worker.rank:
+        store.set(arrivals[worker.rank], own)
+        try:
+            return str(store.get(own).decode())
+        except dist.DistStoreError:
+            store.delete_key(arrivals[worker.rank])
+            raise dist.DistStoreError(
+                f"rank {worker.rank} has waited {timeout_s:g} s for the others in init_process_group. Rank 0 knows "
+                "which ranks did not call it; look at its error."
+            ) from None
+    absent, deadline = list(range(1, worker.world_size)), time.monotonic() + timeout_s
+    while absent := [rank for rank in absent if not store.check([arrivals[rank]])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(
+                f"rank(s) {', '.join(map(str, absent))} did not call init_process_group within {timeout_s:g} s, and "
+                "every worker of the group has to. Look at their errors."
+            )
+        time.sleep(ARRIVED_S)
+    names = [store.get(arrival).decode() for arrival in arrivals[1:]]
+    for arrival, name in zip(arrivals[1:], names, strict=True):
+        store.delete_key(arrival)
+        store.set(name, own)
+    return own
 
 
 def _interface_of(address: str) -> str | None:
@@ -139,6 +181,12 @@ def axis_group(*axes: str) -> dist.ProcessGroup:
 
 def destroy() -> None:
     """Leave the process group, and all process groups of axes. Can be repeated."""
+    global _store
+    _leave()
+    _store = None
+
+
+def _leave() -> None:
     global _timeout
     _groups.clear()
     _timeout = None

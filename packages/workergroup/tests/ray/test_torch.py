@@ -2,6 +2,7 @@
 """The torch helpers, on real process groups; skipped without torch."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,14 @@ class Member:
 
         init_process_group(timeout_s=60)
         return dist.get_backend(), dist.get_rank(), dist.get_world_size()
+
+    def join_unless(self, path):
+        """Fail before the rendezvous on rank 1 while a file exists."""
+        from fairlead_workergroup.torch import init_process_group
+
+        if current_worker().rank == 1 and os.path.exists(path):
+            raise OSError("no peers")
+        init_process_group(timeout_s=8)
 
     def sum_along(self, *axes):
         import torch
@@ -93,6 +102,27 @@ def test_groups_along_axes(local_ray):
             group.call("bad_axis").result()
         assert group.call("leave").result() == [False] * 4
         assert group.call("join").result()[0] == ("gloo", 0, 4)
+
+
+def test_join_after_a_failure(local_ray, tmp_path):
+    """When a worker fails before it joins, the others name it after the timeout, and all can join afterwards."""
+    fails = tmp_path / "fails"
+    fails.touch()
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Member, sharding_annotations=NamedSharding.from_shape(dp=3)) as group,
+    ):
+        outcomes = group.call("join_unless", str(fails), timeout=120).outcomes()
+        texts = [str(outcome.error) for outcome in outcomes]
+        assert "rank(s) 1 did not call init_process_group within 8 s" in texts[0]
+        assert "no peers" in texts[1]
+        assert "Rank 0 knows which ranks" in texts[2]
+        fails.unlink()
+        group.call("join_unless", str(fails), timeout=120).result()
+        assert group.call("sum_along", "dp").result() == [3] * 3
+        # A group that exists is left, while others may have called again already.
+        assert group.call("join", timeout=120).result() == [("gloo", rank, 3) for rank in range(3)]
+        assert group.call("sum_along", "dp").result() == [3] * 3
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
