@@ -52,6 +52,7 @@ from fairlead_placement.spi import (
     claim_slots,
     compare_clocks,
     connection,
+    drain_deadlines,
     draining_nodes,
     find_agents,
     head_deadline,
@@ -160,6 +161,7 @@ def look() -> None:
     with head_deadline(1.0):
         assert_type(ask_head("count the nodes", len, "ab", timeout_s=1.0, undo=print), int)
     assert_type(draining_nodes(), frozenset[str])
+    assert_type(drain_deadlines(), dict[str, float])
     assert_type(autoscaler_is_there(), bool)
     for node in read_nodes():
         assert_type(node, Node)

@@ -2,6 +2,7 @@
 """Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +27,25 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
         return None
 
 
-def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes that are draining: they end soon.
+def drain_deadlines() -> dict[str, float]:
+    """Return the nodes that are draining: they end soon.
 
     Reason: `ray.nodes()` lists them like any other node.
     Fallback: no node. A reservation on such a node then loses its slots when the node dies.
+
+    Returns:
+        The latest time of the end of each node, as of `time.time()`, by id; infinity if Ray was not told of one.
     """
     try:
-        return frozenset(ray._private.state.state.get_draining_nodes())
+        deadlines: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
+        return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
     except AttributeError:
-        return frozenset()
+        return {}
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that are draining: they end soon."""
+    return frozenset(drain_deadlines())
 
 
 def job_of_placement_group(placement_group_id: str) -> str:

@@ -19,7 +19,7 @@ from ._nodes.directory import (
     withdraw,
 )
 from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes
-from ._ray_private import autoscaler_is_there, block_shutdown, draining_nodes, never_connect
+from ._ray_private import autoscaler_is_there, block_shutdown, drain_deadlines, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
@@ -42,6 +42,7 @@ __all__ = [
     "claim_slots",
     "compare_clocks",
     "connection",
+    "drain_deadlines",
     "draining_nodes",
     "find_agents",
     "head_deadline",

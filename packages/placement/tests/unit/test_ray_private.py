@@ -2,6 +2,7 @@
 """The fallbacks for private parts of Ray that are missing (seam: the attribute is removed)."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -27,6 +28,15 @@ def test_free_resources(monkeypatch):
 
 def test_draining_nodes(no_state):
     assert private.draining_nodes() == frozenset()
+    assert private.drain_deadlines() == {}
+
+
+def test_drain_deadlines(monkeypatch):
+    """Ray gives milliseconds, and 0 for a node without a deadline."""
+    state = SimpleNamespace(get_draining_nodes=lambda: {"a": 1_500, "b": 0})
+    monkeypatch.setattr(ray._private.state, "state", state)
+    assert private.drain_deadlines() == {"a": 1.5, "b": float("inf")}
+    assert private.draining_nodes() == {"a", "b"}
 
 
 def test_autoscaler(no_state):
