@@ -6,8 +6,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 from types import TracebackType
+from typing import Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
