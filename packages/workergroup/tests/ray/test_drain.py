@@ -6,8 +6,9 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster
+from fairlead_placement import PlacementError, RayVirtualCluster, spi
 from fairlead_workergroup import RayWorkerGroup, current_worker
+from fairlead_workergroup._lifecycle import shutdown
 
 
 class Worker:
@@ -34,6 +35,28 @@ def nodes(raylets):
     quiet = {"logging_level": "error", "log_to_driver": False}
     with raylets({"num_cpus": 2}, [{"num_cpus": 2}] * 2, **quiet) as made:
         yield made
+
+
+def test_drain_of_a_node_without_an_agent(nodes, eventually, monkeypatch, caplog):
+    """Ray starts no agent on a node that drains, so the processes there are not looked at, and the ranks move."""
+    head = ray.get_runtime_context().get_node_id()
+    with (
+        RayVirtualCluster([2, 2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, workers_per_node=1) as group,
+    ):
+        ends = {one["node_id"] for one in group.worker_metadata} - {head}
+
+        def run_on_nodes(function, asks, **options):
+            answers = spi.run_on_nodes(function, asks, **options)
+            return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in ends}
+
+        monkeypatch.setattr(shutdown, "run_on_nodes", run_on_nodes)
+        monkeypatch.setattr(shutdown, "draining_nodes", lambda: frozenset(ends))
+        began = time.monotonic()
+        assert group.replace([0, 1]) == 1
+        assert time.monotonic() - began < shutdown.GONE_S
+        assert [incarnation for *_, incarnation in group.call("where").result()] == [1, 1]
+    assert "which drains; they end with it at the latest: not schedulable" in caplog.text
 
 
 def test_drain(nodes, eventually):

@@ -2,12 +2,14 @@
 """The watch for nodes that are about to end, which replaces the workers on them."""
 
 import logging
+import math
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fairlead_placement.spi import block_shutdown, draining_nodes, never_connect
+from fairlead_placement.spi import block_shutdown, drain_deadlines, never_connect
 
 from .._members import Roster
 
@@ -24,15 +26,22 @@ class DrainWatch:
     Args:
         group: the group, which the thread does not keep alive.
         roster: its roster.
-        replace: replaces ranks of the group that it is given.
+        replace: replaces ranks of the group that it is given, within a number of seconds or its default, None.
     """
 
-    def __init__(self, group: object, roster: Roster, replace: Callable[[Any, Sequence[int]], object]) -> None:
+    def __init__(
+        self, group: object, roster: Roster, replace: Callable[[Any, Sequence[int], float | None], object]
+    ) -> None:
         self._end = threading.Event()
         self._group = weakref.ref(group, lambda _: self._end.set())
         self._roster = roster
         self._replace = replace
-        threading.Thread(target=self._run, name="fairlead-drain", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="fairlead-drain", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, which it does after the group."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         never_connect()
@@ -47,15 +56,32 @@ class DrainWatch:
                 pause = AGAIN_AFTER_S
 
     def _look(self) -> None:
-        ranks, group = self._find_ranks(), self._group()
-        if ranks and group is not None:
-            self._replace(group, ranks)
+        ends, group = self._find_ranks(), self._group()
+        if not ends or group is None:
+            return
+        began, end = time.time(), min(ends.values())
+        left = end - began
+        try:
+            # A node that is there after its time may stay for any time.
+            self._replace(group, list(ends), left if 0 < left < math.inf else None)
+        finally:
+            if (late := time.time() - end) > 0 and not self._roster.ending:
+                logger.warning(
+                    "The replacement of rank(s) %s of %r ended %.1f s after the time at which Ray was told that their "
+                    "node would end; the notice left %.1f s. What its workers had not handed over may be lost. Shorten "
+                    "the calls or on_handover, or keep a standby.",
+                    ", ".join(map(str, ends)),
+                    self._roster.name_prefix,
+                    late,
+                    max(0.0, left),
+                )
 
-    def _find_ranks(self) -> list[int]:
-        """Return the ranks on nodes that are draining."""
+    def _find_ranks(self) -> Mapping[int, float]:
+        """Return when the nodes end that are draining, as of `time.time()`, by the ranks on them."""
         with block_shutdown():
             if self._roster.ending or not self._roster.connected:
                 self._end.set()
-                return []
-            draining = draining_nodes()
-        return [member.rank for member in self._roster.snapshot().members if member.slot.node_id in draining]
+                return {}
+            ends = drain_deadlines()
+        members = self._roster.snapshot().members
+        return {one.rank: ends[one.slot.node_id] for one in members if one.slot.node_id in ends}

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, run_on_nodes
+from fairlead_placement.spi import alive_nodes, draining_nodes, run_on_nodes
 
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of, actors_being_made
@@ -163,6 +163,13 @@ def _end_trees(
             if not isinstance(answer, Exception)
             for pid, _ in answer
         ]
+        # Ray starts no agent on a node that drains, and the node ends by itself.
+        for node_id in silent.keys() & draining_nodes():
+            logger.warning(
+                "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
+                node_id[:8],
+                silent.pop(node_id),
+            )
         # A node that does not answer may be about to go.
         if left or not silent or time.monotonic() >= deadline:
             return left + [f"workers on node {one[:8]}, whose agent reports: {error}" for one, error in silent.items()]

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch for draining nodes takes the time of their end into account, without Ray."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from fairlead_workergroup._elastic import drain
+
+
+class Group:
+    """Stands for a group that can be referred to weakly."""
+
+
+class Roster:
+    """Two ranks on one node."""
+
+    def __init__(self):
+        members = [SimpleNamespace(rank=rank, slot=SimpleNamespace(node_id="a")) for rank in range(2)]
+        self.snapshot = lambda: SimpleNamespace(members=members)
+        self.ending, self.connected, self.name_prefix = False, True, "policy"
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that runs a watch until its first replacement, which takes some time, has ended."""
+    monkeypatch.setattr(drain, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(drain, "never_connect", lambda: None)
+    monkeypatch.setattr(drain, "block_shutdown", contextlib.nullcontext)
+
+    def run(left_s, takes_s):
+        ends = {"a": time.time() + left_s, "b": 0.0}
+        monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
+        group, roster, calls, called = Group(), Roster(), [], threading.Event()
+
+        def replace(_, ranks, timeout):
+            time.sleep(takes_s)
+            calls.append((ranks, timeout))
+            ends.clear()
+            called.set()
+
+        watching = drain.DrainWatch(group, roster, replace)
+        assert called.wait(30)
+        roster.ending = True
+        watching.join(30)
+        return calls
+
+    return run
+
+
+def test_in_time(watch, caplog):
+    """The replacement may take the time of the notice, or its own time without one."""
+    ((ranks, timeout),) = watch(100.0, 0.0)
+    assert ranks == [0, 1]
+    assert 50 < timeout <= 100
+    assert watch(float("inf"), 0.0) == [([0, 1], None)]
+    assert "would end" not in caplog.text
+
+
+def test_too_late(watch, caplog):
+    """A replacement that takes longer than the notice says so."""
+    watch(0.5, 1.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("The replacement of rank(s) 0, 1 of 'policy' ended 0.")
+    assert "the notice left 0.5 s" in record.getMessage()
+
+
+def test_after_its_time(watch, caplog):
+    """A node that is there after its time may stay for any time."""
+    assert watch(-1.0, 0.0) == [([0, 1], None)]
+    assert "the notice left 0.0 s" in caplog.text
