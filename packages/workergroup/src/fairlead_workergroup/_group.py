@@ -393,8 +393,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Args:
             slots: the slots of the new workers, in order; None for the first free ones of the cluster, which
                 `cluster.extend` adds.
-            timeout: the seconds that all of this may take; None for `start_timeout_s`. Workers that leave and have not
-                finished by then are ended.
+            timeout: the seconds that all of this may take, the environment included; None for `start_timeout_s`.
+                Workers that leave and have not finished by then are ended.
             sizes: the axis and its new size.
 
         Returns:
@@ -438,7 +438,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerGroupError: the group, or its Ray, has been shut down.
             Exception: what `on_handover` raised. Nothing has changed.
         """
-        return self._replacer.replace(list(ranks), check_timeout("timeout", timeout))
+        return self._replacer.replace(ranks, check_timeout("timeout", timeout))
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.

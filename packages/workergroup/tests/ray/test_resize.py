@@ -5,11 +5,12 @@ import asyncio
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
@@ -19,9 +20,13 @@ from fairlead_workergroup import (
     ResizeTimeoutError,
     Shard,
     WorkerFailureError,
+    WorkerGroupError,
     WorkerStartError,
     current_worker,
 )
+from fairlead_workergroup._inspect.groups import find_groups
+from fairlead_workergroup._lifecycle import launcher
+from fairlead_workergroup._observe import memory, query
 from fairlead_workergroup.testing import kill
 
 AXES = NamedSharding.from_shape(dp=2, tp=2)
@@ -128,6 +133,100 @@ def test_grow_and_shrink(cluster):
         assert group.call("facts").result() == [(3, 8, group.master_port, 8)] * 8
 
 
+def test_event_and_registration(cluster, eventually):
+    """A watch reports each resize, and the agents know the members of now, for those who look from outside."""
+    events = []
+
+    def registered():
+        (found,) = [one for one in find_groups() if one.name == "elastic"]
+        return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
+
+    with make(cluster, name_prefix="elastic") as group, group.watch(0.2, on_event=events.append):
+        for epoch, size in enumerate((3, 1), 1):
+            group.resize(dp=size)
+            now = epoch, {"dp": size, "tp": 2}, {(one.rank, one.pid) for one in group.get_worker_status()}
+            assert eventually(lambda now=now: registered() == now, 60), registered()
+        assert eventually(lambda: [event.kind for event in events].count("resized") == 2, 60)
+        time.sleep(0.5)  # for an event that there must not be, such as the death of a rank that left
+    texts = ["resized: resized from dp=2 to dp=3 in epoch 1", "resized: resized from dp=3 to dp=1 in epoch 2"]
+    seen = [(event.kind, event.rank, event.message) for event in events if event.kind != "worker-started"]
+    assert seen == [("resized", -1, text) for text in texts]
+
+
+def test_one_deadline(cluster, monkeypatch):
+    """The timeout holds for the environment and for the description of the class too."""
+    given = []
+
+    def record(function):
+        def recorded(*args, timeout_s, **options):
+            given.append(timeout_s)
+            time.sleep(0.5)
+            return function(*args, timeout_s=timeout_s, **options)
+
+        return recorded
+
+    with make(cluster) as group:
+        for name in ("prepare_python", "describe_class"):
+            monkeypatch.setattr(launcher, name, record(getattr(launcher, name)))
+        assert group.resize(dp=3, timeout=60) == 1
+        assert 40 < given[1] + 0.5 <= given[0] <= 60
+
+
+def test_silent_agent(cluster, monkeypatch):
+    """An agent that once does not answer is asked again, before the epoch begins."""
+    asked = []
+
+    def ask_nodes(workers, function, *more, **options):
+        asked.append(function.__name__)
+        if asked.count("start_guard") == 1:
+            return [None] * len(workers)
+        return query.ask_nodes(workers, function, *more, **options)
+
+    with make(cluster, memory_limit="2GB") as group:
+        monkeypatch.setattr(memory, "ask_nodes", ask_nodes)
+        assert group.resize(dp=3) == 1
+        assert asked == ["start_guard"] * 2
+        # When it stays silent, nothing changes.
+        monkeypatch.setattr(memory, "ask_nodes", lambda workers, *_, **__: [None] * len(workers))
+        with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 6"):
+            group.resize(dp=4, timeout=10)
+        assert (group.epoch, group.call("facts").result()) == (1, [(1, 6, group.master_port, 6)] * 6)
+
+
+def test_agent_that_keeps_a_port(cluster, monkeypatch, caplog):
+    """An old port that an agent does not release does not break the epoch that has begun."""
+    with make(cluster) as group:
+        lease = group._resources.lease
+
+        def release():
+            lease.release()
+            raise PlacementError("the agent did not answer")
+
+        group._resources.lease = SimpleNamespace(release=release)
+        assert group.resize(dp=3) == 1
+        assert group.call("facts").result() == [(1, 6, group.master_port, 6)] * 6
+    assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
+
+
+def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
+    """A shutdown of another thread in the second phase is reported as that, and not as a broken epoch."""
+    (tmp_path / "gate.hang3").touch()
+    with make(cluster, env_vars={"GATE": str(tmp_path / "gate")}) as group:
+
+        def end():
+            assert eventually(lambda: group.epoch == 1, 60)
+            assert eventually(lambda: [one.method for one in group.get_worker_status()][3] == "set_up", 60)
+            group.shutdown(force=True)
+
+        other = threading.Thread(target=end)
+        other.start()
+        with pytest.raises(WorkerGroupError, match="it has been shut down") as caught:
+            group.resize(dp=3, timeout=60)
+        other.join(60)
+        assert not isinstance(caught.value, BrokenEpochError)
+        assert not group._roster.snapshot().is_broken
+
+
 def test_calls_in_flight_finish(cluster):
     """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
     with make(cluster) as group:
@@ -167,6 +266,9 @@ def test_bad_input_is_refused(cluster, monkeypatch):
         ]:
             with pytest.raises(error, match=match):
                 group.resize(**sizes)
+        for wrong in (5, "ab", ["a", "b"]):
+            with pytest.raises(TypeError, match="slots must be a sequence of slots"):
+                group.resize(dp=3, slots=wrong)
         slots = cluster.slots()
         with pytest.raises(ValueError, match="needs 2 slots, got 1"):
             group.resize(dp=3, slots=slots[7:])
@@ -198,8 +300,6 @@ def test_resize_from_a_worker_of_the_group(cluster, monkeypatch):
     """A worker cannot resize its own group; a process that only looks like another group's worker can."""
     import sys
     import types
-
-    from fairlead_workergroup import WorkerGroupError
 
     with make(cluster) as group:
         token = group.worker_metadata and group.call(lambda worker: sys.modules["_fairlead_worker"].facts["tree"])

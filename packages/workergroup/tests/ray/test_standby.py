@@ -9,7 +9,13 @@ import pytest
 from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, current_worker
+from fairlead_workergroup import (
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    WorkerFailureError,
+    WorkerStartError,
+    current_worker,
+)
 from fairlead_workergroup.testing import kill
 
 IMPORTED_WITH_RANK = os.environ.get("RANK")
@@ -99,6 +105,8 @@ def test_take_over(cluster, eventually):
             assert eventually(lambda: group.standby == 1, 60)
         assert group.call("pid").result()[0][1] is None
         assert sorted(one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)) == [0, 1, 2]
+        # The names of standbys that have ended are forgotten.
+        assert len(group._resources.registration._names) == 2
         assert group.resize(worker=3) == 4
         assert group.worker_metadata[2]["bundle_index"] == 3
         assert group.shutdown()
@@ -171,6 +179,50 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path):
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
 
 
+class Handed:
+    """A value that one process must not unpickle."""
+
+    def __init__(self, not_in):
+        self.not_in = not_in
+
+    def __reduce__(self):
+        return make_handed, (self.not_in,)
+
+
+def make_handed(not_in):
+    assert os.getpid() != not_in, "the driver has fetched the value"
+    return Handed(not_in)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_handover_does_not_pass_through_the_driver(cluster, overlapping):
+    """The value goes from the old worker to the new one."""
+    driver = os.getpid()
+
+    class Keeper:
+        def __init__(self):
+            self.got = None
+
+        def save(self):
+            return Handed(driver)
+
+        def load(self, saved=None):
+            self.got = saved
+
+        def what(self):
+            return type(self.got).__name__
+
+    class AsyncKeeper(Keeper):
+        async def save(self):
+            return Handed(driver)
+
+    worker = AsyncKeeper if overlapping else Keeper
+    options = {"on_handover": "save", "on_restart": "load", "async_communication": overlapping}
+    with RayWorkerGroup(cluster, worker, workers_per_node=[2], **options) as group:
+        assert group.replace([1]) == 1
+        assert group.call("what").result() == ["NoneType", "Handed"]
+
+
 def test_replace_in_a_free_slot(cluster):
     """Without a standby the ranks move to new processes in slots that nobody uses; with scope "group" all restart."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart_scope="group") as group:
@@ -180,9 +232,14 @@ def test_replace_in_a_free_slot(cluster):
             ([2], IndexError, "ranks 0 to 1"),
             ([-1], IndexError, "ranks 0 to 1"),
             ([True], TypeError, "list of ranks"),
+            ("01", TypeError, "list of ranks"),
+            (1, TypeError, "list of ranks"),
+            (None, TypeError, "list of ranks"),
         ]:
             with pytest.raises(error, match=match):
                 group.replace(ranks)
+        with pytest.raises(WorkerStartError, match="had not imported the class's module at the deadline"):
+            group.replace([0], timeout=0)
         port = group.master_port
         assert group.replace([0, 1]) == 1
         assert sorted(one["bundle_index"] for one in group.worker_metadata) == [2, 3]

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods of the user's class that a group calls when its membership changes."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._deadline import Deadline
+from .._lifecycle.delivery import send_handover, wait_for
 from .._lifecycle.restart import UserMethods
+from ..exceptions import CallTimeoutError
 from .call import dispatch
+from .errors import explain_failure
 from .execution import Execution
 from .plan import CallOptions, Column, Recipients
 from .sender import Sender
@@ -50,9 +55,9 @@ class Hooks:
     def methods(self, sender: Sender) -> UserMethods:
         """Return what runs these methods on workers."""
 
-        def send(method: str, ranks: Sequence[int], args: Sequence[Column] = (), *, discard: bool = True) -> Execution:
-            options = CallOptions(timeout=self.timeout_s, discard=discard)
-            recipients = Recipients(list(ranks), [] if discard else list(ranks), [not discard] * len(ranks))
+        def send(method: str, ranks: Sequence[int], args: Sequence[Column] = ()) -> Execution:
+            options = CallOptions(timeout=self.timeout_s, discard=True)
+            recipients = Recipients(list(ranks), [], [False] * len(ranks))
             # The calls that wait do so for this change, so this one must not wait behind them.
             return dispatch(sender, None, method, recipients, args, {}, options, may_wait=False)
 
@@ -75,8 +80,27 @@ class Hooks:
         def run_on_handover(ranks: Sequence[int]) -> dict[int, Any]:
             if self.on_handover is None or not ranks:
                 return {}
-            call = send(self.on_handover, ranks, discard=False)
-            call.result()
-            return dict(zip(call.ranks, call.futures, strict=True))
+            return hand_over(sender, self.on_handover, ranks, self.timeout_s)
 
         return UserMethods(run_on_restart, send_on_resize, run_on_handover)
+
+
+def hand_over(sender: Sender, method: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
+    """Run a method on workers that end; return references to what it returns, which the driver does not fetch.
+
+    Raises:
+        CallTimeoutError: workers had not finished it in time.
+        WorkerFailureError: a worker was lost.
+        Exception: what the method raised.
+    """
+    now, began = sender.roster.snapshot(), time.monotonic()
+    values, ends = dict[int, Any](), dict[int, Any]()
+    for rank in ranks:
+        values[rank], ends[rank] = send_handover(now[rank], method)
+    errors, late = wait_for(ends, Deadline.after(timeout_s), f"Replacing in {sender.roster.name_prefix}: {method}")
+    if errors:
+        raise explain_failure([ends[rank] for rank in errors], next(iter(errors.values())), sender)
+    if late:
+        workers = sender.late_workers(late)
+        raise CallTimeoutError(method, time.monotonic() - began, len(ranks), workers)
+    return values

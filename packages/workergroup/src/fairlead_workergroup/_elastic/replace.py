@@ -61,8 +61,9 @@ class Replacer:
             ValueError: there are none, one is named twice, or they cannot take another process.
             IndexError: there is no such rank.
         """
-        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
-            raise TypeError(f"replace takes a list of ranks, got {ranks!r}")
+        is_list = isinstance(ranks, Sequence) and not isinstance(ranks, str)
+        if not is_list or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+            raise TypeError(f"replace takes a list of ranks such as [3], got {ranks!r}")
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"replace takes at least one rank, and each rank once, got {list(ranks)}")
         if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
@@ -93,7 +94,12 @@ class Replacer:
             self._standbys.check_slots(free)
             try:
                 started = self._standbys.start_in(free, deadline)
-            except (RayError, TimeoutError) as error:
+            except TimeoutError as error:
+                raise WorkerStartError(
+                    "a process that a rank was to move to had not imported the class's module at the deadline "
+                    "(start_timeout_s, or the timeout of the replacement)"
+                ) from error
+            except RayError as error:
                 raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
         except BaseException:
             self._standbys.give_back(targets.values())

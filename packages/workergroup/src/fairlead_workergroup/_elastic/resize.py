@@ -92,6 +92,8 @@ class Resizer:
         before = now.sharding.get_axis_size(axis)
         each = now.sharding.size // before
         tied = check_tied_groups(now.places, each, each * size)
+        if slots is not None and not (isinstance(slots, Sequence) and all(isinstance(slot, Slot) for slot in slots)):
+            raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
         if slots is not None and len(slots) != max(0, each * (size - before)):
             raise ValueError(
                 f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
@@ -107,7 +109,7 @@ class Resizer:
         size, before = change.sharding.size, roster.snapshot()
         again = [rank for rank in before.lost if rank < size]
         if again:
-            self._restarter.prepare_lost(again)
+            self._restarter.prepare_lost(again, deadline)
         now = roster.snapshot()
         added = self._claim(now, size - len(now.members), slots, change.tied)
         # A resize that finds no room does not count as a restart.
@@ -118,7 +120,7 @@ class Resizer:
         is_begun = is_delivered = False
         try:
             places = resize_places(now.places, size, added, prefix=roster.name_prefix)
-            plan = launcher.plan(places, change.sharding)
+            plan = launcher.plan(places, change.sharding, deadline=deadline)
             started = launcher.start_next(plan, ranks, epoch=resize.epoch, deadline=deadline)
             with self._restarter.take_turn(what, began, deadline):
                 staying = [member for member in now.members[:size] if member.rank not in again]
@@ -129,7 +131,7 @@ class Resizer:
                 roster.record_resize(resize, change.sharding, places, started)
                 is_begun = True
                 try:
-                    launcher.begin(plan, started)
+                    launcher.begin(plan)
                     self._deliver(ranks, again, deadline)
                     is_delivered = True
                 finally:
@@ -138,6 +140,8 @@ class Resizer:
         except BaseException as error:
             if not is_begun:
                 self._undo(now, ranks)
+            elif roster.ending and isinstance(error, Exception):  # a shutdown of another thread
+                raise roster.ended_error() from error
             elif not is_delivered and not isinstance(error, BrokenEpochError):  # such as KeyboardInterrupt
                 facts = roster.snapshot().facts
                 roster.mark_broken([one.failure("resize-failed", "the resize was interrupted") for one in facts])

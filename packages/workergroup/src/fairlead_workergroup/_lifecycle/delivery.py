@@ -51,6 +51,13 @@ def send_epoch(members: Iterable[Member], epoch: int) -> None:
             member.handle._fairlead_apply.remote("apply_facts", pickle_function(apply_facts), {"epoch": epoch})
 
 
+def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
+    """Send a method to a worker; return references to its value and to None, which has the same error if it fails."""
+    with direct(member):
+        value, end = member.handle._fairlead_hand_over.options(num_returns=2).remote(method)
+    return value, end
+
+
 def drain(members: Iterable[Member], *, concurrent: bool, within_s: float) -> dict[int, ObjectRef]:
     """Return a reference for each worker that is ready when everything sent to it before has ended, by rank."""
     return {one.rank: _send(one, do_nothing, concurrent=concurrent, within_s=within_s) for one in members}
@@ -90,6 +97,7 @@ def deliver(
 
     Raises:
         BrokenEpochError: a worker failed or had not finished by the deadline. The roster says so.
+        WorkerGroupError: the group is being shut down.
     """
     now = roster.snapshot()
     what = f"Resizing {roster.name_prefix}"
@@ -114,6 +122,8 @@ def deliver(
         except WorkerFailureError as error:  # another thread has met the loss of a worker
             raise BrokenEpochError(roster.mark_broken(error.failures), epoch=now.epoch) from error
         errors, late = wait_for(ran, deadline, what)
+    if roster.ending:  # that ends the workers too
+        raise roster.ended_error()
     if errors or late:
         failures = [_explain(now[rank], error) for rank, error in errors.items()]
         failures += [

@@ -86,16 +86,20 @@ class Launcher:
         self._plan: LaunchPlan | None = None
         self._arguments: _StoredArguments | None = None
 
-    def prepare(self, places: Sequence[Place]) -> None:
+    def prepare(self, places: Sequence[Place], *, deadline: Deadline = NEVER) -> None:
         """Describe the class where the workers will run, and plan each worker; nothing changes if that fails."""
-        self.adopt(self.plan(places, self._roster.snapshot().sharding))
+        self.adopt(self.plan(places, self._roster.snapshot().sharding, deadline=deadline))
 
-    def plan(self, places: Sequence[Place], sharding: NamedSharding) -> "LaunchPlan":
-        """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
+    def plan(self, places: Sequence[Place], sharding: NamedSharding, *, deadline: Deadline = NEVER) -> "LaunchPlan":
+        """Return the plan of each worker of the group, at these places on these axes. Nothing changes.
+
+        Raises:
+            WorkerStartError: the Python cannot be built, or the class cannot be described, by the deadline.
+        """
         spec = self.spec
         nodes = [place.slot.node_id for place in places]
         with self._clock.phase("environment"):
-            python = prepare_python(spec.python, nodes, timeout_s=spec.start_timeout_s)
+            python = prepare_python(spec.python, nodes, timeout_s=self._time_left(deadline))
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(spec.env_vars)
@@ -105,7 +109,7 @@ class Launcher:
                 asks=[place.configure_ask(per_node) for place in places],
                 node_id=nodes[0],
                 runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
-                timeout_s=spec.start_timeout_s,
+                timeout_s=self._time_left(deadline),
                 concurrent=spec.concurrent,
             )
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
@@ -174,24 +178,29 @@ class Launcher:
         started = self._construct(plan, actors, lease, epoch=epoch)
         self.master = lease.address, lease.port
         self._roster.record_start(started, epoch=epoch)
-        self._finish_start(started)
+        self._publish()
+        self._limit_memory(started, NEVER)
 
     def start_next(self, plan: "LaunchPlan", ranks: Sequence[int], *, epoch: int, deadline: Deadline) -> list[Started]:
         """Start workers of an epoch that has not begun, with the master port of that epoch; change nothing else.
+
+        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
 
         Raises:
             WorkerStartError, WorkerGroupError: as of `start`.
         """
         actors = self._create_actors(plan, ranks, {})
         lease = self.resources.lease_next_port(plan.workers[0].place, self._port_range)
-        return self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
+        started = self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
+        self._limit_memory(started, deadline)
+        return started
 
-    def begin(self, plan: "LaunchPlan", started: Sequence[Started]) -> None:
+    def begin(self, plan: "LaunchPlan") -> None:
         """Use the plan and the master port of an epoch that has begun."""
         self.adopt(plan)
         lease = self.resources.take_next_port()
         self.master = lease.address, lease.port
-        self._finish_start(started)
+        self._publish()
 
     def facts_of(self, rank: int, *, epoch: int) -> dict[str, Any]:
         """Return the facts about a worker that change with the size of its group."""
@@ -231,6 +240,10 @@ class Launcher:
         cluster = self.spec.cluster
         return cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
 
+    def _time_left(self, deadline: Deadline) -> float:
+        """Return how long a part of a start may take, in seconds."""
+        return deadline.left(at_most=self.spec.start_timeout_s) or 0.0
+
     def _create_actors(
         self, plan: "LaunchPlan", ranks: Sequence[int], processes: Mapping[int, RunningWorker]
     ) -> "list[_Starting]":
@@ -251,7 +264,7 @@ class Launcher:
         incarnations = {rank: self._roster.next_incarnation(rank) for rank in ranks}
         for rank, process in processes.items():
             add(plan.workers[rank], process.handle, dataclasses.replace(process, mark=mark_of(token, rank)))
-            registration.name_actor(process.handle, process.name)
+        registration.name_actors({actor_id_of(one.handle): one.name for one in processes.values()})
         new = [rank for rank in ranks if rank not in processes]
         workers = [plan.workers[rank] for rank in new]
         names = [actor_name(one.place, token, incarnations[one.place.rank]) for one in workers]
@@ -297,7 +310,7 @@ class Launcher:
             )
         self._counters.add(requests=len(refs), puts=configured.puts, bytes_put=configured.bytes_put)
         plans = [one.plan for one in actors]
-        timeout_s = deadline.left(at_most=spec.start_timeout_s) or 0.0
+        timeout_s = self._time_left(deadline)
         name = self._roster.name_prefix
         answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock)
         started = []
@@ -309,11 +322,15 @@ class Launcher:
             started.append(Started(actor_id_of(one.actor), one.actor, one.plan.place, facts_of_it))
         return started
 
-    def _finish_start(self, started: Sequence[Started]) -> None:
+    def _publish(self) -> None:
         if self.resources.registration is not None:
             self.resources.registration.publish()
+
+    def _limit_memory(self, started: Sequence[Started], deadline: Deadline) -> None:
+        """Make the agents enforce the memory limit; an agent that is silent is asked again until the deadline."""
         if self.spec.memory_limit is not None:
-            self.spec.memory_limit.guard([one.facts for one in started])
+            until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
+            self.spec.memory_limit.guard([one.facts for one in started], until)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,10 @@ class Resources:
         before, lease = self.lease, self.next_lease
         self.lease, self.next_lease = lease, None
         if before is not None:
-            before.release()
+            try:
+                before.release()
+            except PlacementError as error:  # the epoch has begun, and does not need the port
+                logger.warning("Cannot release the port of an earlier epoch: %s", error)
         return lease
 
     def drop_next_port(self) -> None:

@@ -221,7 +221,7 @@ class Restarter:
             "`restart_failed_workers()` starts them at once."
         )
 
-    def prepare_lost(self, ranks: Sequence[int]) -> None:
+    def prepare_lost(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """End what is left of lost ranks that a resize starts again, and find them slots if their nodes are lost.
 
         Raises:
@@ -234,7 +234,7 @@ class Restarter:
         self._end_old(ranks, lost)
         alive = alive_nodes()
         if any(now[rank].slot.node_id not in alive for rank in ranks):
-            self._find_new_slots(lost)
+            self._find_new_slots(lost, deadline)
 
     def _run(self, future: Future[list[int]], methods: UserMethods) -> None:
         never_connect()
@@ -418,7 +418,7 @@ class Restarter:
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
             )
 
-    def _find_new_slots(self, lost: tuple[WorkerFailure, ...]) -> None:
+    def _find_new_slots(self, lost: tuple[WorkerFailure, ...], deadline: Deadline = NEVER) -> None:
         """Move the ranks whose nodes are lost to other slots of the cluster.
 
         Raises:
@@ -427,7 +427,7 @@ class Restarter:
         alive, places = alive_nodes(), self._roster.snapshot().places
         if all(place.slot.node_id in alive for place in places):
             return
-        cluster, timeout_s = self._launcher.spec.cluster, self._launcher.spec.start_timeout_s
+        cluster = self._launcher.spec.cluster
         if not isinstance(cluster, RayVirtualCluster):
             lost_nodes = sorted({place.slot.node_id[:8] for place in places if place.slot.node_id not in alive})
             raise WorkerFailureError(
@@ -437,7 +437,7 @@ class Restarter:
             )
         try:
             self.note_slots()  # ranks may have moved to logical nodes that were added later
-            cluster.replace_lost_nodes(timeout_s=timeout_s)
+            cluster.replace_lost_nodes(timeout_s=deadline.left(at_most=self._launcher.spec.start_timeout_s) or 0.0)
         except PlacementError as error:
             raise WorkerFailureError(
                 lost, f"Their nodes are lost, and other nodes have no room for them: {error}"
@@ -456,7 +456,7 @@ class Restarter:
                 f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
                 "group, which could reserve others. Resize the group without these ranks.",
             )
-        self._launcher.prepare(moved)
+        self._launcher.prepare(moved, deadline=deadline)
         # After the plan, so that the next attempt moves the ranks again if the plan fails.
         self._slots = now
         self._roster.move(moved)

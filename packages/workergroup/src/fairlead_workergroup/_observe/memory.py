@@ -2,9 +2,11 @@
 """The memory limit of workers: its text, its enforcement by the node agents, and the losses that it caused."""
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .._deadline import Deadline
 from .._members import Snapshot, WorkerFacts
 from .._remote.process import mark_of, read_verdicts, start_guard
 from ..exceptions import WorkerFailure, WorkerGroupError
@@ -12,6 +14,9 @@ from .query import ask_nodes
 
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
+
+# Between two requests to an agent that does not answer.
+PAUSE_S = 0.2
 
 
 def parse_memory(size: int | str) -> int:
@@ -46,8 +51,10 @@ class MemoryLimit:
     token: str
     limit: int
 
-    def guard(self, workers: Sequence[WorkerFacts]) -> None:
+    def guard(self, workers: Sequence[WorkerFacts], deadline: Deadline) -> None:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
+
+        An agent that does not answer is asked again until the deadline, because it may be about to start.
 
         Raises:
             WorkerGroupError: a node's agent did not start to watch.
@@ -56,11 +63,17 @@ class MemoryLimit:
         def with_mark(worker: WorkerFacts) -> tuple[int, int, str]:
             return (*worker.process, mark_of(self.token, worker.rank))
 
-        guarded = ask_nodes(workers, start_guard, self.token, self.limit, what=with_mark)
-        if unguarded := [worker for worker, answer in zip(workers, guarded, strict=True) if answer is None]:
-            raise WorkerGroupError(
-                f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer"
-            )
+        unguarded = list(workers)
+        while unguarded:
+            guarded = ask_nodes(unguarded, start_guard, self.token, self.limit, what=with_mark)
+            unguarded = [worker for worker, answer in zip(unguarded, guarded, strict=True) if answer is None]
+            if unguarded and deadline.passed:
+                raise WorkerGroupError(
+                    f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer. Look at the "
+                    "node, or use another one."
+                )
+            if unguarded:
+                time.sleep(PAUSE_S)
 
     def judge(self, failures: Sequence[WorkerFailure], now: Snapshot) -> tuple[WorkerFailure, ...]:
         """Return the failures, where those that a guard has caused have the kind "out-of-memory" and both numbers."""

@@ -76,9 +76,15 @@ class Registration:
             },
         }
 
-    def name_actor(self, actor: Any, name: str) -> None:
-        """Publish an actor by its own name from now on; for a process that takes over a rank."""
-        self._names[actor_id_of(actor)] = name
+    def name_actors(self, names: Mapping[str, str]) -> None:
+        """Publish actors by their own names from now on; for processes that take over ranks.
+
+        Args:
+            names: the names by the ids of the actors. Those of actors that are lost or being replaced are forgotten.
+        """
+        stay = [one for one in self._roster.snapshot().members if one.state == "alive"]
+        ids = {actor_id_of(one.handle) for one in stay}
+        self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
         """Publish the workers as they are now, without waiting for the agents.
