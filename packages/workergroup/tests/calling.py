@@ -109,6 +109,6 @@ def store_used() -> int:
     """Return the bytes in use by the object store's own count."""
     from ray._private.internal_api import node_stats
 
-    (node,) = ray.nodes()
+    (node,) = [one for one in ray.nodes() if one["Alive"]]
     reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
     return reply.store_stats.object_store_bytes_used

@@ -9,10 +9,12 @@ import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import ray
 
-from fairlead_placement import RayVirtualCluster
+from fairlead_placement import PlacementError, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, ResizeTimeoutError, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import assert_no_leaks, hang, kill
@@ -21,8 +23,12 @@ from ..calling import store_used
 
 EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "16"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
+NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
+# A drain may cost the group its standby, so after this many events another group continues.
+EVENTS_OF_GROUP = 16
 # With the standby and one slot for a replacement, six slots.
 MOST = 4
+SLOTS = 6
 
 
 class Worker:
@@ -47,14 +53,19 @@ class Model:
     Args:
         group: the group.
         rng: the source of the events.
+        cluster: the cluster of the group.
+        nodes: the nodes of the cluster, to which one can be added.
+        eventually: waits for a condition.
+        counts: counts the events.
     """
 
-    def __init__(self, group, rng):
+    def __init__(self, group, rng, cluster, nodes, eventually, counts):
         self.group, self.rng = group, rng
+        self.cluster, self.nodes, self.eventually = cluster, nodes, eventually
         self.size, self.epoch = group.world_size, 0
         self.pids = [facts[-1] for facts in group.call("facts").result()]
         self.dead = set()
-        self.counts = Counter()
+        self.counts = counts
 
     def grow(self):
         if self.size < MOST:
@@ -64,8 +75,8 @@ class Model:
         if self.size > 1:
             self._resize(self.rng.randint(1, self.size - 1))
 
-    def _resize(self, size):
-        assert self.group.resize(dp=size) == self.epoch + 1
+    def _resize(self, size, slots=None):
+        assert self.group.resize(dp=size, slots=slots) == self.epoch + 1
         self.pids = [None if rank in self.dead else pid for rank, pid in enumerate(self.pids[:size])]
         self.pids += [None] * (size - len(self.pids))
         self.size, self.dead = size, set()
@@ -93,6 +104,27 @@ class Model:
             self.pids[rank] = None
         self.dead -= set(ranks)
         self.epoch += bool(ranks)
+
+    def drain(self):
+        """A rank on a node that Ray drains moves to another node, which then ends."""
+        if self.size == MOST or self.dead:
+            return
+        node = self.nodes.add_node(num_cpus=1)
+        self.nodes.wait_for_nodes()
+        (index,) = self.cluster.extend([1])
+        self._resize(self.size + 1, [slot for slot in self.cluster.slots() if slot.node_idx == index])
+        self.group.get_worker_status()  # Ray starts no agent on a node that drains
+        client = ray._private.worker.global_worker.gcs_client
+        assert client.drain_node(node.node_id, 2, "maintenance", int((time.time() + 120) * 1000))[0]
+        assert self.eventually(lambda: self.group.epoch == self.epoch + 1, 100)
+        self._move([self.size - 1])
+        assert self.eventually(lambda: self._release(index), 60)
+        self.nodes.remove_node(node)
+
+    def _release(self, index):
+        with contextlib.suppress(PlacementError):  # the replacement has not ended yet
+            self.cluster.release_nodes([index])
+            return True
 
     def hang(self):
         """A worker that hangs and stays keeps a resize from beginning."""
@@ -127,35 +159,65 @@ class Model:
         self.pids = [one[-1] for one in facts]
 
 
-@pytest.mark.timeout(240 + 10 * EVENTS)
-def test_random_events(local_ray, eventually):
+def count_workers():
+    """Return the number of processes below this one that are workers."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            command = (folder / "cmdline").read_bytes()
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1]), command
+
+    def is_ours(pid):
+        while pid in parents and pid != os.getpid():
+            pid = parents[pid][0]
+        return pid == os.getpid()
+
+    return sum(command.startswith(b"ray::Worker") and is_ours(pid) for pid, (_, command) in parents.items())
+
+
+@pytest.mark.timeout(240 + 15 * EVENTS)
+def test_random_events(raylets, eventually):
     """No call mixes epochs, and slots, ports, processes and memory are as before at the end."""
-    rng, used = random.Random(SEED), store_used()
+    rng, counts = random.Random(SEED), Counter()
     options = {"workers_per_node": [2], "standby": 1, "on_resize": "join", "max_restarts": 10**6}
-    axes = NamedSharding.from_shape(dp=2)
-    with RayVirtualCluster([6], use_gpus=False) as cluster:
-        with RayWorkerGroup(cluster, Worker, sharding_annotations=axes, **options) as group:
-            model = Model(group, rng)
-            for number in range(EVENTS):
-                name = rng.choice(["grow", "grow", "shrink", "kill", "replace", "hang"])
-                if model.dead and name not in ("grow", "shrink"):
-                    name = "restart"
-                may_fail = name == "kill" or bool(model.dead)
-                calls = []
-                with contextlib.suppress(WorkerFailureError):
-                    calls = [group.call("facts", rng.choice([0.0, 0.1, 0.3])) for _ in range(rng.randint(0, 3))]
-                try:
-                    getattr(model, name)()
-                    for call in calls:
-                        model.check_in_flight(call, may_fail)
-                    model.check()
-                except BaseException as error:
-                    error.add_note(f"event {number} of seed {SEED}: {name}; {dict(model.counts)}")
-                    raise
-                model.counts[name] += 1
-            assert group.shutdown()
-        with RayWorkerGroup(cluster, Worker) as group:  # in every slot
-            assert len(group.call("facts").result()) == 6
-    assert_no_leaks()
-    assert eventually(lambda: store_used() <= used)
-    print(f"\n{EVENTS} events, seed {SEED}: {dict(sorted(model.counts.items()))}")  # noqa: T201
+    options |= {"sharding_annotations": NamedSharding.from_shape(dp=2), "on_drain": "replace"}
+    quiet = {"logging_level": "error", "log_to_driver": False}
+    with raylets({"num_cpus": SLOTS}, **quiet) as nodes, assert_no_leaks():
+        used = store_used()
+        with RayVirtualCluster([SLOTS], use_gpus=False) as cluster:
+            for first in range(0, EVENTS, EVENTS_OF_GROUP):
+                with RayWorkerGroup(cluster, Worker, **options) as group:
+                    model = Model(group, rng, cluster, nodes, eventually, counts)
+                    for number in range(first, min(EVENTS, first + EVENTS_OF_GROUP)):
+                        try:
+                            run_event(model)
+                        except BaseException as error:
+                            error.add_note(f"event {number} of seed {SEED}; {dict(counts)}")
+                            raise
+                    assert group.shutdown()
+            with RayWorkerGroup(cluster, Worker) as group:  # in every slot
+                assert len(group.call("facts").result()) == SLOTS
+        assert eventually(lambda: count_workers() == 0)
+        assert eventually(lambda: store_used() <= used)
+    print(f"\n{EVENTS} events, seed {SEED}: {dict(sorted(counts.items()))}")  # noqa: T201
+
+
+def run_event(model):
+    """Change the group while calls are in flight, and compare it with the model."""
+    rng = model.rng
+    name = rng.choice(NAMES)
+    if model.dead and name not in ("grow", "shrink"):
+        name = "restart"
+    may_fail = name == "kill" or bool(model.dead)
+    calls = []
+    with contextlib.suppress(WorkerFailureError):
+        calls = [model.group.call("facts", rng.choice([0.0, 0.1, 0.3])) for _ in range(rng.randint(0, 3))]
+    try:
+        getattr(model, name)()
+        for call in calls:
+            model.check_in_flight(call, may_fail)
+        model.check()
+    except BaseException as error:
+        error.add_note(f"in {name!r}")
+        raise
+    model.counts[name] += 1
