@@ -12,7 +12,16 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Shard, WorkerFailureError, WorkerGroupError
+from fairlead_workergroup import (
+    BrokenEpochError,
+    CallTimeoutError,
+    RayWorkerGroup,
+    ResizeTimeoutError,
+    Shard,
+    WorkerFailureError,
+    WorkerGroupError,
+    WorkerStartError,
+)
 from fairlead_workergroup.testing import hang, kill, slow
 
 SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "60"))
@@ -74,26 +83,50 @@ class Faults:
                 else:
                     self._hangs.append(hang(self._group, rank, fault.split()[1], timeout_s=2))
                 self._counts[fault] += 1
-            except (TimeoutError, WorkerGroupError):
+            except (IndexError, TimeoutError, WorkerGroupError):  # The rank may have left the group.
                 self._counts["fault that found its worker busy or dead"] += 1
 
 
 @pytest.mark.timeout(SECONDS + 240)
 def test_soak(hosts):
-    """With kills, hangs and slow calls on eight workers, calls end correctly, and no resources are left behind."""
+    """With kills, hangs, resizes and replacements, calls end correctly, and no resources are left behind."""
 
     def driver(seconds, seed):
         rng, counts = random.Random(seed), Counter()
         options = {"restart_on_failure": True, "max_restarts": 100_000, "start_timeout_s": 60}
-        options["sharding_annotations"] = NamedSharding.from_shape(dp=4, tp=2)
+        options["sharding_annotations"] = NamedSharding.from_shape(dp=3, tp=2)
         with (
             RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Squarer, **options) as group,
+            RayWorkerGroup(cluster, Squarer, workers_per_node=[2, 2, 1, 1], **options) as group,
         ):
+
+            def change():
+                """Change the members; a worker that hangs or dies meanwhile may prevent or break that."""
+                size = group.sharding_annotations.get_axis_size("dp")
+                name = rng.choice([*["replace"], *["grow"] * (size < 4), *["shrink"] * (size > 2)])
+                try:
+                    if name == "replace":
+                        group.replace([rng.randrange(group.world_size)], timeout=10)
+                    else:
+                        group.resize(
+                            dp=rng.randint(size + 1, 4) if name == "grow" else rng.randint(2, size - 1), timeout=10
+                        )
+                    counts[name] += 1
+                except BrokenEpochError as error:
+                    faults.explain({failure.rank for failure in error.failures}, error)
+                    counts["BrokenEpochError"] += 1
+                except (ResizeTimeoutError, WorkerFailureError, WorkerStartError, ValueError):
+                    # Of replace also a ValueError, when all slots are in use.
+                    counts[f"{name} that changed nothing"] += 1
+
             end = time.monotonic() + seconds
+            changed = time.monotonic()
             with Faults(group, random.Random(seed + 1), counts) as faults:
                 while time.monotonic() < end:
-                    values = [rng.randrange(10**6) for _ in range(4)]
+                    if time.monotonic() - changed > rng.uniform(2, 6):
+                        changed = time.monotonic()
+                        change()
+                    values = [rng.randrange(10**6) for _ in range(group.sharding_annotations.get_axis_size("dp"))]
                     try:
                         call = group.call(
                             "square", Shard(values, "dp"), collect="dp", timeout=5, retries=rng.choice([0, 0, 3])
@@ -115,7 +148,7 @@ def test_soak(hosts):
             restarts = sum(status.restarts for status in group.get_worker_status())
             for _ in range(50):  # The last faults may still have an effect.
                 with contextlib.suppress(WorkerFailureError, CallTimeoutError):
-                    assert group.call("square", 3, timeout=20).result() == [9] * 8
+                    assert group.call("square", 3, timeout=20).result() == [9] * group.world_size
                     break
                 for stuck in group.detect_stuck_workers(2.0, dump_stacks=False):
                     faults.end(stuck.rank)
@@ -129,3 +162,4 @@ def test_soak(hosts):
         print(f"\nin {SECONDS:g} s:", *(f"{number:6} {what}" for what, number in counts.items()), sep="\n  ")  # noqa: T201
         assert counts["right answer"] > 0
         assert counts["restarts"] > 0
+        assert all(counts.get(name) for name in ("grow", "shrink", "replace")), counts
