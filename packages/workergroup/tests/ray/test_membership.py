@@ -66,6 +66,7 @@ class Model:
         self.pids = [facts[-1] for facts in group.call("facts").result()]
         self.dead = set()
         self.counts = counts
+        self.names = []
 
     def grow(self):
         if self.size < MOST:
@@ -205,7 +206,9 @@ def test_random_events(raylets, eventually):
 def run_event(model):
     """Change the group while calls are in flight, and compare it with the model."""
     rng = model.rng
-    name = rng.choice(NAMES)
+    if not model.names:  # so that few events have all names too
+        model.names = rng.sample(NAMES, len(NAMES))
+    name = model.names.pop()
     if model.dead and name not in ("grow", "shrink"):
         name = "restart"
     may_fail = name == "kill" or bool(model.dead)
