@@ -42,7 +42,7 @@ class _Described(WorkerGroupError):
     """An error that is a dataclass: its fields are its arguments, so that a copy has all of them."""
 
     def __post_init__(self) -> None:
-        self.args = tuple(getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
+        super().__init__(*(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
