@@ -45,7 +45,7 @@ def test_commands(page):
                 assert {folder.removeprefix("./packages/") for folder in folders} <= PACKAGES, command
             case ["pip", "install", *_, name]:
                 assert re.sub(r"\[.*", "", name).removeprefix("fairlead-") in PACKAGES, command
-            case ["python", "-m", "venv", _]:
+            case ["python3", "-m", "venv", _]:
                 assert "python3 -m venv" in (ROOT / ".ci/run").read_text()
             case ["python", "-m", module, *more]:
                 package = module.removeprefix("fairlead_").replace("_", "-")
