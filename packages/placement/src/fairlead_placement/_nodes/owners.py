@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -28,12 +29,13 @@ SCANS = 3
 _DIGITS = 12
 
 
+@dataclass(eq=False, repr=False)
 class Owners:
     """Watches, on a thread of its own, the processes that hold something on this node.
 
     Ends the agent when the driver has ended and no other process holds anything.
 
-    Args:
+    Attributes:
         job: the driver.
         holders: returns the processes that hold something.
         release: releases everything that a process holds.
@@ -41,23 +43,14 @@ class Owners:
         is_alive: whether a process is alive; None if that is unknown.
     """
 
-    def __init__(
-        self,
-        job: str,
-        holders: Callable[[], set[str]],
-        release: Callable[[str], None],
-        end: Callable[[], None],
-        *,
-        is_alive: Callable[[str], bool | None] = worker_is_alive,
-    ) -> None:
-        self._job = job
-        self._holders = holders
-        self._release = release
-        self._end = end
-        self._is_alive = is_alive
-        self._lock = threading.Lock()
-        self._guarded: dict[str, int] = {}
-        self._more = threading.Event()
+    job: str
+    holders: Callable[[], set[str]]
+    release: Callable[[str], None]
+    end: Callable[[], None]
+    is_alive: Callable[[str], bool | None] = worker_is_alive
+    _guarded: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _more: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Start the thread."""
@@ -77,10 +70,10 @@ class Owners:
         """
         with self._lock:
             guarded = set(self._guarded)
-        owners = guarded | (self._holders() if everything else set())
-        alive = {owner: self._is_alive(owner) for owner in owners - {self._job}}
+        owners = guarded | (self.holders() if everything else set())
+        alive = {owner: self.is_alive(owner) for owner in owners - {self.job}}
         for owner in (owner for owner, there in alive.items() if there is False):
-            self._release(owner)
+            self.release(owner)
             if owner in guarded:
                 remove_groups_of(owner)
                 with self._lock:
@@ -88,8 +81,8 @@ class Owners:
                     if not self._guarded[owner]:
                         del self._guarded[owner]
         # A detached actor, and what it holds, outlives its job's driver.
-        if everything and True not in alive.values() and self._is_alive(self._job) is False:
-            self._end()
+        if everything and True not in alive.values() and self.is_alive(self.job) is False:
+            self.end()
 
     def _run(self) -> None:
         due = time.monotonic() + ALL_S

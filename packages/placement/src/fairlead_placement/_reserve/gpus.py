@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import Ask, Node, Request
-from .._nodes.agent import guard_groups, is_driver
+from .._nodes.agent import is_driver
 from .._nodes.head import ask_head, read_holders
 from .._plan.planner import never_fits, plan
 from .._plan.topology import accelerator_order
@@ -30,12 +29,10 @@ from .groups import (
     LEAST_S,
     Reserved,
     accelerator_ids,
-    create_group,
-    create_groups,
+    create_pinned,
     place,
     remove,
     unique_name,
-    wait_placed,
 )
 
 # Nodes named in an error. The free GPUs of each are read.
@@ -296,18 +293,11 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
-    guard_groups()
+    name = "" if is_driver() else "fairlead-gpu"
     try:
-        names = ["" if is_driver() else unique_name("fairlead-gpu") for _ in where]
-        create_groups(
-            [
-                partial(create_group, [bundle], name, nodes=[node_id])
-                for name, node_id in zip(names, where, strict=True)
-            ],
-            groups,
-        )
+        pinned = create_pinned([(name and unique_name(name), [(node_id, bundle)]) for node_id in where], groups)
         made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
-        there = {group.id for group in wait_placed(groups, [1] * len(groups))}
+        there = {group.id for group in pinned}
         placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         drop([one for one in made if one.group.id not in there])
@@ -316,7 +306,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
             held[one.node_ids[0]][gpu_id] = one
         yield held
     finally:
-        drop([Reserved(group, (0,), (), ()) for group in groups])
+        remove(groups)
 
 
 def drop(made: Sequence[Reserved]) -> None:

@@ -43,6 +43,8 @@ CREATED_AT_ONCE = 16
 ASKED_ALONE = 16
 # The first pause of a wait for Ray's tables, which takes a few milliseconds.
 POLL_S = 0.01
+# A bundle: the id of its node, and what it holds there.
+Pinned = tuple[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def place(request: Request, chosen: Mapping[int, tuple[str, ...]]) -> tuple[Rese
     return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
 
 
-def place_pinned(wanted: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]) -> tuple[PlacementGroup, ...] | None:
+def place_pinned(wanted: Mapping[str, Sequence[Pinned]]) -> tuple[PlacementGroup, ...] | None:
     """Create placement groups whose bundles are pinned to nodes.
 
     When a node is lost, Ray then parks its group: it does not look for another node, nor spin its scheduler.
@@ -86,28 +88,30 @@ def place_pinned(wanted: Mapping[str, Sequence[tuple[str, Mapping[str, float]]]]
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
     made: list[PlacementGroup] = []
-    guard_groups()
     try:
-        create_groups(
-            [
-                functools.partial(
-                    create_group,
-                    [bundle for _, bundle in bundles],
-                    unique_name(name),
-                    nodes=[node_id for node_id, _ in bundles],
-                )
-                for name, bundles in wanted.items()
-            ],
-            made,
-        )
-        sizes = [len(bundles) for bundles in wanted.values()]
-        if len(wait_placed(made, sizes)) == len(made):
+        if len(create_pinned([(unique_name(name), bundles) for name, bundles in wanted.items()], made)) == len(made):
             return tuple(made)
     except BaseException:
         remove(made)
         raise
     remove(made)
     return None
+
+
+def create_pinned(wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup]) -> list[PlacementGroup]:
+    """Create groups whose bundles are pinned to nodes, add them to `made` in order, and return those that Ray places.
+
+    Args:
+        wanted: the name and the bundles of each group.
+        made: gets all groups, also those that exist when one cannot be created.
+    """
+
+    def create(name: str, bundles: Sequence[Pinned]) -> PlacementGroup:
+        return create_group([bundle for _, bundle in bundles], name, nodes=[node_id for node_id, _ in bundles])
+
+    guard_groups()
+    create_groups([functools.partial(create, *one) for one in wanted], made)
+    return wait_placed(made, [len(bundles) for _, bundles in wanted])
 
 
 def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[PlacementGroup]) -> None:
