@@ -96,16 +96,12 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
             Venv(
                 path=path,
                 python=python_of(path),
-                about=manifest["about"],
                 version=manifest["python"],
-                ray=manifest["ray"],
-                fingerprint=manifest["fingerprint"],
-                request=manifest["request"],
-                built_at=manifest["built_at"],
                 used_at=max([manifest["built_at"], *marks.values()]),
                 hosts=tuple(sorted(marks)),
                 size_bytes=_measure(path) if sizes else None,
                 pids=pids,
+                **{name: manifest[name] for name in ("about", "ray", "fingerprint", "request", "built_at")},
             )
         )
         if seen is not None:
