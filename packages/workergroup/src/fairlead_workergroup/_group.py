@@ -5,7 +5,6 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import ray
@@ -460,9 +459,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def __enter__(self) -> "RayWorkerGroup":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:

@@ -245,7 +245,8 @@ class CallCancelledError(_Described):
         return f"the call of {self.method!r} was cancelled before rank(s) {ranks} finished it"
 
 
-class LaneError(WorkerGroupError):
+@dataclass(eq=False, repr=False)
+class LaneError(_Described):
     """A lane could not be opened, closed or used in this way.
 
     Attributes:
@@ -254,11 +255,9 @@ class LaneError(WorkerGroupError):
         late: what these ranks were doing, if they did not follow in time.
     """
 
-    def __init__(self, reason: str, ranks: tuple[int, ...] = (), late: tuple[LateWorker, ...] = ()) -> None:
-        super().__init__(reason, ranks, late)
-        self.reason = reason
-        self.ranks = ranks
-        self.late = late
+    reason: str
+    ranks: tuple[int, ...] = ()
+    late: tuple[LateWorker, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason

@@ -264,24 +264,19 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
         groups.append(
             RegisteredGroup(
                 group_id=latest["id"],
-                name=latest["name"],
                 class_name=latest["class"],
-                shape=latest["shape"],
-                layout=latest["layout"],
-                created=latest["created"],
-                namespace=latest["namespace"],
-                epoch=latest["epoch"],
-                driver=latest["driver"],
                 members=tuple(members[rank] for rank in sorted(members) if rank < size),
                 agents={agent.node_id: agent for agent, _ in published},
-                publication=latest["publication"],
-                settled=len({value["publication"] for _, value in published}) == 1
-                and len(members) == math.prod(latest["shape"].values()),
-                lane=latest["lane"],
+                settled=len({value["publication"] for _, value in published}) == 1 and len(members) == size,
                 methods=next((value["methods"] for _, value in published if "methods" in value), {}),
+                **{name: latest[name] for name in _PUBLISHED},
             )
         )
     return sorted(groups, key=lambda one: (one.created, one.group_id))
+
+
+# The fields of a group that are published by their own names.
+_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "lane")
 
 
 def look_at_groups(
