@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from . import _indices
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
-from ._leaves import joining, operations
+from ._leaves import interop, joining, operations
 from ._leaves.operations import BoolArray, IntArray
 from ._leaves.ragged import RaggedLeaf
 from ._plan import ShardPlan, table_html
@@ -327,13 +326,7 @@ def _copy_rows(leaf: Any, rows: IntArray) -> Any:
 
 
 def _require_ray() -> Any:
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(
-            f"RemoteBatch needs Ray, which cannot be imported here ({error}): pip install 'fairlead-batching[ray]'",
-            name="ray",
-        ) from error
+    ray = interop.require("ray", "RemoteBatch needs Ray", "'fairlead-batching[ray]'")
     if not ray.is_initialized():
         raise RuntimeError("RemoteBatch needs a connection to Ray: call ray.init() or fairlead_placement.init_ray().")
     return ray

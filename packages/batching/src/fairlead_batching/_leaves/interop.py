@@ -30,13 +30,23 @@ def is_tensor_type(kind: type[Any]) -> bool:
     return issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def require_torch() -> Any:
+def require(library: str, need: str, install: str) -> Any:
+    """Return a library that is imported only where it is needed.
+
+    Args:
+        library: its name.
+        need: who needs it, for the error.
+        install: what to install.
+    """
     try:
-        return importlib.import_module("torch")
+        return importlib.import_module(library)
     except ImportError as error:
-        raise ImportError(
-            f"torch tensors need torch, which cannot be imported here ({error}): pip install torch", name="torch"
-        ) from error
+        message = f"{need}, which cannot be imported here ({error}): pip install {install}"
+        raise ImportError(message, name=library) from error
+
+
+def require_torch() -> Any:
+    return require("torch", "torch tensors need torch", "torch")
 
 
 def to_numpy(tensor: Any) -> Array:
