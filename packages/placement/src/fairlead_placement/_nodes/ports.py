@@ -9,8 +9,7 @@ import ray
 
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
-from .agent import ask_nodes, new_lease_ids, this_process
-from .head import choose_alive
+from .agent import ask_alive, ask_nodes, new_lease_ids, this_process
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
@@ -129,12 +128,5 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
 def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
     if not per_node or not ray.is_initialized():
         return  # the agents ended with the job, and their sockets with them
-    asked = {node_id: (per_node[node_id],) for node_id in choose_alive(per_node)}
-    failed = {
-        node_id: answer
-        for node_id, answer in ask_nodes("release", asked, timeout_s).items()
-        if isinstance(answer, Exception)
-    }
-    # A node that has gone meanwhile holds no sockets. Any other failure is raised.
-    for node_id in choose_alive(failed) if failed else ():
-        raise failed[node_id]
+    # A node that has gone meanwhile holds no sockets.
+    ask_alive("release", {node_id: (lease_ids,) for node_id, lease_ids in per_node.items()}, timeout_s)
