@@ -172,6 +172,28 @@ def test_one_deadline(cluster, monkeypatch):
         assert 40 < given[1] + 0.5 <= given[0] <= 60
 
 
+def test_late_on_restart(cluster, tmp_path):
+    """The timeout holds for `on_restart` of a lost worker that the resize starts again."""
+    hang = tmp_path / "gate.hang1"
+    hang.touch()
+    options = {
+        "on_restart": "set_up",
+        "on_resize": None,
+        "start_timeout_s": 60,
+        "env_vars": {"GATE": f"{tmp_path}/gate"},
+    }
+    with make(cluster, **options) as group:
+        kill(group, 1)
+        began = time.monotonic()
+        with pytest.raises(BrokenEpochError, match="on_restart failed") as caught:
+            group.resize(dp=1, timeout=12)
+        assert time.monotonic() - began < 40
+        assert [failure.rank for failure in caught.value.failures] == [1]
+        hang.unlink()
+        assert group.restart_failed_workers() == [1]
+        assert [facts[:2] for facts in group.call("facts").result()] == [(2, 2)] * 2
+
+
 def test_silent_agent(cluster, monkeypatch):
     """An agent that once does not answer is asked again, before the epoch begins."""
     asked = []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standbys take over the ranks of lost workers, and ranks move to other processes on request."""
 
+import contextlib
 import os
 import pickle
 import time
@@ -194,10 +195,12 @@ def make_handed(not_in):
     return Handed(not_in)
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_handover_does_not_pass_through_the_driver(cluster, overlapping):
-    """The value goes from the old worker to the new one."""
+@pytest.mark.parametrize("kind", ["plain", "overlapping", "lane"])
+def test_handover_does_not_pass_through_the_driver(cluster, kind):
+    """The value goes from the old worker to the new one, also while a lane is open."""
     driver = os.getpid()
+    if kind == "lane":
+        pytest.importorskip("zmq")
 
     class Keeper:
         def __init__(self):
@@ -216,9 +219,12 @@ def test_handover_does_not_pass_through_the_driver(cluster, overlapping):
         async def save(self):
             return Handed(driver)
 
-    worker = AsyncKeeper if overlapping else Keeper
-    options = {"on_handover": "save", "on_restart": "load", "async_communication": overlapping}
-    with RayWorkerGroup(cluster, worker, workers_per_node=[2], **options) as group:
+    worker = AsyncKeeper if kind == "overlapping" else Keeper
+    options = {"on_handover": "save", "on_restart": "load", "async_communication": kind == "overlapping"}
+    with (
+        RayWorkerGroup(cluster, worker, workers_per_node=[2], **options) as group,
+        group.lane() if kind == "lane" else contextlib.nullcontext(),
+    ):
         assert group.replace([1]) == 1
         assert group.call("what").result() == ["NoneType", "Handed"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._deadline import Deadline
+from .._deadline import NEVER, Deadline
 from .._lifecycle.delivery import send_handover, wait_for
 from .._lifecycle.restart import UserMethods
 from ..exceptions import CallTimeoutError
@@ -55,21 +55,23 @@ class Hooks:
     def methods(self, sender: Sender) -> UserMethods:
         """Return what runs these methods on workers."""
 
-        def send(method: str, ranks: Sequence[int], args: Sequence[Column] = ()) -> Execution:
-            options = CallOptions(timeout=self.timeout_s, discard=True)
+        def send(
+            method: str, ranks: Sequence[int], args: Sequence[Column] = (), deadline: Deadline = NEVER
+        ) -> Execution:
+            options = CallOptions(timeout=deadline.left(at_most=self.timeout_s), discard=True)
             recipients = Recipients(list(ranks), [], [False] * len(ranks))
             # The calls that wait do so for this change, so this one must not wait behind them.
             return dispatch(sender, None, method, recipients, args, {}, options, may_wait=False)
 
-        def run_on_restart(ranks: Sequence[int], values: Mapping[int, Any]) -> None:
+        def run_on_restart(ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> None:
             if self.on_restart is None:
                 return
             given = [rank for rank in ranks if rank in values]
             if rest := [rank for rank in ranks if rank not in values]:
-                send(self.on_restart, rest).result()
+                send(self.on_restart, rest, deadline=deadline).result()
             if given:
                 column = Column([values[rank] for rank in given], range(len(given)))
-                send(self.on_restart, given, [column]).result()
+                send(self.on_restart, given, [column], deadline).result()
 
         def send_on_resize(ranks: Sequence[int]) -> dict[int, Any]:
             if self.on_resize is None:

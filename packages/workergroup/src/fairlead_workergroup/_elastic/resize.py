@@ -192,7 +192,7 @@ class Resizer:
         now = self._roster.snapshot()
         try:
             if again:
-                methods.on_restart(again, {})
+                methods.on_restart(again, {}, deadline)
         except Exception as error:
             cause = f"on_restart failed: {error}"
             failures = self._roster.mark_broken([now[rank].facts.failure("resize-failed", cause) for rank in again])

@@ -48,12 +48,12 @@ class UserMethods:
 
     Attributes:
         on_restart: runs the method `on_restart` on the given ranks, and waits for it; takes also what the workers
-            before have handed over, by rank.
+            before have handed over, by rank, and a deadline.
         send_on_resize: sends the method `on_resize` to the given ranks.
         on_handover: runs the method `on_handover` on the given ranks; returns references to what they hand over.
     """
 
-    on_restart: Callable[[Sequence[int], Mapping[int, Any]], object]
+    on_restart: Callable[[Sequence[int], Mapping[int, Any], Deadline], object]
     send_on_resize: SendOnResize
     on_handover: Callable[[Sequence[int]], Mapping[int, Any]]
 
@@ -327,7 +327,7 @@ class Restarter:
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
-            methods.on_restart(ranks, values)
+            methods.on_restart(ranks, values, NEVER)
             if now.is_broken:
                 limit = Deadline.after(self._launcher.spec.start_timeout_s)
                 deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=methods.send_on_resize)
