@@ -27,7 +27,13 @@ _adding = threading.Lock()
 
 
 class Carrier(Protocol):
-    """The owner of the messages that answers arrive in."""
+    """The owner of the messages that answers arrive in.
+
+    Attributes:
+        failures: how many answers were errors.
+    """
+
+    failures: int
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
         """Receive messages until a condition holds; return whether it does within the time."""
@@ -105,6 +111,7 @@ class LaneFuture:
         if failed or error is not None or ref is not None:
             self.ref, self.has_references, self.error = ref, has_references, error
             self.failed = failed or error is not None
+            self.carrier.failures += self.failed
         with _adding:
             self.done = True
         for callback in self._callbacks:
@@ -351,13 +358,19 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return values
     ended = None if timeout is None else time.monotonic() + timeout
     waiting = list(messages)
+    carriers = list(dict.fromkeys(_carrier(future) for future in messages))
+    failures, has_failed = -1, False
 
     def is_enough() -> bool:
+        nonlocal failures, has_failed
         while waiting and waiting[-1].done and not waiting[-1].failed:
             waiting.pop()
-        return not waiting or any(future.failed for future in waiting)
+        # This runs after each message, and must not look at all futures each time.
+        if failures != (now := sum(carrier.failures for carrier in carriers)):
+            failures, has_failed = now, any(future.failed for future in waiting)
+        return has_failed or not waiting
 
-    for carrier in dict.fromkeys(_carrier(future) for future in messages):
+    for carrier in carriers:
         own = None if ended is None else max(0.0, ended - time.monotonic())
         carrier.run(is_enough, own)
     for future in waiting:

@@ -65,12 +65,14 @@ class Lane:
 
     Attributes:
         holders: how many contexts have opened the lane.
+        failures: how many answers were errors.
     """
 
     def __init__(
         self, roster: Roster, router: Router, release: Callable[[], object], *, overlaps: bool = False
     ) -> None:
         self.holders: int = 1
+        self.failures: int = 0
         self._roster = roster
         self._router = router
         self._release = release
