@@ -124,9 +124,8 @@ class Group:
         return self.lane.send(self.members, ranks, requests, yields_items=method == "items", room_s=1.0)
 
 
-@pytest.fixture
-def group(monkeypatch) -> Iterator[Group]:
-    monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+@contextlib.contextmanager
+def open_group() -> Iterator[Group]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,6 +135,13 @@ def group(monkeypatch) -> Iterator[Group]:
     made.lane.stop()
     made.lane.close(20)
     assert made.released == [True]
+
+
+@pytest.fixture
+def group(monkeypatch) -> Iterator[Group]:
+    monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+    with open_group() as made:
+        yield made
 
 
 def _bind_again(group: Group) -> bool:
@@ -184,6 +190,17 @@ class TestMessages:
         (failed,) = group.send("fail", "source", ranks=[0])
         with pytest.raises(KeyError, match="source"):
             futures_of.get(group.send("echo", failed, ranks=[1]))
+
+    def test_answers_of_another_lane(self, group, monkeypatch):
+        """A call is sent as soon as the answer of another lane that is its argument has arrived."""
+        with open_group() as other, monkeypatch.context() as patch:
+            patch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
+            patch.setattr("fairlead_workergroup._remote.lane.QUIET_S", 60.0)
+            other.gate.clear()
+            (made,) = other.send("add", 5, ranks=[0])
+            sent = group.send("echo", made, ranks=[1])
+            threading.Timer(0.5, other.gate.set).start()
+            assert futures_of.get(sent, 10) == [((5,), {})]
 
     def test_dead_source(self, group):
         """The death of the worker that makes an argument does not look like the death of the worker that gets it."""
