@@ -42,7 +42,8 @@ class _Described(WorkerGroupError):
     """An error that is a dataclass: its fields are its arguments, so that a copy has all of them."""
 
     def __post_init__(self) -> None:
-        super().__init__(*(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
+        # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
+        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

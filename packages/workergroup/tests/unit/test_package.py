@@ -73,3 +73,10 @@ def test_errors_pickle(error, text):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), str(error)) == (type(error), text, text)
     assert isinstance(again, WorkerGroupError)
+
+
+def test_arguments_of_timeouts():
+    """A timeout keeps all of its arguments, although an OSError keeps two."""
+    error = CallTimeoutError("step", 2.5, 8, (), "because")
+    assert error.args == ("step", 2.5, 8, (), "because")
+    assert error.errno is None
