@@ -3,6 +3,7 @@
 
 import math
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
@@ -31,7 +32,7 @@ from ._elastic.replace import Replacer
 from ._elastic.resize import Resizer
 from ._handle import GroupHandle, GroupIdentity, attach
 from ._inspect.groups import find_own_group
-from ._inspect.observed import Observation, ObservedGroup
+from ._inspect.observed import ObservedGroup
 from ._inspect.timeline import read_timeline
 from ._inspect.trace import TraceSaver
 from ._lifecycle.launcher import GroupSpec, Launcher
@@ -172,12 +173,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._resources = Resources(self._roster)
         self._counters = Counters()
         resources, verdicts = self._resources, Verdicts(self._roster, limit)
-        self._observation = Observation(
-            self._roster,
-            Observer(self._roster),
-            verdicts,
-            read_timeline=lambda: read_timeline(find_own_group(resources.registration)),
-        )
+        self._observer = Observer(self._roster, verdicts)
+        self._read_timeline = lambda: read_timeline(find_own_group(resources.registration))
+        self._watches = weakref.WeakSet()
         facts = {
             "communication_backend": getattr(cluster, "communication_backend", None),
             "gradient_compression": compression,
@@ -196,7 +194,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             start_timeout_s=float(start_timeout_s),
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
-        self._teardown = Teardown(self._launcher, self._observation.watches)
+        self._teardown = Teardown(self._launcher, self._watches)
         self._standbys = Standbys(self._launcher, standby)
         restarter = Restarter(self._launcher, verdicts, policy, self._standbys, slots=slots)
         self._sender = Sender(
@@ -206,7 +204,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             verdicts,
             self._counters,
             RequestLog(token),
-            save_trace=TraceSaver(self._observation.read_timeline).save_for,
+            save_trace=TraceSaver(self._read_timeline).save_for,
             call_timeout_s=call_timeout_s,
             methods=hooks.methods,
         )

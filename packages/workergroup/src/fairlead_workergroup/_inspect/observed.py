@@ -4,10 +4,7 @@
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from .._members import Roster
-from .._observe.failures import Verdicts
 from .._observe.observer import STUCK_AFTER_S, Observer
 from .._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
 from .._observe.watch import Watch
@@ -16,29 +13,12 @@ from .timeline import Timeline
 from .trace import write_trace
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What the workers of a group are observed with.
-
-    Attributes:
-        roster: the roster of the group.
-        observer: looks at the workers.
-        verdicts: decides which workers are dead.
-        read_timeline: returns what the group has done lately.
-        watches: the watches that are open.
-    """
-
-    roster: Roster
-    observer: Observer
-    verdicts: Verdicts
-    read_timeline: Callable[[], Timeline]
-    watches: weakref.WeakSet[Watch] = field(default_factory=weakref.WeakSet)
-
-
 class ObservedGroup:
-    """The reports of a group. The group sets `_observation`, which reads them."""
+    """The reports of a group. The group sets what reads them, and the set of the watches that are open."""
 
-    _observation: Observation
+    _observer: Observer
+    _read_timeline: Callable[[], Timeline]
+    _watches: weakref.WeakSet[Watch]
 
     def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, and show the states in `worker_metadata` and the cluster's grid.
@@ -56,7 +36,7 @@ class ObservedGroup:
             ValueError: `stuck_after_s` is not a positive number.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return self._observation.observer.read_status(stuck_after_s)
+        return self._observer.read_status(stuck_after_s)
 
     def get_resource_usage(self) -> list[WorkerUsage]:
         """Return the resources that the workers' processes use, measured on their nodes with one request a node.
@@ -67,7 +47,7 @@ class ObservedGroup:
         Raises:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return self._observation.observer.read_usage()
+        return self._observer.read_usage()
 
     def detect_stuck_workers(self, timeout_s: float = STUCK_AFTER_S, dump_stacks: bool = True) -> list[StuckWorker]:
         """Return the living workers without progress for `timeout_s` seconds, whether they are busy or stopped.
@@ -88,7 +68,7 @@ class ObservedGroup:
             ValueError: `timeout_s` is not a positive number.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return self._observation.observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
+        return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what the group has done lately as a Chrome trace, which Perfetto opens.
@@ -104,8 +84,8 @@ class ObservedGroup:
             OSError: the file cannot be written.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        self._observation.roster.check_alive()
-        write_trace(self._observation.read_timeline(), path)
+        self._observer.roster.check_alive()
+        write_trace(self._read_timeline(), path)
 
     def stragglers(self, method: str | None = None) -> StragglerReport:
         """Return how long each worker takes for its methods, and who is slower than its peers along an axis.
@@ -120,8 +100,8 @@ class ObservedGroup:
         Raises:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        self._observation.roster.check_alive()
-        return find_stragglers(self._observation.read_timeline(), method)
+        self._observer.roster.check_alive()
+        return find_stragglers(self._read_timeline(), method)
 
     def watch(
         self,
@@ -150,17 +130,14 @@ class ObservedGroup:
             ValueError: a number is not positive.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        seen = self._observation
-        seen.roster.check_alive()
+        self._observer.roster.check_alive()
         watch = Watch(
             self,
-            seen.roster,
-            seen.observer,
-            seen.verdicts,
+            self._observer,
             interval_s=interval_s,
             stuck_after_s=stuck_after_s,
             slow_after_s=slow_after_s,
             on_event=on_event,
         )
-        seen.watches.add(watch)
+        self._watches.add(watch)
         return watch

@@ -10,6 +10,7 @@ from fairlead_placement.spi import alive_nodes, usage_on_nodes
 from .._display import Records
 from .._members import Roster, WorkerFacts
 from .._remote.progress import look
+from .failures import Verdicts
 from .query import ANSWER_S, ask_nodes, find_dead, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
@@ -25,10 +26,12 @@ class Observer:
 
     Args:
         roster: the roster of the group.
+        verdicts: decides which workers are dead.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, roster: Roster, verdicts: Verdicts) -> None:
+        self.roster = roster
+        self.verdicts = verdicts
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -36,7 +39,7 @@ class Observer:
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
-        now = self._roster.check_alive()
+        now = self.roster.check_alive()
         living = alive_nodes()
         pids: dict[str, list[int]] = {}
         for member in now.members:
@@ -61,7 +64,7 @@ class Observer:
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.
-        now = self._roster.check_alive()
+        now = self.roster.check_alive()
         dead = set(now.lost)
         asked = [
             member.facts for member in now.members if member.rank not in dead and member.rank not in now.restarting
@@ -98,7 +101,7 @@ class Observer:
             )
             for member in now.members
         ]
-        self._roster.show_states(states, now)
+        self.roster.show_states(states, now)
         return statuses, [_stuck(facts, rows[facts.rank]) for facts in now.facts if states[facts.rank] == "stuck"]
 
 

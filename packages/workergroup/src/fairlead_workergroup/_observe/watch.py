@@ -14,9 +14,8 @@ from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
 
-from .._members import Change, Roster, Snapshot, WorkerFacts
+from .._members import Change, Snapshot, WorkerFacts
 from ..exceptions import WorkerFailure, WorkerGroupError
-from .failures import Verdicts
 from .observer import Observer, check_seconds
 from .status import StuckWorker, WorkerEvent, WorkerStatus
 
@@ -98,9 +97,7 @@ class Watch(AbstractContextManager["Watch"]):
     def __init__(
         self,
         group: object,
-        roster: Roster,
         observer: Observer,
-        verdicts: Verdicts,
         *,
         interval_s: float,
         stuck_after_s: float,
@@ -110,9 +107,8 @@ class Watch(AbstractContextManager["Watch"]):
         end = threading.Event()
         # A weak reference, so that a watched group is released too when nothing else refers to it.
         self._group = weakref.ref(group, lambda _: end.set())
-        self._roster = roster
         self._observer = observer
-        self._verdicts = verdicts
+        self._roster = roster = observer.roster
         self._name = roster.name_prefix
         self._interval_s = check_seconds("interval_s", interval_s)
         self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
@@ -188,7 +184,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
         facts = [self._roster.snapshot()[now.rank].facts for now in dead]
-        self._verdicts.note_causes(
+        self._observer.verdicts.note_causes(
             [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid], within_s=CAUSE_S
         )
         stuck: dict[int, StuckWorker] = {}
