@@ -28,6 +28,7 @@ def waits(monkeypatch):
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda ref: ref)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
     return waited
 
 
@@ -55,6 +56,24 @@ def test_large_groups_may_take_longer(waits):
     made = make_groups(3 * PLACING_S)
     assert wait_placed(made, [1]) == []
     assert wait_placed(made, [round(3 * PLACING_S / BUNDLE_S)]) == made
+
+
+def test_the_deadline_of_a_reservation(waits):
+    """If Ray places nothing, the wait for thousands of bundles ends soon after the reservation's time."""
+    made = make_groups(*[1e9] * 1000)
+    assert wait_placed(made, [8] * 1000, deadline=30.0) == []
+    assert sum(waits) == pytest.approx(30.0 + PLACING_S)
+
+
+def test_a_reservation_of_what_is_free_now(waits):
+    """Without any time to wait, Ray may place many groups, one after the other, but not without a limit."""
+    made = make_groups(*(0.002 * at for at in range(1000)))
+    assert wait_placed(made, [8] * 1000, deadline=0.0) == made
+    waits.clear()
+    slow = make_groups(*(0.9 * PLACING_S * at for at in range(1000)))
+    few = wait_placed(slow, [1] * 1000, deadline=0.0)
+    assert 0 < len(few) < 100
+    assert sum(waits) == pytest.approx(PLACING_S + 1000 * BUNDLE_S)
 
 
 def test_the_wait_is_not_quadratic(waits):

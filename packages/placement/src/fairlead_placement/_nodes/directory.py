@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 PUBLISH_S = 10.0
 # How often a clock is read: the fastest of so many trips is close to the fastest of all.
 TRIPS = 8
-# How often a process checks that the agents still have what it has published, and how many nodes it asks a second.
+# How often a process checks that agents still have what it has published, and how many nodes it asks each time.
 CHECK_EVERY_S = 5.0
-CHECKED_PER_S = 20.0
+CHECKED_AT_ONCE = 100
+# How long the agents have to answer: a shutdown of Ray waits for a check. Agents that are late are asked again later.
+CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class _Publications:
         # By key: this process's worker id, the version, and the values by node id.
         self._values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
         self._thread: threading.Thread | None = None
+        # How many nodes have been asked.
+        self._asked = 0
 
     def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
         with self._lock:
@@ -97,8 +101,7 @@ class _Publications:
     def _run(self) -> None:
         never_connect()
         while True:
-            nodes = {node_id for _, _, values in list(self._values.values()) for node_id in values}
-            if self._end.wait(max(CHECK_EVERY_S, len(nodes) / CHECKED_PER_S)):
+            if self._end.wait(CHECK_EVERY_S):
                 return
             with block_shutdown():
                 self._check()
@@ -115,8 +118,8 @@ class _Publications:
             values = dict(self._values)
         try:
             with head_deadline(PUBLISH_S):
-                alive = choose_alive({node_id for _, _, by_node in values.values() for node_id in by_node})
-                answers = ask_nodes("versions", dict.fromkeys(alive, (me,)), PUBLISH_S)
+                alive = choose_alive(self._next_nodes(values))
+                answers = ask_nodes("versions", dict.fromkeys(alive, (me,)), CHECK_S)
         except (PlacementError, ray.exceptions.RayError) as error:
             logger.debug("Cannot check what the agents have: %s", error)
             return
@@ -127,6 +130,14 @@ class _Publications:
                 if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
             }
             _notify(lost)
+
+    def _next_nodes(self, values: Mapping[str, tuple[str, int, Mapping[str, Any]]]) -> list[str]:
+        """Return the nodes whose turn it is, of those that have some of the values."""
+        nodes = sorted({node_id for _, _, by_node in values.values() for node_id in by_node})
+        first = self._asked % len(nodes) if len(nodes) > CHECKED_AT_ONCE else 0
+        chosen = [*nodes[first:], *nodes[:first]][:CHECKED_AT_ONCE]
+        self._asked = first + len(chosen)
+        return chosen
 
 
 _publications = _Publications()

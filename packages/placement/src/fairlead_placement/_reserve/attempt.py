@@ -77,7 +77,7 @@ class Attempt:
 
     def place(self, nodes: Sequence[Node]) -> tuple[Reserved, ...] | None:
         """Place the request on nodes that `is_impossible` has seen. Return None, with nothing left, if that fails."""
-        return None if self._chosen is None else place(self.request, self._chosen)
+        return None if self._chosen is None else place(self.request, self._chosen, deadline=self.deadline)
 
     def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
         """Return why the nodes cannot hold the request."""

@@ -150,7 +150,7 @@ class GpuAttempt(Attempt):
             for asks in turns.values():
                 drop([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
                 chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
-                placed = place(replace(request, asks=tuple(asks)), chosen)
+                placed = place(replace(request, asks=tuple(asks)), chosen, deadline=self.deadline)
                 made.extend(placed or ())
                 if placed is None or not _check_ids(placed, request.gpu_ids, deadline=self.deadline):
                     drop(made)
@@ -288,14 +288,15 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
 
     Args:
         nodes: the nodes.
-        deadline: the end of the reservation's time, as of `time.monotonic`, to read the ids.
+        deadline: the end of the reservation's time, as of `time.monotonic`, to place the groups and read the ids.
     """
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
     name = "" if is_driver() else "fairlead-gpu"
     try:
-        pinned = create_pinned([(name and unique_name(name), [(node_id, bundle)]) for node_id in where], groups)
+        wanted = [(name and unique_name(name), [(node_id, bundle)]) for node_id in where]
+        pinned = create_pinned(wanted, groups, deadline=deadline)
         made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         there = {group.id for group in pinned}
         placed = [one for one in made if one.group.id in there]

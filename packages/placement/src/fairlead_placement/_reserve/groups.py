@@ -57,8 +57,13 @@ class Reserved:
     bundles: tuple[dict[str, float], ...]
 
 
-def place(request: Request, chosen: Mapping[int, tuple[str, ...]]) -> tuple[Reserved, ...] | None:
-    """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
+def place(
+    request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf
+) -> tuple[Reserved, ...] | None:
+    """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once.
+
+    The deadline is as for `wait_placed`.
+    """
     asks = request.asks
     batches = [asks] if request.unified and asks else [(ask,) for ask in asks]
     parts = [
@@ -69,13 +74,15 @@ def place(request: Request, chosen: Mapping[int, tuple[str, ...]]) -> tuple[Rese
         _prefix(request.name, batch[0]): [(node_id, bundle) for _, node_id, bundle in part]
         for batch, part in zip(batches, parts, strict=True)
     }
-    groups = place_pinned(wanted)
+    groups = place_pinned(wanted, deadline=deadline)
     if groups is None:
         return None
     return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
 
 
-def place_pinned(wanted: Mapping[str, Sequence[Pinned]]) -> tuple[PlacementGroup, ...] | None:
+def place_pinned(
+    wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = math.inf
+) -> tuple[PlacementGroup, ...] | None:
     """Create placement groups whose bundles are pinned to nodes.
 
     When a node is lost, Ray then parks its group: it does not look for another node, nor spin its scheduler.
@@ -83,13 +90,15 @@ def place_pinned(wanted: Mapping[str, Sequence[Pinned]]) -> tuple[PlacementGroup
     Args:
         wanted: the bundles of each group, by the prefix of the group's name. A bundle is the id of its node and what it
             holds there.
+        deadline: as for `wait_placed`.
 
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
     made: list[PlacementGroup] = []
     try:
-        if len(create_pinned([(unique_name(name), bundles) for name, bundles in wanted.items()], made)) == len(made):
+        pinned = [(unique_name(name), bundles) for name, bundles in wanted.items()]
+        if len(create_pinned(pinned, made, deadline=deadline)) == len(made):
             return tuple(made)
     except BaseException:
         remove(made)
@@ -98,12 +107,15 @@ def place_pinned(wanted: Mapping[str, Sequence[Pinned]]) -> tuple[PlacementGroup
     return None
 
 
-def create_pinned(wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup]) -> list[PlacementGroup]:
+def create_pinned(
+    wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
+) -> list[PlacementGroup]:
     """Create groups whose bundles are pinned to nodes, add them to `made` in order, and return those that Ray places.
 
     Args:
         wanted: the name and the bundles of each group.
         made: gets all groups, also those that exist when one cannot be created.
+        deadline: as for `wait_placed`.
     """
 
     def create(name: str, bundles: Sequence[Pinned]) -> PlacementGroup:
@@ -111,7 +123,7 @@ def create_pinned(wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[Pla
 
     guard_groups()
     create_groups([functools.partial(create, *one) for one in wanted], made)
-    return wait_placed(made, [len(bundles) for _, bundles in wanted])
+    return wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
 
 
 def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[PlacementGroup]) -> None:
@@ -135,20 +147,29 @@ def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[Pl
             raise error
 
 
-def wait_placed(groups: Sequence[PlacementGroup], sizes: Sequence[int]) -> list[PlacementGroup]:
+def wait_placed(
+    groups: Sequence[PlacementGroup], sizes: Sequence[int], *, deadline: float = math.inf
+) -> list[PlacementGroup]:
     """Return the groups that Ray has placed, once it has placed all or seems to place no more.
 
     Args:
         groups: the groups.
         sizes: the number of bundles of each.
+        deadline: the end of the reservation's time, as of `time.monotonic`. After it, Ray must place a further group
+            within every `PLACING_S` seconds, and all within `PLACING_S` and `BUNDLE_S` for each bundle: a reservation
+            that takes only what is free now (0 s) waits that long.
     """
+    last = max(deadline, time.monotonic() + PLACING_S + BUNDLE_S * sum(sizes))
     waiting = {group.ready(): (group, size) for group, size in zip(groups, sizes, strict=True)}
     placed: set[Any] = set()
     pending = list(waiting)
     while pending:
-        patience = PLACING_S + BUNDLE_S * sum(waiting[ref][1] for ref in pending)
+        now = time.monotonic()
+        patience = PLACING_S + min(BUNDLE_S * sum(waiting[ref][1] for ref in pending), max(0.0, deadline - now))
         # Eighths: to look at all of them after each one would cost the square of their number.
-        done, pending = ray.wait(pending, num_returns=-(-len(pending) // 8), timeout=patience)
+        done, pending = ray.wait(
+            pending, num_returns=-(-len(pending) // 8), timeout=max(0.0, min(patience, last - now))
+        )
         if not done:
             break
         for ref in done:

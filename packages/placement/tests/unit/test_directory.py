@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of what a process has published, without Ray."""
+
+import collections
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_placement._nodes import directory
+from fairlead_placement.spi import block_shutdown
+
+
+@pytest.fixture
+def publications(monkeypatch):
+    """Return the publications of a process that checks them all the time."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(directory, "this_process", lambda: "me")
+    monkeypatch.setattr(directory, "choose_alive", list)
+    monkeypatch.setattr(directory, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(directory, "_notify", lambda requests: None)
+    published = directory._Publications()
+    yield published
+    published.close()
+
+
+def test_an_agent_that_hangs_does_not_delay_a_shutdown(publications, monkeypatch):
+    """A shutdown of Ray waits for a check that has begun, and an agent that hangs makes it last no longer than that."""
+    monkeypatch.setattr(directory, "CHECK_S", 0.2)
+    began = threading.Event()
+
+    def hang(method, arguments, timeout_s):
+        began.set()
+        time.sleep(timeout_s)
+        return dict.fromkeys(arguments, TimeoutError())
+
+    monkeypatch.setattr(directory, "ask_nodes", hang)
+    publications.add("me", "key", 1, {"node": "value"})
+    assert began.wait(30)
+    asked = time.monotonic()
+    with block_shutdown():
+        assert time.monotonic() - asked < 4.2
+
+
+def test_many_nodes_are_asked_in_turn(publications, monkeypatch):
+    """However many nodes there are, a check asks some of them, and all of them have their turn."""
+    nodes, sizes, asked, done = 1001, [], collections.Counter(), threading.Event()
+
+    def answer(method, arguments, timeout_s):
+        sizes.append(len(arguments))
+        asked.update(list(arguments))
+        if sum(asked.values()) >= 3 * nodes:
+            done.set()
+        return {node_id: {"key": 1} for node_id in arguments}
+
+    monkeypatch.setattr(directory, "ask_nodes", answer)
+    publications.add("me", "key", 1, {f"{at:056x}": "value" for at in range(nodes)})
+    assert done.wait(30)
+    publications.close()
+    assert set(sizes) == {directory.CHECKED_AT_ONCE}
+    assert len(asked) == nodes
+    assert max(asked.values()) - min(asked.values()) <= 1
