@@ -28,7 +28,8 @@ if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
     # No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
-    settings.register_profile("fairlead", max_examples=150, deadline=None, database=None)
+    examples = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
+    settings.register_profile("fairlead", max_examples=examples, deadline=None, database=None)
     settings.load_profile("fairlead")
 
 # With these settings of its head, Ray declares a node dead within about a second.

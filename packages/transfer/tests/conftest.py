@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests."""
 
+import os
+
 from hypothesis import settings
 
 # No deadline: on a busy machine it would fail tests for being slow. No database: a test run leaves no files.
-settings.register_profile("fairlead", max_examples=100, deadline=None, database=None)
+examples = int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
+settings.register_profile("fairlead", max_examples=examples, deadline=None, database=None)
 settings.load_profile("fairlead")

@@ -2,6 +2,7 @@
 """Clusters and groups that tests share."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 # No deadline and no health check of speed: on a busy machine they would fail tests for being slow. No database: a test
 # run leaves no files.
 settings.register_profile(
-    "fairlead-workergroup", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "fairlead-workergroup",
+    max_examples=int(os.environ.get("FAIRLEAD_EXAMPLES", "100")),
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fairlead-workergroup")
 

@@ -131,24 +131,37 @@ def test_stopped_canceller(record, monkeypatch):
     os.close(held)
 
 
-@pytest.fixture
-def workers():
-    """Three idle processes, each with a record."""
+@pytest.fixture(scope="module")
+def forks():
+    """A process that has imported everything. For each line that it reads it forks a worker, and prints its pid."""
     program = textwrap.dedent("""
+        import os, signal, sys
         from fairlead_workergroup._remote.progress import Record
-        record = Record(["__init__", "work"])
-        print("ready", flush=True)
-        input()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        ended, mine = os.pipe()
+        for _ in sys.stdin:
+            if os.fork() == 0:
+                os.close(mine)
+                record = Record(["__init__", "work"])
+                print(os.getpid(), flush=True)
+                os.read(ended, 1)  # until the first process has ended
+                os._exit(0)
     """)
-    started = [
-        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(3)
-    ]
-    assert [process.stdout.readline() for process in started] == [b"ready\n"] * 3
-    yield [(process.pid, start_tick(process.pid)) for process in started]
-    for process in started:
-        process.kill()
-        process.communicate()
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def workers(forks):
+    """Three idle processes, each with a record."""
+    forks.stdin.write("\n" * 3)
+    forks.stdin.flush()
+    pids = [int(forks.stdout.readline()) for _ in range(3)]
+    yield [(pid, start_tick(pid)) for pid in pids]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_busy_record(workers):
