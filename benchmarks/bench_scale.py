@@ -4,6 +4,7 @@
 python benchmarks/bench_scale.py
 """
 
+import contextlib
 import os
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from _idle import Worker
 from _measure import Row, table
 from _simulated import ActorClass, Agents, Answers, Head, make_slots
 from ray.cluster_utils import Cluster
@@ -39,13 +41,6 @@ SIMULATED_NODES, SIMULATED_PER_NODE = 1_024, 8
 REGISTRATIONS_PER_S = 600.0
 ROUND_TRIP_S = 0.005
 CONSTRUCTOR_S = 0.5
-
-
-class Worker:
-    """A worker that does nothing."""
-
-    def nothing(self) -> None:
-        return None
 
 
 def rows() -> list[Row]:
@@ -158,7 +153,7 @@ def _real_rows() -> Iterator[Row]:
         _start_by_hand()  # it uses the processes that Ray has started in advance
         for _ in range(ROUNDS):
             by_hand.append(_start_by_hand())
-            seconds, call_s, report = _start_group()
+            seconds, reserve_s, call_s, report = _start_group()
             ours.append(seconds)
             calls.append(call_s)
         ratio = statistics.median(ours) / statistics.median(by_hand)
@@ -166,10 +161,12 @@ def _real_rows() -> Iterator[Row]:
         yield Row(f"start of {count} workers on {NODES} nodes, by hand", spread, "", True)
         measured = f"{ratio:.2f}x, {min(ours):.1f} to {max(ours):.1f} s"
         yield Row("  by worker group, reservation included", measured, "at most 1.15x", ratio <= 1.15)
-        for name in ("reserve", "agents", "create"):
+        yield Row("  of that, the reservation", f"{reserve_s:.2f} s", "", True)
+        for name in ("agents", "create"):
             yield Row(f"  of that, {name}", f"{report[name].seconds:.2f} s", "", True)
-        process = report["process"]
-        yield Row("  of that, process: median, maximum", f"{process.median_s:.1f} s, {process.max_s:.1f} s", "", True)
+        for name in ("process", "import"):
+            phase = report[name]
+            yield Row(f"  of that, {name}: median, maximum", f"{phase.median_s:.2f} s, {phase.max_s:.2f} s", "", True)
         yield Row(f"  a call of all {count}", f"{statistics.median(calls) * 1e3:.0f} ms", "", True)
     finally:
         ray.shutdown()
@@ -200,10 +197,13 @@ def _start_by_hand() -> float:
     return took
 
 
-def _start_group() -> tuple[float, float, Any]:
-    """Return the seconds that a group takes to start and to answer a call, and the report of the start."""
+def _start_group() -> tuple[float, float, float, Any]:
+    """Return the seconds that a group takes to start, its reservation, and a call, and the report of the start."""
     began = time.perf_counter()
-    with RayVirtualCluster([PER_NODE] * NODES, use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(RayVirtualCluster([PER_NODE] * NODES, use_gpus=False))
+        reserve_s = time.perf_counter() - began
+        group = stack.enter_context(RayWorkerGroup(cluster, Worker))
         group.call("nothing").result()
         took = time.perf_counter() - began
         calls = []
@@ -213,7 +213,7 @@ def _start_group() -> tuple[float, float, Any]:
             calls.append(time.perf_counter() - again)
         report = group.start_report
     _wait_until_free()
-    return took, statistics.median(calls), report
+    return took, reserve_s, statistics.median(calls), report
 
 
 def _wait_until_free() -> None:
