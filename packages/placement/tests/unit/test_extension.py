@@ -10,7 +10,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement import PortLease, RayVirtualCluster, Slot
 from fairlead_placement._reserve import lifecycle
 from fairlead_placement._reserve.groups import number_slots
 from fairlead_placement._reserve.lifecycle import replace_slots
@@ -204,3 +204,45 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
             alive.remove(lost)
             cluster.replace_lost_nodes()
             assert [group.id for group in cluster.get_placement_groups()] == groups
+
+
+class Name(str):
+    """The id of a node, which counts how often it is compared with another one."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_release_of_many_nodes(monkeypatch):
+    """The cost of a release grows with the number of nodes and leases, not with its square."""
+    count = 1_000
+    slots = [
+        Slot(
+            placement_group=SimpleNamespace(id=ray.PlacementGroupID(at.to_bytes(18, "big"))),
+            bundle_index=0,
+            node_idx=at,
+            node_id=Name(f"node {at}"),
+            node_ip="",
+            node_rank=at,
+            local_rank=0,
+        )
+        for at in range(count)
+    ]
+    holding = lifecycle.Holding(SimpleNamespace(), [1] * count)
+    monkeypatch.setattr(lifecycle, "replace", lambda request, **changes: request)
+    holding.request = SimpleNamespace(asks=(), gpu_ids={}, unified=False, segment_size=None, name="many")
+    holding.places = dict(enumerate(slots))
+    holding._leases = [PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots]
+    released = []
+    monkeypatch.setattr(lifecycle, "release_ports", released.extend)
+    monkeypatch.setattr(lifecycle, "remove", lambda groups, timeout_s: True)
+    Name.compared = 0
+    assert holding.release(set(range(count // 2)))
+    assert [lease.lease_id for lease in released] == [f"lease {at}" for at in range(count // 2)]
+    assert [lease.lease_id for lease in holding._leases] == [f"lease {at}" for at in range(count // 2, count)]
+    assert Name.compared <= 20 * count

@@ -447,8 +447,9 @@ class Monitor:
 
     def watch(self, node_ids: Sequence[str]) -> None:
         """Watch these nodes from now on, and no others."""
-        new = [node_id for node_id in node_ids if node_id not in self._node_ids]
-        left = [node_id for node_id in self._node_ids if node_id not in node_ids]
+        before, now = frozenset(self._node_ids), frozenset(node_ids)
+        new = [node_id for node_id in node_ids if node_id not in before]
+        left = [node_id for node_id in self._node_ids if node_id not in now]
         self._node_ids = tuple(node_ids)
         self._stop(left)
         # A new node whose agent does not answer now is watched from the next `read` on.

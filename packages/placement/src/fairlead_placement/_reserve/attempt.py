@@ -29,9 +29,10 @@ def examine(request: Request) -> Report:
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
     """Return what the given slots of a reservation hold, and where."""
-    where: dict[int, tuple[str, ...]] = {}
+    there: dict[int, list[str]] = {}
     for slot in slots:
-        where[slot.node_idx] = (*where.get(slot.node_idx, ()), slot.node_id)
+        there.setdefault(slot.node_idx, []).append(slot.node_id)
+    where = {node_idx: tuple(node_ids) for node_idx, node_ids in there.items()}
     return Report(
         # A view has some of the slots only.
         asks=tuple(replace(ask, count=len(where[ask.node_idx])) for ask in asks if ask.node_idx in where),

@@ -5,7 +5,7 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -203,8 +203,9 @@ class Holding:
             self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
             self.places = dict(zip(kept, number_slots(kept.values()), strict=True))
             with self._leasing:
-                leases = [lease for lease in self._leases if lease.node_id not in self.node_ids]
-                self._leases[:] = [lease for lease in self._leases if lease not in leases]
+                staying = frozenset(self.node_ids)
+                leases = [lease for lease in self._leases if lease.node_id not in staying]
+                self._leases[:] = [lease for lease in self._leases if lease.node_id in staying]
             try:
                 self._watch()
                 release_ports(leases)
@@ -280,7 +281,8 @@ class Holding:
         """Return the memory of some of its nodes, with the peaks since it was reserved if that is monitored."""
         if self._monitor is None:
             return read_usage(node_ids)
-        return tuple(usage for usage in self._monitor.read() if usage.node_id in node_ids)
+        wanted = frozenset(node_ids)
+        return tuple(usage for usage in self._monitor.read() if usage.node_id in wanted)
 
     def _batches(self, asks: Sequence[Ask], alive: AbstractSet[str]) -> list[tuple[list[Ask], int | None]]:
         """Return what is reserved in one step, with its segment size: the asks one by one, the most demanding first.
@@ -414,8 +416,9 @@ def find_bundles(
     return chosen
 
 
-def _nodes_except(taken: Collection[str]) -> Sequence[Node]:
-    return tuple(node for node in read_nodes() if node.node_id not in taken)
+def _nodes_except(taken: Iterable[str]) -> Sequence[Node]:
+    names = frozenset(taken)
+    return tuple(node for node in read_nodes() if node.node_id not in names)
 
 
 def _reserve(request: Request, look: Callable[[], Sequence[Node]] = read_nodes) -> tuple[Reserved, ...]:
