@@ -147,7 +147,9 @@ def forks():
                 os.read(ended, 1)  # until the first process has ended
                 os._exit(0)
     """)
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.communicate()

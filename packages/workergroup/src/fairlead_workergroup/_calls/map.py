@@ -2,17 +2,21 @@
 """The distribution of many items over few workers, one worker for each item."""
 
 import asyncio
+import heapq
 import math
+import queue
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ray import ObjectRef
 
 from .._arguments import Arguments
+from .._deadline import Deadline
 from .._display import Bar
-from .._futures import wait
 from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import dispatch
@@ -28,6 +32,8 @@ Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], in
 STRATEGIES = ("round_robin", "least_loaded")
 # The number of items that are sent ahead of the oldest unfinished one, in multiples of those that run at a time.
 WINDOW = 8
+# How often a wait looks whether Ray is still there.
+CONNECTED_EVERY_S = 1.0
 # An item that kills its worker must not kill all of them.
 MOST_LOSSES = 3
 
@@ -155,17 +161,21 @@ async def _async_results(
 ) -> AsyncGenerator[Any]:
     done = 0
     tasks: dict[asyncio.Task[Any], Execution] = {}
+    # `asyncio.wait` would look at all tasks for each that ends.
+    ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
     try:
         with short_traceback(), Bar(f"Mapping {balancer.method.name}", total) as bar:
             while balancer.fill(items, until=order.until, may_wait=True):
-                waiting = set(tasks.values())
-                tasks |= {
-                    asyncio.ensure_future(get_result(call)): call for call in balancer.calls if call not in waiting
-                }
+                for call in balancer.take_new():
+                    task = asyncio.ensure_future(get_result(call))
+                    task.add_done_callback(ended.put_nowait)
+                    tasks[task] = call
                 finished = balancer.take_unsent()
                 if tasks and not finished:
-                    ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    for task in [task for task in tasks if task in ended]:
+                    done_now = [await ended.get()]
+                    while not ended.empty():
+                        done_now.append(ended.get_nowait())
+                    for task in done_now:
                         finished += balancer.settle(tasks.pop(task), task.result)
                 done += len(finished)
                 bar.show(done)
@@ -178,6 +188,68 @@ async def _async_results(
         await asyncio.to_thread(balancer.close)
 
 
+class _Arrivals:
+    """The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[tuple[Execution, Future[Any]]] = queue.SimpleQueue()
+
+    def add(self, call: Execution) -> None:
+        """Wait for the answer of a call of one worker."""
+        call.futures[0].future().add_done_callback(lambda answer: self._arrived.put((call, answer)))
+
+    def take(self, timeout: float) -> dict[Execution, Future[Any]]:
+        """Return the calls that have arrived with their answers, once there is one; none after `timeout` seconds."""
+        arrived: dict[Execution, Future[Any]] = {}
+        try:
+            arrived.update([self._arrived.get(timeout=timeout)])
+            while True:
+                arrived.update([self._arrived.get_nowait()])
+        except queue.Empty:
+            return arrived
+
+
+class _Loads:
+    """The number of items that each worker has, without the workers that were lost."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._loads = dict.fromkeys(ranks, 0)
+        self._order = {rank: at for at, rank in enumerate(ranks)}
+        self.ranks: list[int] = list(ranks)
+        # The load, place and rank of each worker; entries of another load than the present one do not count.
+        self._least = [(0, at, rank) for at, rank in enumerate(ranks)]
+
+    def __getitem__(self, rank: int) -> int:
+        return self._loads[rank]
+
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
+    def values(self) -> tuple[int, ...]:
+        """Return the number of items of each worker, in order."""
+        return tuple(self._loads.values())
+
+    def add(self, rank: int, items: int) -> None:
+        """Add to the number of items of a worker, unless it was lost."""
+        if rank in self._loads:
+            self._loads[rank] += items
+            heapq.heappush(self._least, (self._loads[rank], self._order[rank], rank))
+            if len(self._least) > 4 * len(self._loads):
+                self._least = [(load, self._order[one], one) for one, load in self._loads.items()]
+                heapq.heapify(self._least)
+
+    def keep(self, is_there: Callable[[int], bool]) -> None:
+        """Forget the workers that are not there."""
+        self._loads = {rank: load for rank, load in self._loads.items() if is_there(rank)}
+        self.ranks = list(self._loads)
+
+    def least_loaded(self) -> int:
+        """Return the first of the workers with the fewest items."""
+        while self._loads.get(self._least[0][2]) != self._least[0][0]:
+            heapq.heappop(self._least)
+        return self._least[0][2]
+
+
 class _Balancer:
     """Sends items to workers, and owns the record of the items that each worker has."""
 
@@ -188,8 +260,11 @@ class _Balancer:
         self._sender = sender
         self._owner = owner
         self._options = options
-        # The number of items that each worker has, by rank, without the workers that were lost.
-        self._loads = dict.fromkeys(ranks, 0)
+        self._loads = _Loads(ranks)
+        self._arrivals = _Arrivals()
+        # The calls that an event loop does not await yet.
+        self._new: list[Execution] = []
+        self._members = sender.roster.snapshot()
         self._turn = 0
         self._position = 0
         # By call, because a call that waits to be sent has no futures yet.
@@ -226,28 +301,30 @@ class _Balancer:
     def _drop_departed(self) -> None:
         """Send no more items to ranks that a resize has removed; items that they have are finished there."""
         now = self._sender.roster.snapshot()
-        if now.has(self._loads):
+        if now is self._members or now.has(self._loads.ranks):
+            self._members = now
             return
-        self._loads = {rank: load for rank, load in self._loads.items() if now.has([rank])}
+        self._loads.keep(lambda rank: now.has([rank]))
         if not self._loads:
             gone = now.resizes[-1]
             raise EpochError(f"The group was resized {gone}, and all workers of this map have left it.", gone.epoch)
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
-        ranks, strategy = list(self._loads), self._options.strategy
+        ranks, strategy = self._loads.ranks, self._options.strategy
         if strategy == "round_robin":
-            at = self._turn % len(ranks)
+            rank = ranks[self._turn % len(ranks)]
         elif strategy == "least_loaded":
-            at = min(range(len(ranks)), key=lambda one: self._loads[ranks[one]])
+            rank = self._loads.least_loaded()
         else:
-            at = strategy(tuple(self._loads.values()))
+            at = strategy(self._loads.values())
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(ranks):
                 raise ValueError(
                     f"the load balancing strategy returned {at!r}; it must return which of {len(ranks)} workers gets "
                     "the next item"
                 )
-        return ranks[at] if self._loads[ranks[at]] < self._options.max_in_flight else None
+            rank = ranks[at]
+        return rank if self._loads[rank] < self._options.max_in_flight else None
 
     def _send(self, item: _Item, *, may_wait: bool) -> None:
         recipients = Recipients([item.rank], [item.rank], None)
@@ -262,13 +339,17 @@ class _Balancer:
             self._unsent += self._handle_loss(item, error)
             return
         self._turn += 1
-        self._loads[item.rank] += 1
+        self._loads.add(item.rank, 1)
         self._sent[call] = item
+        if may_wait:
+            self._new.append(call)
+        else:
+            self._arrivals.add(call)
 
-    @property
-    def calls(self) -> list[Execution]:
-        """The calls for the items that have not finished."""
-        return list(self._sent)
+    def take_new(self) -> list[Execution]:
+        """Return the calls that an event loop does not await yet."""
+        new, self._new = self._new, []
+        return new
 
     def take_unsent(self) -> _Finished:
         """Return the positions and errors of items that could not be sent."""
@@ -279,21 +360,24 @@ class _Balancer:
         """Wait until an item has finished; return all that have finished by then."""
         if unsent := self.take_unsent():
             return unsent
-        calls = {call.futures[0]: call for call in self._sent}
-        refs = list(calls)
-        oldest = calls[refs[0]]
+        oldest = next(iter(self._sent))
         deadline = oldest.order.deadline
-        self._sender.roster.check_connected()
-        done, _ = wait(refs, num_returns=1, timeout=deadline.left(at_most=REPORT_EVERY_S))
-        ready, _ = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        until = deadline.sooner(Deadline.after(REPORT_EVERY_S))
+        arrived: dict[Execution, Future[Any]] = {}
+        while not arrived:
+            self._sender.roster.check_connected()  # a Ray that has been shut down answers nothing
+            arrived = self._arrivals.take(until.left(at_most=CONNECTED_EVERY_S) or 0.0)
+            if until.passed:
+                break
         # Also when others are done: an item that hangs must be noticed while the others continue.
-        if not done or (deadline.passed and refs[0] not in {*done, *ready}):
+        if not arrived or (deadline.passed and oldest not in arrived):
             try:
                 oldest.check_late(deadline)
             except CallTimeoutError as error:
                 return self._fail(oldest, error)
-        finished = sorted({calls[ref] for ref in (*done, *ready)}, key=lambda call: self._sent[call].position)
-        return [result for call in finished for result in self.settle(call, call.result)]
+        # Without the items that have been given up.
+        finished = sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position)
+        return [one for call in finished for one in self.settle(call, partial(_result_of, call, arrived[call]))]
 
     def settle(self, call: Execution, result: Callable[[], Any]) -> _Finished:
         """Return the position and the result of an item that has finished; nothing if it has to be repeated."""
@@ -305,8 +389,7 @@ class _Balancer:
 
     def _release(self, call: Execution) -> _Item:
         item = self._sent.pop(call)
-        if item.rank in self._loads:
-            self._loads[item.rank] -= 1
+        self._loads.add(item.rank, -1)
         return item
 
     def _fail(self, call: Execution, error: Exception) -> _Finished:
@@ -327,7 +410,7 @@ class _Balancer:
 
     def _handle_loss(self, item: _Item, error: WorkerFailureError) -> _Finished:
         """Move the item of a lost worker to the others, if there are any and the options allow it."""
-        self._loads.pop(item.rank, None)
+        self._loads.keep(lambda rank: rank != item.rank)
         self._losses[item.position] += 1
         losses = self._losses[item.position]
         if self._options.move_items and self._loads and losses < MOST_LOSSES:
@@ -351,3 +434,11 @@ class _Balancer:
         while waiting:  # an item of each worker at a time: one request a node
             self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}
+
+
+def _result_of(call: Execution, answer: Future[Any]) -> Any:
+    """Return the result of a call of one worker whose answer has arrived."""
+    if answer.exception() is not None:
+        return call.result()  # it explains the error, or repeats the call
+    call.count_once([0], call.futures)
+    return call.shape([answer.result()])

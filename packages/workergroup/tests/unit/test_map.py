@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `map` does for each item, with workers that answer at once and without Ray."""
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from fairlead_workergroup._calls import map as map_module
+from fairlead_workergroup._calls.map import MapOptions, _Loads, map_items
+from fairlead_workergroup._deadline import Deadline
+
+WORKERS, ITEMS = 500, 2_000
+
+
+# How often anything has looked whether an answer is there.
+looked = Counter()
+
+
+class Reference:
+    """A reference to an answer."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def future(self):
+        looked[self.value] += 1
+        future = Future()
+        future.set_result(self.value)
+        return future
+
+
+class Call:
+    """A call of one worker that has been answered."""
+
+    def __init__(self, value):
+        self.futures = [Reference(value)]
+        self.order = SimpleNamespace(deadline=Deadline())
+        self.counted = 0
+
+    def count_once(self, answers, refs):
+        self.counted += 1
+
+    def shape(self, values):
+        assert self.counted == 1
+        return values[0]
+
+    def result(self):
+        return self.futures[0].value
+
+    def withdraw(self, force):
+        return True
+
+
+@pytest.fixture
+def sender(monkeypatch):
+    """A sender of a group whose workers return their items."""
+    looked.clear()
+    # Without Ray: a wait by Ray is given references, each of which it looks at.
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (looked.update(ref.value for ref in refs), (refs, []))[1])
+    monkeypatch.setattr(
+        map_module, "dispatch", lambda sender, owner, method, to, columns, *_, **__: Call(columns[0].values[0])
+    )
+    method = SimpleNamespace(name="work", result="value", function=None, check=lambda *_: None)
+    monkeypatch.setattr(map_module, "replace", lambda called, **_: called)
+    now = SimpleNamespace(has=lambda ranks: True)
+    roster = SimpleNamespace(check_connected=lambda: None, snapshot=lambda: now, connected=True)
+    counters = SimpleNamespace(add=lambda **_: None)
+    return SimpleNamespace(method=lambda _: method, check_retries=lambda _: None, counters=counters, roster=roster)
+
+
+@pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])
+def test_each_answer_is_looked_at_once(sender, strategy):
+    """The cost of an item does not grow with the number of items that are under way: a wait is given each once."""
+    options = MapOptions(strategy=strategy, move_items=False)
+    results = map_items(sender, None, range(WORKERS), "work", range(ITEMS), options)
+    assert list(results) == list(range(ITEMS))
+    assert looked == dict.fromkeys(range(ITEMS), 1)
+
+
+def test_the_least_loaded_worker():
+    """It is the first of those with the fewest items, whatever was added or lost; the record stays small."""
+    rng = random.Random(0)
+    loads, expected = _Loads(range(50)), dict.fromkeys(range(50), 0)
+    for turn in range(2_000):
+        least = min(expected, key=expected.__getitem__)
+        assert loads.least_loaded() == least
+        some = [rank for rank, load in expected.items() if load and rng.random() < 0.5]
+        for rank, items in [(least, 1), *((rank, -1) for rank in some[:2])]:
+            loads.add(rank, items)
+            expected[rank] += items
+        if turn % 50 == 0 and len(expected) > 20:
+            lost = rng.choice(list(expected))
+            loads.keep(lambda rank, lost=lost: rank != lost)
+            del expected[lost]
+            loads.add(lost, -1)
+        assert loads.values() == tuple(expected.values())
+    assert len(loads._least) <= 4 * len(expected) + 1
