@@ -347,27 +347,15 @@ def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: fl
     return {node_id: answer if error is None else error for node_id, (answer, error) in answers.items()}
 
 
-def ask_alive(
-    method: str,
-    arguments: Mapping[str, Sequence[Any]],
-    timeout_s: float,
-    *,
-    choose: Callable[[Iterable[str]], list[str]] = choose_alive,
-) -> dict[str, Any]:
-    """Send a request to the agents of nodes that are alive; return the answers of those that stay alive, by node id.
-
-    Args:
-        method: the method of the agent.
-        arguments: its arguments, by node id.
-        timeout_s: seconds that all requests together may take.
-        choose: returns the nodes that are alive.
+def ask_living(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
+    """Send the same request to several agents at once; return the answers by node id, without nodes that have gone.
 
     Raises:
         PlacementError: an agent did not answer, although its node is alive.
     """
-    answers = ask_nodes(method, {node_id: arguments[node_id] for node_id in choose(arguments)}, timeout_s)
+    answers = ask_nodes(method, arguments, timeout_s)
     failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
-    for node_id in choose(failed) if failed else ():
+    for node_id in choose_alive(failed) if failed else ():
         raise failed[node_id]
     return {node_id: answer for node_id, answer in answers.items() if node_id not in failed}
 
@@ -474,15 +462,10 @@ class Monitor:
 
 def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:
     """Return the memory of each node that is alive, in the order given, with one request to each, all at once."""
-    request = (watcher, name, this_process())
-    answers = ask_alive("memory", dict.fromkeys(node_ids, request), ANSWER_S, choose=_choose_alive)
-    return tuple(_read_row(node_id, row) for node_id, row in answers.items())
-
-
-def _choose_alive(node_ids: Iterable[str]) -> list[str]:
     with head_deadline():
         alive = alive_nodes()
-    return [node_id for node_id in node_ids if node_id in alive]
+    asked = {node_id: (watcher, name, this_process()) for node_id in node_ids if node_id in alive}
+    return tuple(_read_row(node_id, row) for node_id, row in ask_living("memory", asked, ANSWER_S).items())
 
 
 def _read_row(node_id: str, row: Sequence[Any]) -> NodeUsage:

@@ -9,7 +9,8 @@ import ray
 
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
-from .agent import ask_alive, ask_nodes, new_lease_ids, this_process
+from .agent import ask_living, ask_nodes, new_lease_ids, this_process
+from .head import choose_alive
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
@@ -129,4 +130,4 @@ def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
     if not per_node or not ray.is_initialized():
         return  # the agents ended with the job, and their sockets with them
     # A node that has gone meanwhile holds no sockets.
-    ask_alive("release", {node_id: (lease_ids,) for node_id, lease_ids in per_node.items()}, timeout_s)
+    ask_living("release", {node_id: (per_node[node_id],) for node_id in choose_alive(per_node)}, timeout_s)
