@@ -2,11 +2,15 @@
 """What the doctor says about facts of a cluster: each fault is injected, and named with its node and a remedy."""
 
 import json
+import socket
 from dataclasses import asdict, replace
 
 import pytest
 
+from fairlead_placement import PlacementError
+from fairlead_placement._doctor import probe
 from fairlead_placement._doctor.checks import Expected, Facts, NodeFacts, judge
+from fairlead_placement.spi import compare_clocks
 
 PROBE = {
     "ray": "2.60.0",
@@ -146,3 +150,21 @@ def test_this_machine_has_another_clock():
 def test_uncertain_clock():
     """A clock is not called wrong when the measurement may be that wrong."""
     assert faults(cluster(node(4, clock_s=2.0, clock_error_s=1.5))) == {}
+
+
+def test_clocks_of_two_processes():
+    """A clock is compared at the middle of the fastest trip, and a failure keeps what was measured before it."""
+    here = iter([0.0, 4.0, 10.0, 11.0, 20.0, 29.0, 30.0, 31.0])
+    there = iter([7.0, 15.5, 29.5, PlacementError("the agent is gone")])
+    assert compare_clocks(lambda: next(there), lambda: next(here)) == (5.0, 0.5)
+    assert compare_clocks(lambda: PlacementError("it never answered"), lambda: 0.0) is None
+
+
+def test_connections():
+    """A node connects to all targets at once, and reports why it cannot."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # it does not listen
+        errors = probe.try_to_connect([server.getsockname(), closed.getsockname()], 5.0)
+    assert errors[0] == ""
+    assert "refused" in errors[1]
+    assert probe.try_to_connect([], 5.0) == []
