@@ -392,13 +392,18 @@ def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> Gradient
     return _counts[model].bytes
 
 
+# They divide before the sum, so that it stays in range.
+_CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
 class _Counter:
     """A communication hook that counts the bytes it passes to collectives."""
 
     def __init__(self, compression: str, group: Any) -> None:
         self.bytes = GradientBytes()
         self._group = group
-        self._run: _Hook = {"fp16": self._fp16, "bf16": self._bf16, "powersgd": self._powersgd}[compression]
+        self._compression = compression
+        self._run: _Hook = self._cast if compression in _CASTS else self._powersgd
         if compression == "powersgd":
             # Error feedback and warm start need stable shapes of the gradients. 2 is the smallest value torch allows.
             self._state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -410,15 +415,8 @@ class _Counter:
         self.bytes = GradientBytes(self.bytes.handed + handed, self.bytes.uncompressed + gradients.nbytes)
         return future
 
-    def _fp16(self, gradients: Any, bucket: Any) -> Any:
-        return default_hooks.fp16_compress_hook(self._group, bucket), 2 * gradients.numel()
-
-    def _bf16(self, gradients: Any, bucket: Any) -> Any:
-        group = self._group or dist.group.WORLD
-        # Divide before the sum, so that it stays in range.
-        small = gradients.to(torch.bfloat16).div_(dist.get_world_size(group))
-        summed = dist.all_reduce(small, group=group, async_op=True).get_future()
-        return summed.then(lambda done: gradients.copy_(done.value()[0])), small.nbytes
+    def _cast(self, gradients: Any, bucket: Any) -> Any:
+        return _CASTS[self._compression](self._group, bucket), 2 * gradients.numel()
 
     def _powersgd(self, gradients: Any, bucket: Any) -> Any:
         if self._state.iter < self._state.start_powerSGD_iter:
