@@ -15,18 +15,26 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, LocalTensor, TransferError
-from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
-from fairlead_workergroup.testing import hang
 
-# `nox -s soak` repeats each case 20 times.
-REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
 TIMEOUT_S = 4.0
 SHAPE = 64, 1 << 15
 # Namespaces are on one machine, of which UCX would make use.
 OVER_TCP = {"UCX_TLS": "tcp"}
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="nixl-cu12 is not installed")
+
+
+def load_faults():
+    """Load what the tests on one host check too; its functions are pickled by value."""
+    path = Path(__file__).parents[2] / "packages/transfer/tests/faults.py"
+    spec = importlib.util.spec_from_file_location("faults_of_transfers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+faults = load_faults()
 
 
 class Holder:
@@ -88,65 +96,34 @@ def make_groups(cluster):
     )
 
 
-def check_fault(source, target, link, side, phase, how, version):
-    """Check that a fault is reported in time, that all targets stay as they were or go forward, and that it goes on."""
-    group = source if side == "source" else target
-    source.call("fill", 1.0).result()
-    link.send(next(version), timeout=60)
-    new = next(version)
-    source.call("fill", 2.0).result()
-    fail_at(group, 1, side, phase, how)
-    began = time.monotonic()
-    with pytest.raises(TransferError) as caught:
-        link.send(new, timeout=TIMEOUT_S)
-    took = time.monotonic() - began
-    assert took < TIMEOUT_S + 4
-    error = caught.value
-    assert [(problem.side, problem.rank) for problem in error.problems] == [(side, 1)]
-    assert error.version == new
-    decided = phase == "commit"
-    assert (error.phase == "commit") == decided
-    if how == "stop":
-        hang(group, 1, "stop").close()
-    else:
-        assert group.restart_failed_workers() == [1]
-    if decided:
-        link.sync(timeout=60)
-        assert target.call("holds").result() == [2.0, 2.0]
-    else:
-        assert target.call("holds").result() == [1.0, 1.0 if side == "source" or how == "stop" else 0.0]
-    source.call("fill", 3.0).result()
-    link.send(next(version), timeout=60)
-    assert target.call("holds").result() == [3.0, 3.0]
-    return took
-
-
-@pytest.mark.timeout(120 + 200 * REPEATS)
+@pytest.mark.timeout(120 + 100 * faults.REPEATS)
+@pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("transport", ["object_store", pytest.param("nixl", marks=needs_nixl)])
-def test_faults_across_hosts(hosts, transport):
+def test_faults_across_hosts(hosts, transport, how):
     """The source and the target are on hosts of their own; a rank of either is killed or stopped."""
 
-    def driver(transport, repeats):
-        cases = [("source", "stage"), ("target", "move"), ("target", "commit")]
-        version, took = itertools.count(1), []
+    def driver(transport, how, check_fault, cases):
+        version = itertools.count(1)
         with RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster:
             source, target = make_groups(cluster)
-            with source, target:
-                link = Link(source, target, source="weights", target="weights", transport=transport, verify="always")
-                with link:
-                    for how, (side, phase) in itertools.product(["kill", "stop"], cases * repeats):
-                        took.append(check_fault(source, target, link, side, phase, how, version))
-                    assert set(link.explain().transports.values()) == {transport}
+            with (
+                source,
+                target,
+                Link(source, target, source="weights", target="weights", transport=transport, verify="always") as link,
+            ):
+                took = [check_fault(source, target, link, *case, how, version, TIMEOUT_S) for case in cases]
+                assert set(link.explain().transports.values()) == {transport}
         return took
 
-    with hosts.driver(driver, transport, REPEATS) as driving:
-        took = driving.step(timeout_s=90 + 200 * REPEATS)
-        print(f"\n{len(took)} faults across hosts by {transport}; reported within {max(took):.1f} s of {TIMEOUT_S} s")  # noqa: T201
+    with hosts.driver(driver, transport, how, faults.check_fault, faults.CASES * faults.REPEATS) as driving:
+        took = driving.step(timeout_s=90 + 100 * faults.REPEATS)
+        print(f"\n{len(took)} faults by {transport}, {how}; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
 
 @needs_nixl
+@pytest.mark.parametrize("number", range(faults.REPEATS))
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
-def test_nixl_and_a_stopped_source(hosts, tmp_path, commit):
+def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
     """A read from a stopped source is late; when it goes on later, it does not touch what targets hold by then."""
 
     def driver(commit, folder):

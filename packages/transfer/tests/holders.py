@@ -2,13 +2,15 @@
 """Workers whose tensors are transferred."""
 
 import asyncio
+import contextlib
 import os
 import time
 
 import numpy as np
 
+from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
-from fairlead_workergroup import current_worker
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
 
 SHAPE = 12, 8
 
@@ -111,3 +113,28 @@ class Gated(Holder):
     def weights(self):
         self.wait("weights")
         return super().weights()
+
+
+@contextlib.contextmanager
+def two_groups(slots, worker):
+    """Yield a source of two ranks without replicas of "w", and a target of two replicas.
+
+    Args:
+        slots: at least four.
+        worker: a class like `Holder`.
+    """
+    with (
+        RayWorkerGroup(
+            slots[:2],
+            RayWorkerBuilder(worker, {0: "tp"}, 1.0),
+            sharding_annotations=NamedSharding.from_shape(tp=2),
+            max_restarts=1000,
+        ) as source,
+        RayWorkerGroup(
+            slots[2:4],
+            RayWorkerBuilder(worker, {}),
+            sharding_annotations=NamedSharding.from_shape(replica=2),
+            max_restarts=1000,
+        ) as target,
+    ):
+        yield source, target

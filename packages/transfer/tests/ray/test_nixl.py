@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_sharding import NamedSharding
 from fairlead_transfer import LayoutMismatchError, Link, TransferError
 from fairlead_transfer._remote.agent import explain_missing
 from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 from fairlead_workergroup.testing import hang, kill
 
-from ..holders import Holder
-from .test_faults import check_fault
+from ..faults import check_fault
+from ..holders import Holder, two_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 if explain_missing():
@@ -58,22 +57,8 @@ def slots(local_ray):
 
 @pytest.fixture
 def groups(slots):
-    """Return a source of two ranks without replicas of "w", and a target of two replicas."""
-    with (
-        RayWorkerGroup(
-            slots[:2],
-            RayWorkerBuilder(Large, {0: "tp"}, 1.0),
-            sharding_annotations=NamedSharding.from_shape(tp=2),
-            max_restarts=1000,
-        ) as source,
-        RayWorkerGroup(
-            slots[2:4],
-            RayWorkerBuilder(Large, {}),
-            sharding_annotations=NamedSharding.from_shape(replica=2),
-            max_restarts=1000,
-        ) as target,
-    ):
-        yield source, target
+    with two_groups(slots, Large) as made:
+        yield made
 
 
 def count_sockets(group):

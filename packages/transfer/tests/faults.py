@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to hold when a worker is killed or stopped during a transfer, on one host and across hosts."""
+
+import os
+import time
+
+import pytest
+
+from fairlead_transfer import TransferError
+from fairlead_transfer.testing import fail_at
+from fairlead_workergroup.testing import hang
+
+# `nox -s soak` repeats each case 20 times.
+REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
+CASES = [("source", "collect"), ("source", "stage")]
+CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]
+
+
+def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
+    """Check that rank 1 of a side is named in time, that targets stay old or go forward, and that the next send works.
+
+    Args:
+        source: a group of two ranks that hold different parts.
+        target: a group of two replicas.
+        link: from the one to the other, with `verify="always"`.
+        side, phase, how: as of `fail_at`.
+        version: an iterator of versions.
+        timeout_s: of the send that fails.
+
+    Returns:
+        The seconds after which it failed.
+    """
+    group = source if side == "source" else target
+    source.call("fill", 1.0).result()
+    old = next(version)
+    link.send(old, timeout=60)
+    new = next(version)
+    source.call("fill", 2.0).result()
+    fail_at(group, 1, side, phase, how)
+    began = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        link.send(new, timeout=timeout_s)
+    took = time.monotonic() - began
+    # The bar is 1 s after the deadline. Other tests may keep both cores busy meanwhile.
+    assert took < timeout_s + 4
+    error = caught.value
+    assert [(problem.side, problem.rank) for problem in error.problems] == [(side, 1)]
+    assert error.version == new
+    assert all(problem.node_id for problem in error.problems)
+    decided = phase in ("commit", "committing")
+    assert (error.phase == "commit") == decided
+    if how == "stop":
+        hang(group, 1, "stop").close()
+    else:
+        assert group.restart_failed_workers() == [1]
+    if decided:
+        assert target.call("holds", collect=()).result() == 2.0  # rank 0 has committed
+        assert link.versions()[0] == new
+        source.call("fill", 3.0).result()  # what `sync` brings is what was sent
+        link.sync(timeout=60)
+        assert target.call("holds").result() == [2.0, 2.0]
+        assert link.versions() == {0: new, 1: new}
+    else:
+        assert target.call("holds").result() == [1.0, 1.0 if side == "source" or how == "stop" else 0.0]
+        assert link.version == old
+    source.call("fill", 3.0).result()
+    link.send(next(version), timeout=60)
+    assert target.call("holds").result() == [3.0, 3.0]
+    return took
