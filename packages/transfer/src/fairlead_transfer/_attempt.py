@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt to bring a version to the target ranks: three rounds of requests, and what may go wrong in each."""
 
-import functools
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from ._descriptions import check_replicas
+from ._remote.transport import explain_failure
 from ._report import TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
@@ -24,16 +26,23 @@ TORN = (
 FIX = "Fix the method that failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
+Blamed = Literal["source", "target"]
 # Before the commit, and the options of it.
 CommitOptions = tuple[str | None, str | None, str | None, int]
 
 
 class _Repeat(Exception):
-    """The route has to be made again: source ranks are lost, or pairs of ranks cannot share memory."""
+    """The transfer has to begin again.
 
-    def __init__(self, lost: frozenset[int]) -> None:
-        super().__init__(lost)
-        self.lost = lost
+    Args:
+        reasons: by source rank, why.
+        lost: whether these source ranks take no part any more.
+    """
+
+    def __init__(self, reasons: Mapping[int, str], *, lost: bool) -> None:
+        super().__init__(reasons, lost)
+        self.reasons = dict(reasons)
+        self.lost = self.reasons if lost else {}
 
 
 class Attempt:
@@ -80,35 +89,31 @@ class Attempt:
         self._replies: dict[int, Any] = {}
         self._measured: list[tuple[str, float, int]] = []
         self._bytes = 0
-        self._unreadable: dict[int, str] = {}  # by source rank, why a target rank could not read from it
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
     def move_all(self) -> frozenset[int]:
         """Describe, stage, move and verify, so that all target ranks have the version staged; return the ranks."""
         self._look()
-        lost = frozenset(self._source.lost)
-        for repeated in (False, True):
+        lost = self._source.lost
+        with self._releasing():
             try:
                 return self._move(lost).targets
             except _Repeat as repeat:
-                if repeated:
-                    text = f"Source ranks were lost, or could not share memory, in two attempts in a row. {RESTART}"
-                    reasons = {rank: self._unreadable.get(rank, "it was lost") for rank in repeat.lost}
-                    raise self._error("stage", self._problems("source", reasons), text) from None
                 lost |= repeat.lost
-                self._epoch = self._next_epoch()
-                self._look()
-            except BaseException:
-                self.release()
-                raise
-        raise AssertionError("the loop returns or raises")
+            self._epoch = self._next_epoch()
+            self._look()
+            try:
+                return self._move(lost).targets
+            except _Repeat as repeat:
+                text = f"The transfer has already been repeated once for such a reason. {RESTART}"
+                raise self._error("stage", "source", repeat.reasons, text) from None
 
     def describe(self) -> Route:
         """Have all ranks describe their tensors; return the route, for people."""
         self._look()
         try:
-            self._describe(frozenset(self._source.lost), stage=False)
+            self._describe(self._source.lost, stage=False)
             return self._router.kept or self._router.make(self._source.lost)
         finally:
             self.release()
@@ -118,49 +123,46 @@ class Attempt:
         self._look(ranks)
         if self._in_place or staged is None or staged.version != self._version or not self._is_kept(staged, ranks):
             return False
-        self._collect_targets(ranks)
-        if any(self._target.ends[rank].described != staged.described.get(rank) for rank in ranks):
-            return False
-        self._route, self._replies = staged.route, dict(staged.replies)
-        self._verified = all(
-            "digests" in one for reply in self._replies.values() for one in reply["staged"]["channels"]
-        )
-        try:
-            replies = self._fetch(staged.route, ranks, self._replies)
-        except _Repeat:
-            return False
-        return all("bytes" in reply for reply in replies.values())
+        with self._releasing(ranks):
+            self._collect_targets(ranks)
+            if any(self._target.ends[rank].described != staged.described.get(rank) for rank in ranks):
+                return False
+            self._route, self._replies = staged.route, dict(staged.replies)
+            self._verified = all(
+                "digests" in one for reply in self._replies.values() for one in reply["staged"]["channels"]
+            )
+            try:
+                replies = self._fetch(staged.route, ranks, self._replies)
+            except _Repeat:
+                return False
+            return all("bytes" in reply for reply in replies.values())
 
     def move_from_replicas(self, ranks: Collection[int], good: Collection[int]) -> None:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
-        if self._in_place:  # a late transfer is what to report first
+        with self._releasing(ranks):
+            if self._in_place:  # a late transfer is what to report first
+                self._collect_targets(ranks, counts=False)
+            if self._source.method is None or not good:
+                text = f"No rank holds version {self._version} any more. {SEND}"
+                raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
+            self._source.look()
+            arguments = (self._epoch, self._source.method, 0, None, 0, False, False)
+            requests = self._source.ask(good, "source", lambda rank: arguments)
+            self._rounds += 1
+            for rank, value in self._values("collect", self._source, requests).items():
+                self._source.note_description(rank, value)
             self._collect_targets(ranks, counts=False)
-        if self._source.method is None or not good:
-            text = f"No rank holds version {self._version} any more. {SEND}"
-            raise self._error("collect", self._problems("target", dict.fromkeys(ranks, "it needs the version")), text)
-        self._source.look()
-        arguments = (self._epoch, self._source.method, 0, None, 0, False, False)
-        requests = self._source.ask(good, "source", lambda rank: arguments)
-        self._rounds += 1
-        for rank, value in self._values("collect", self._source, requests).items():
-            self._source.note_description(rank, value)
-        self._collect_targets(ranks, counts=False)
-        try:
-            self._route = self._router.make_from_replicas(self._source, good, ranks)
-        except LayoutMismatchError as error:
-            text = f"Nobody holds this version of some tensors any more:\n{error}\n{SEND}"
-            raise self._error(
-                "collect", self._problems("target", dict.fromkeys(ranks, "it needs them")), text
-            ) from None
-        self._verified = True
-        try:
-            self._stage_and_fetch(self._route)
-        except _Repeat as repeat:
-            text = f"Ranks {sorted(repeat.lost)} were lost meanwhile. {RESTART}"
-            raise self._error(
-                "move", self._problems("target", dict.fromkeys(repeat.lost, "it was lost")), text
-            ) from None
+            try:
+                self._route = self._router.make_from_replicas(self._source, good, ranks)
+            except LayoutMismatchError as error:
+                text = f"Nobody holds this version of some tensors any more:\n{error}\n{SEND}"
+                raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
+            self._verified = True
+            try:
+                self._stage_and_fetch(self._route)
+            except _Repeat as repeat:
+                raise self._error("move", "target", repeat.reasons, RESTART) from None
 
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
@@ -193,7 +195,7 @@ class Attempt:
                 problems[rank] = describe_reply(reply)
         if problems:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
-            raise self._error("commit", self._problems("target", problems), text) from first_error(replies)
+            raise self._error("commit", "target", problems, text) from first_error(replies)
         if self._verified and self._route is self._router.kept:
             self._router.verified = self._route
 
@@ -206,10 +208,20 @@ class Attempt:
         described = {rank: self._target.ends[rank].described for rank in route.targets}
         return Staged(self._version, route, dict(self._replies), processes, described)
 
-    def release(self) -> None:
-        """Have the ends drop the tensors of this attempt."""
+    def release(self, ranks: Collection[int] | None = None) -> None:
+        """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
         self._source.release(self._live_sources(), self._epoch)
-        self._target.release([one.rank for one in self._target.members if one.failure is None], self._epoch)
+        live = [one.rank for one in self._target.members if one.failure is None]
+        self._target.release([rank for rank in live if ranks is None or rank in ranks], self._epoch)
+
+    @contextlib.contextmanager
+    def _releasing(self, ranks: Collection[int] | None = None) -> Iterator[None]:
+        """Release if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.release(ranks)
+            raise
 
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
@@ -219,9 +231,6 @@ class Attempt:
         for phase, took, rank in self._measured:
             if took >= seconds.get(phase, 0.0):
                 seconds[phase], slowest[phase] = took, rank
-        transports: dict[str, int] = {}
-        for name in self._route.orders.transports.values():
-            transports[name] = transports.get(name, 0) + 1
         return TransferReport(
             self._version,
             self._bytes,
@@ -229,7 +238,7 @@ class Attempt:
             seconds,
             slowest,
             total_s,
-            transports,
+            dict(Counter(self._route.orders.transports.values())),
             self._rounds,
             self._verified,
         )
@@ -245,9 +254,9 @@ class Attempt:
             self._router.kept = None
         lost = {rank: why for rank, why in self._target.lost.items() if ranks is None or rank in ranks}
         if lost:
-            raise self._error("collect", self._problems("target", lost), RESTART)
+            raise self._error("collect", "target", lost, RESTART)
 
-    def _move(self, lost: frozenset[int]) -> Route:
+    def _move(self, lost: Mapping[int, str]) -> Route:
         self._replies = {}
         self._describe(lost, stage=True)
         route = self._router.kept
@@ -257,9 +266,8 @@ class Attempt:
             except LayoutMismatchError as error:
                 if not lost:
                     raise
-                reasons = {rank: (self._source.lost | self._unreadable).get(rank, "it was lost") for rank in lost}
                 text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-                raise self._error("collect", self._problems("source", reasons), text) from None
+                raise self._error("collect", "source", lost, text) from None
             self._replies = {}
         self._route = route
         self._check_agents(route)
@@ -272,10 +280,10 @@ class Attempt:
             self._stage_and_fetch(route)
         channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
         if self._in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
-            raise self._error("stage", self._problems("source", reasons), "commit='in_place' needs NIXL.")
+            raise self._error("stage", "source", reasons, "commit='in_place' needs NIXL.")
         return route
 
-    def _describe(self, lost: frozenset[int], *, stage: bool) -> None:
+    def _describe(self, lost: Collection[int], *, stage: bool) -> None:
         """Have all ranks describe their tensors; stage them at once where the last route still holds."""
         kept = self._router.kept if not lost else None
         if kept is not None and any(self._source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
@@ -359,17 +367,14 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
+        arguments: dict[int, tuple[Any, ...]] = {}
         requests: Requests = {}
         for rank in sorted(ranks):
             # A rank that relays is a source too; it is lower than those that it relays to.
             here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
-            requests |= self._target.ask(
-                [rank], "fetch", functools.partial(self._fetch_arguments, route=route, staged=here)
-            )
+            arguments[rank] = self._epoch, self._version, *self._reading(route, here, rank)
+            requests |= self._target.ask([rank], "fetch", arguments.__getitem__)
         return requests
-
-    def _fetch_arguments(self, rank: int, *, route: Route, staged: Mapping[int, Any]) -> tuple[Any, ...]:
-        return self._epoch, self._version, *self._reading(route, staged, rank)
 
     def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
         """Return what a target rank needs to fetch its tensors."""
@@ -386,21 +391,17 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self._router.block(route, *one) for one in blocked):
+            if not all(self._router.block(self._source, route, *one) for one in blocked):
                 reasons = {
                     rank: f"it cannot read from source rank {source} by {kind}: {why}"
                     for source, rank, kind, why in blocked
                 }
-                raise self._error("move", self._problems("target", reasons), "Use transport='auto' or 'object_store'.")
-            raise _Repeat(frozenset())
+                raise self._error("move", "target", reasons, "Use transport='auto' or 'object_store'.")
+            raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
         for rank, value in values.items():
             if "differing" in value:
-                name, source = value["differing"][0]
-                count = len(value["differing"])
-                text = f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
-                raise self._error(
-                    "verify", self._problems("target", {rank: text}), "Send again; look at the memory of both nodes."
-                )
+                text = "Send again; look at the memory of both nodes."
+                raise self._error("verify", "target", {rank: explain_failure(value)}, text)
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
             self._target.ends[rank].order_id = route.orders.number
@@ -415,17 +416,18 @@ class Attempt:
         relay = next((-1 - one for one in value.get("waiting", ()) if one < 0), relay)
         if relay is not None:
             text = f"what it relays to target rank {rank} did not arrive: {value.get('reason', 'it was late')}"
-            raise self._error("move", self._problems("target", {relay: text}), MORE_TIME)
+            raise self._error("move", "target", {relay: text}, MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
         if source is not None and (source in self._source.lost or "lost" in value):
-            if "reason" in value:
-                self._unreadable[source] = f"target rank {rank} could not read from it: {value['reason']}"
-            raise _Repeat(frozenset([source]))
+            why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
+            raise _Repeat({source: self._source.lost.get(source, why)}, lost=True)
+        if "overwritten" in value:
+            raise _Repeat({value["overwritten"]: "what it had staged was overwritten meanwhile"}, lost=False)
         if "waiting" in value:
             reasons = dict.fromkeys(value["waiting"], f"what it staged did not reach target rank {rank} in time")
-            raise self._error("move", self._problems("source", reasons), MORE_TIME)
-        text = "its staged memory was written meanwhile" if "overwritten" in value else f"it could not be used: {value}"
-        raise self._error("move", self._problems("source", {source or 0: text}), "Send again.")
+            raise self._error("move", "source", reasons, MORE_TIME)
+        blamed: tuple[Blamed, int] = ("target", rank) if source is None else ("source", source)
+        raise self._error("move", blamed[0], {blamed[1]: explain_failure(value)}, "Send again.")
 
     def _check_agents(self, route: Route) -> None:
         """Refuse a link by NIXL alone if a rank lacks it, before anything moves."""
@@ -433,9 +435,9 @@ class Attempt:
             return
         for side, ranks in ((self._source, route.sources), (self._target, route.targets)):
             if reasons := {rank: why for rank in ranks if (why := side.ends[rank].lacks.get("nixl", ""))}:
-                name: Literal["source", "target"] = "target" if side is self._target else "source"
+                name: Blamed = "target" if side is self._target else "source"
                 text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
-                raise self._error("collect", self._problems(name, reasons), text)
+                raise self._error("collect", name, reasons, text)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -478,23 +480,21 @@ class Attempt:
             return {rank: reply.value for rank, reply in replies.items()}
         side.cancel(requests, replies)
         self._target.cancel(others or {}, {})
-        name: Literal["source", "target"] = "target" if side is self._target else "source"
-        lost = frozenset(rank for rank, reply in bad.items() if reply.failure is not None)
+        name: Blamed = "target" if side is self._target else "source"
+        lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
         if lost and side.name == "source":
-            raise _Repeat(lost)
+            raise _Repeat(lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
         reasons.update(dict.fromkeys(torn, "it is torn, and a transfer that was late may still write into its tensors"))
         late = any(reply.late is not None for reply in bad.values())
         remedy = TORN if torn else RESTART if lost else MORE_TIME if late else FIX
-        raise self._error(phase, self._problems(name, reasons), remedy) from first_error(bad)
+        raise self._error(phase, name, reasons, remedy) from first_error(bad)
 
-    def _problems(self, side: Literal["source", "target"], reasons: Mapping[int, str]) -> list[RankProblem]:
+    def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
         nodes = (self._source if side == "source" else self._target).nodes
-        return [RankProblem(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items())]
-
-    def _error(self, phase: Phase, problems: list[RankProblem], remedy: str) -> TransferError:
-        return TransferError(phase, self._version, tuple(problems), self._states.read(), remedy)
+        problems = tuple(RankProblem(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
+        return TransferError(phase, self._version, problems, self._states.read(), remedy)
 
     def _measure(self, rank: int, value: Mapping[str, Any], *phases: str) -> None:
         self._measured += [(phase, value[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in value]

@@ -188,10 +188,13 @@ class Link:
             TransferError: a rank is dead or late, or no rank holds this version of some tensors any more.
             WorkerGroupError: a group has been shut down.
         """
-        version = self._version
-        if version is None:
+        if self._version is None:
             raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
-        with self._turn(timeout, version) as deadline, self._span(version):
+        with self._turn(timeout, self._version) as deadline:
+            return self._sync(self._version, ranks, deadline)
+
+    def _sync(self, version: int, ranks: Iterable[int] | None, deadline: float) -> TransferReport | None:
+        with self._span(version):
             began = time.monotonic()
             states = self._states.read()
             chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)

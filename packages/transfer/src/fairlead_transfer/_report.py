@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transfer has cost, and how the next one will travel, for people and programs."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -68,9 +69,7 @@ class TransferExplanation:
     reasons: Mapping[str, str]
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        counts: dict[str, int] = {}
-        for name in self.transports.values():
-            counts[name] = counts.get(name, 0) + 1
+        counts = Counter(self.transports.values())
         return [(name, str(pairs), self.reasons.get(name, "")) for name, pairs in counts.items()]
 
     def _bound(self) -> str:

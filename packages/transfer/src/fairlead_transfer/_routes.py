@@ -83,15 +83,16 @@ class Router:
         self.transport: Transport = transport
         self._in_place = in_place
         self._numbers = 0
-        # By source rank, target rank and transport: why they cannot use it.
-        self._blocked: dict[tuple[int, int, str], str] = {}
+        # By the process that sends, the one that receives, and transport: why they cannot use it.
+        self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
         self.kept: Route | None = None
         self.verified: Route | None = None
 
-    def block(self, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
-        """Note that a pair of ranks cannot use a transport; return whether another one may be taken.
+    def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
+        """Note that two processes cannot use a transport; return whether another one may be taken.
 
         Args:
+            side: the side that sends.
             route: the route that the pair was on.
             source: the source rank; negative for another target rank that relays what comes from the sources from
                 which this one was to read.
@@ -101,7 +102,7 @@ class Router:
         """
         relayed = [one for (one, to), by in route.orders.transports.items() if (to, by) == (target, transport)]
         for sender in [source] if source >= 0 else relayed:
-            self._blocked[sender, target, transport] = reason
+            self._blocked[side.ends[sender].process, self._target.ends[target].process, transport] = reason
         self.kept = None
         return self.transport == "auto"
 
@@ -163,7 +164,7 @@ class Router:
         on_one_node = ["nixl", "shared_memory"] if on_gpus else ["shared_memory", "nixl"]
         refused: list[str] = []
         for kind in on_one_node if same_node else ["nixl"]:
-            reason = self._blocked.get((source, target, kind), "")
+            reason = self._blocked.get((ends[0].process, ends[1].process, kind), "")
             for name, rank, end in (("source", source, ends[0]), ("target", target, ends[1])):
                 if not reason and (lacked := end.lacks.get(kind, "")):
                     reason = f"{name} rank {rank}: {lacked}"

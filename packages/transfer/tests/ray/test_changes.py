@@ -34,6 +34,15 @@ def held(folder, name):
         file.unlink()
 
 
+@contextlib.contextmanager
+def held_send(source, link, version, folder, eventually):
+    """Yield a send that waits in the source's methods until the end of the block."""
+    with ThreadPoolExecutor() as threads, held(folder, "weights"):
+        send = threads.submit(link.send, version, 120)
+        assert eventually(lambda: {one.state for one in source.get_worker_status()} == {"busy"})
+        yield send
+
+
 @pytest.fixture
 def groups(local_ray, tmp_path):
     """Return a source of two ranks without replicas of "w", and a target of two replicas."""
@@ -135,12 +144,10 @@ def inspect(*arguments):
 def test_inspection_during_a_send(groups, tmp_path, eventually):
     """Another process sees that the workers are busy with a send, finds nothing wrong, and disturbs nothing."""
     source, target = groups
-    with Link(source, target, source="weights", target="weights") as link, ThreadPoolExecutor() as threads:
+    with Link(source, target, source="weights", target="weights") as link:
         link.send(0, timeout=60)
         source.call("fill", 2.0).result()
-        with held(tmp_path, "weights"):
-            send = threads.submit(link.send, 1, 120)
-            assert eventually(lambda: {one.state for one in source.get_worker_status()} == {"busy"})
+        with held_send(source, link, 1, tmp_path, eventually) as send:
             status, seen = inspect("status")
             assert status == 0
             assert [(one["rank"], one["state"], one["stopped"]) for one in seen["workers"]] == [
@@ -153,4 +160,19 @@ def test_inspection_during_a_send(groups, tmp_path, eventually):
             assert not seen["wrong"]
             assert not send.done()
         assert send.result(60).version == 1
+        assert target.call("holds").result() == [2.0, 2.0]
+
+
+def test_sync_beside_a_send(groups, tmp_path, eventually):
+    """A sync that another thread has begun before the end of a send brings no rank back to the version before it."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights") as link, ThreadPoolExecutor() as threads:
+        link.send(0, timeout=60)
+        source.call("fill", 2.0).result()
+        with held_send(source, link, 1, tmp_path, eventually) as send:
+            sync = threads.submit(link.sync, timeout=60)
+            time.sleep(0.2)  # Long enough for it to begin; the result is right in any case.
+        assert send.result(60).version == 1
+        assert sync.result(60) is None
+        assert link.versions() == {0: 1, 1: 1}
         assert target.call("holds").result() == [2.0, 2.0]

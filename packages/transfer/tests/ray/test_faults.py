@@ -83,6 +83,24 @@ def test_sync_from_a_replica(groups):
         assert link.versions() == {0: 0, 1: 0}
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
+def test_sync_after_a_send_that_failed(groups, transport):
+    """A failed send may have overwritten what the sources kept of the last version: other target ranks have it."""
+    source, target = groups
+    source.call("fill", 1.0).result()
+    with Link(source, target, source="weights", target="weights", transport=transport) as link:
+        link.send(0, timeout=60)
+        source.call("fill", 2.0).result()
+        fail_at(target, 1, "target", "move", "kill")
+        with pytest.raises(TransferError):
+            link.send(1, timeout=60)
+        assert target.restart_failed_workers() == [1]
+        assert link.versions() == {0: 0, 1: None}
+        link.sync(timeout=60)
+        assert link.versions() == {0: 0, 1: 0}
+        assert target.call("holds").result() == [1.0, 1.0]
+
+
 def test_stopped_worker_that_continues_late_changes_nothing(groups):
     """A target that was stopped in a move, and continues after a later send, does not commit the old version."""
     source, target = groups

@@ -41,6 +41,42 @@ class Large(Holder):
         return held if (self.large == held).all() else None
 
 
+class Moving(Large):
+    """Holds a large tensor whose memory changes between two sends."""
+
+    def move(self, how):
+        if how == "shrink":  # the same array and address, with less memory behind it
+            self.large.resize((32, 16384), refcheck=False)
+        elif how == "grow":
+            self.large.resize((128, 16384), refcheck=False)
+        else:  # freed, and allocated again, perhaps at the same address
+            self.large = None
+            self.large = np.zeros((64, 16384), "float32") if how == "replace" else np.zeros((16, 16384), "float32")
+
+
+class Stored:
+    """Holds a torch tensor whose storage is freed and allocated again."""
+
+    def __init__(self, dims, scale=0.0):
+        import torch
+
+        self.w = torch.full((1 << 20,), scale)
+
+    def reallocate(self, scale):
+        storage = self.w.untyped_storage()
+        size = storage.size()
+        storage.resize_(0)
+        storage.resize_(size)
+        self.w.fill_(scale)
+
+    def weights(self):
+        return {"w": self.w}
+
+    def holds(self):
+        """Return the scale that all elements have; None for a mixture."""
+        return float(self.w[0]) if bool((self.w == self.w[0]).all()) else None
+
+
 class Plain(Large):
     """A worker whose Python lacks NIXL."""
 
@@ -90,6 +126,37 @@ def test_send(groups, commit):
     source.call("note").result()
     target.call("note").result()
     assert (count_sockets(source), count_sockets(target)) == before
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_memory_that_moves(slots, commit):
+    """A tensor that was resized in place, or freed and allocated again, is registered again where that is needed."""
+    with (
+        two_groups(slots, Moving) as (source, target),
+        Link(source, target, source="weights", target="weights", transport="nixl", commit=commit) as link,
+    ):
+        for version, how in enumerate(["replace", "shrink", "replace", "grow", "tiny", "grow", "shrink"]):
+            source.call("fill", version + 2.0).result()
+            link.send(2 * version, timeout=60)
+            for group in (source, target):
+                group.call("move", how).result()
+            source.call("fill", version + 3.0).result()
+            target.call("fill", 0.0).result()
+            link.send(2 * version + 1, timeout=60)
+            assert target.call("holds").result() == [version + 3.0] * 2
+
+
+def test_storage_that_is_resized(slots):
+    """A torch tensor whose storage was freed and allocated again, as FSDP2 does, is read from its new memory."""
+    pytest.importorskip("torch")
+    with (
+        two_groups(slots, Stored) as (source, target),
+        Link(source, target, source="weights", target="weights", transport="nixl") as link,
+    ):
+        for version in range(4):
+            source.call("reallocate", version + 1.0).result()
+            link.send(version, timeout=60)
+            assert target.call("holds").result() == [version + 1.0] * 2
 
 
 def test_sync(groups):

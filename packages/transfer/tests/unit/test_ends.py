@@ -2,11 +2,14 @@
 """What the ends of a link do in the workers, on numpy arrays and torch tensors."""
 
 import asyncio
+import gc
+import os
 import random
 import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,6 +317,34 @@ def test_larger_segment_is_a_new_file():
     source.tensors, target.tensors = {"a": np.ones(3)}, {"a": np.zeros(3)}
     ends.send(3)
     assert target.tensors["a"].all()
+
+
+def test_memory_of_ranks_that_have_left_is_unmapped():
+    """When another rank sends what a rank had sent, a target unmaps the memory of the one that sends no more."""
+    whole, target = np.arange(4.0), np.zeros(4)
+    sources = [Worker({"w": LocalTensor(part, (4,), (2 * rank,))}) for rank, part in enumerate(np.split(whole, 2))]
+    ends = Ends(sources, [Worker({"w": target})])
+    before = count_segments()
+    ends.send(0)
+    assert count_segments() == before + 4  # two of sources, which the target maps
+    sources[0].tensors, sources[1].tensors = {"w": whole + 1}, {}
+    ends.send(1)
+    assert count_segments() == before + 3
+    assert np.array_equal(target, whole + 1)
+
+
+def count_segments():
+    """Return how often this process maps a segment."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:fairlead-transfer")
+
+
+def test_platform_without_anonymous_files(monkeypatch):
+    """Where Python has no `memfd_create`, as on macOS, the reply says why this process cannot share memory."""
+    monkeypatch.delattr(os, "memfd_create")
+    ends = Ends([Worker({"w": np.ones(3)})], [Worker({"w": np.zeros(3)})])
+    ends.plan()
+    assert "memfd_create" in ends.stage()[0]["staged"]["channels"][0]["blocked"]
 
 
 def test_memory_that_cannot_be_opened_is_reported():

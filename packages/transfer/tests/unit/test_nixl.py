@@ -192,45 +192,58 @@ def test_both_ways_in_which_a_transfer_fails(answer, monkeypatch):
     agent.close()
 
 
-@pytest.mark.parametrize("commit", ["staged", "in_place"])
-def test_late_reads_keep_their_memory(values, commit, monkeypatch):
-    """Memory that a late read may still write is left to it; the next send uses other memory."""
+class Slow:
+    """NIXL whose transfers do not end until `ended` is set; `transfer` raises `error` if there is one."""
 
-    class Slow:
-        """An agent whose transfers do not end."""
+    def __init__(self, nixl, error=None):
+        self.nixl, self.error, self.ended = nixl, error, False
 
-        def __init__(self, nixl):
-            self.nixl, self.ended = nixl, False
+    def __getattr__(self, name):
+        return getattr(self.nixl, name)
 
-        def __getattr__(self, name):
-            return getattr(self.nixl, name)
+    def transfer(self, handle):
+        if self.error is not None:
+            raise self.error
+        return "PROC"
 
-        def transfer(self, handle):
-            return "PROC"
+    def check_xfer_state(self, handle):
+        return "DONE" if self.ended else "PROC"
 
-        def check_xfer_state(self, handle):
-            return "DONE" if self.ended else "PROC"
 
+@pytest.fixture
+def reader(values):
+    """Return a transport that has read once, with the arguments of `fetch` up to the deadline."""
     sources = shard(values, NamedSharding.from_shape(a=1), {})
     ends = Ends(sources, zeros(sources), transport="nixl")
     ends.send(0)
     staged = ends.stage()[0]["staged"]["channels"][0]["staged"]
     (wanted,) = vars(ends.ends["target", 0])["_wanted"].values()
-    nixl, tools = Nixl(), library("numpy")
-    into = [np.zeros(one.sizes, one.dtype) for one in wanted] if commit == "in_place" else None
-    first = nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 30, into)
+    nixl = Nixl()
+    arguments = library("numpy"), 0, 0, staged, wanted, 1
+    nixl.fetch(*arguments, time.monotonic() + 30)
+    yield nixl, arguments
+    nixl.close()
+    close(ends)
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_late_reads_keep_their_memory(reader, commit, monkeypatch):
+    """Memory that a late read may still write is left to it; the next send uses other memory."""
+    nixl, arguments = reader
+    into = [np.zeros(one.sizes, one.dtype) for one in arguments[4]] if commit == "in_place" else None
+    first = nixl.fetch(*arguments, time.monotonic() + 30, into)
     agent = vars(nixl)["_agent"]
     slow = Slow(vars(agent)["_nixl"])
     with monkeypatch.context() as patch:
         patch.setattr(agent, "_nixl", slow)
         with pytest.raises(Late):
-            nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 0.2, into)
+            nixl.fetch(*arguments, time.monotonic() + 0.2, into)
         assert nixl.is_writing()
         assert nixl.is_torn() == (commit == "in_place")
     late = vars(sys.modules[SHARED])["late"]
     (kept,) = late
     late.clear()  # so that its state is not asked for
-    again = nixl.fetch(tools, 0, 0, staged, wanted, 1, time.monotonic() + 30, into)
+    again = nixl.fetch(*arguments, time.monotonic() + 30, into)
     if commit == "staged":
         assert all(one.ctypes.data != other.ctypes.data for one, other in zip(first, again, strict=True))
     with monkeypatch.context() as patch:
@@ -241,8 +254,37 @@ def test_late_reads_keep_their_memory(values, commit, monkeypatch):
         assert not nixl.is_writing()
         assert not nixl.is_torn()
     assert late == []
-    nixl.close()
-    close(ends)
+
+
+def test_interrupted_reads_keep_their_memory(reader, monkeypatch):
+    """Also a read that something else than its deadline has ended may still write."""
+    nixl, arguments = reader
+    agent = vars(nixl)["_agent"]
+    slow = Slow(vars(agent)["_nixl"], error=KeyboardInterrupt())
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", slow)
+        with pytest.raises(KeyboardInterrupt):
+            nixl.fetch(*arguments, time.monotonic() + 30)
+        assert nixl.is_writing()
+        slow.ended = True
+        assert not nixl.is_writing()
+
+
+def test_closed_end_gives_everything_back_when_its_late_reads_have_ended(reader, monkeypatch, eventually):
+    """A link may be closed while a read is late; its agent goes when the read has ended."""
+    nixl, arguments = reader
+    agent = vars(nixl)["_agent"]
+    slow = Slow(vars(agent)["_nixl"])
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", slow)
+        with pytest.raises(Late):
+            nixl.fetch(*arguments, time.monotonic() + 0.2)
+        nixl.close()
+        assert not agent.is_closed
+        slow.ended = True
+        assert eventually(lambda: agent.is_closed)
+    assert vars(agent)["_registered"] == {}
+    assert vars(sys.modules[SHARED])["late"] == []
 
 
 def test_torch():

@@ -93,6 +93,9 @@ class Run(NamedTuple):
 class Agent:
     """NIXL in this process for one end of a link: registered memory, and the processes that it reads from.
 
+    Attributes:
+        is_closed: whether everything has been given back.
+
     Raises:
         Blocked: NIXL cannot be used here; says why.
     """
@@ -115,7 +118,8 @@ class Agent:
         self._registered: dict[Any, tuple[list[tuple[str, int, int]], list[Any], list[Any]]] = {}
         self._peers: dict[int, tuple[str, bytes]] = {}
         self._pause_s = IDLE_S
-        self._closed = threading.Event()
+        self._stopping = threading.Event()
+        self.is_closed = False
         self._thread: threading.Thread | None = None
 
     def serve(self, *, busy: bool) -> None:
@@ -126,7 +130,7 @@ class Agent:
             self._thread.start()
 
     def _answer(self) -> None:
-        while not self._closed.wait(self._pause_s):
+        while not self._stopping.wait(self._pause_s):
             self._nixl.get_new_notifs()
 
     def register(self, owner: Any, tools: Any, tensors: Sequence[Any]) -> None:
@@ -261,13 +265,14 @@ class Agent:
 
     def close(self) -> None:
         """Give back all memory and all connections."""
-        self._closed.set()
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join()
         for owner in list(self._registered):
             self.deregister(owner)
         for source in list(self._peers):
             self.disconnect(source)
+        self.is_closed = True
 
 
 def _merge(numpy: Any, rows: Any) -> tuple[Any, Any]:

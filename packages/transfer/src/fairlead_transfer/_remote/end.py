@@ -306,6 +306,8 @@ class End:
         if orders is None:
             return bool(self._orders.get("id") == order_id)
         self._orders = orders
+        for transport in self._transports.values():
+            transport.forget_others(orders["sources"])
         self._wanted = {
             (source, number): [
                 Wanted(block, offset, sizes, orders["dtypes"][at], inside, orders["device"])

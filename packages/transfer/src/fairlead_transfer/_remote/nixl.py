@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL as a transport: a target reads straight from the memory of a source."""
 
+import contextlib
+import threading
+import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .agent import Agent, Run, collapse, dense, late_reads
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Late, Lost, Wanted
+from .transport import Block, Lost, Wanted
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
 RUN_BYTES = 32 << 10
 ALIGNED = 64
+# Seconds between two looks for late transfers of a link that was closed.
+CLOSE_S = 0.1
 
 
 class Inbox(NamedTuple):
@@ -146,7 +151,7 @@ class Nixl:
         try:
             tools.finish(inbox.views)
             agent.read(inbox.handles, deadline)
-        except (Late, Lost) as error:
+        except BaseException as error:  # whatever ends this thread's wait, transfers may go on
             if agent.is_writing(inbox.handles):
                 late_reads().append((agent, inbox))
             else:
@@ -168,20 +173,28 @@ class Nixl:
 
     def is_writing(self) -> bool:
         """Return whether a late transfer of this end may still write."""
-        _release_ended()
-        return any(agent is self._agent for agent, _ in late_reads())
+        return is_writing(self._agent)
 
     def is_torn(self) -> bool:
         """Return whether a late transfer of this end may still write into tensors of the target."""
         return self.is_writing() and any(agent is self._agent and box.buffer is None for agent, box in late_reads())
 
+    def forget_others(self, sources: Collection[int]) -> None:
+        """Give back the memory that was read into from other source ranks."""
+        for source in set(self._inboxes).difference(sources):
+            self._get_agent().deregister(self._inboxes.pop(source).owner)
+
     def close(self) -> None:
-        """Give all memory back, but for what late transfers may still write."""
+        """Give all memory back; if late transfers may still write, when they have ended."""
         self._inboxes.clear()
         self._outbox = Outbox(None, [], [], [])
-        if self._agent is not None and not self.is_writing():
-            self._agent.close()
-        self._agent = None
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if is_writing(agent):
+            threading.Thread(target=_close_later, args=(agent,), name="fairlead-transfer close", daemon=True).start()
+        else:
+            agent.close()
 
 
 def _find_run(tools: Any, block: Block) -> Run | None:
@@ -251,4 +264,18 @@ def _release_ended() -> None:
     for agent, inbox in list(late):
         if not agent.is_writing(inbox.handles):
             agent.deregister(inbox.owner)
-            late.remove((agent, inbox))
+            with contextlib.suppress(ValueError):  # another thread was faster
+                late.remove((agent, inbox))
+
+
+def is_writing(agent: Agent | None) -> bool:
+    """Return whether a late transfer of an agent may still write."""
+    _release_ended()
+    return any(one is agent for one, _ in late_reads())
+
+
+def _close_later(agent: Agent) -> None:
+    """Close an agent when its late transfers have ended: their source continues, or is dead."""
+    while is_writing(agent):
+        time.sleep(CLOSE_S)
+    agent.close()

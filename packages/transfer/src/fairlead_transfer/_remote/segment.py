@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from collections import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .tensors import part, view_parts
@@ -114,8 +114,11 @@ class SharedMemory:
         segment, size = self._segments.get(number), channel["size"]
         if segment is None or segment.size < size or fresh:
             if segment is not None:
-                segment.close()
-            segment = self._segments[number] = Segment(size)
+                self._segments.pop(number).close()
+            try:
+                segment = self._segments[number] = Segment(size)
+            except (AttributeError, OSError) as error:
+                raise Blocked(f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}") from error
             self._outgoing.pop(number, None)
         content = segment.begin()
         known, views = self._outgoing.get(number, (0, []))
@@ -161,6 +164,12 @@ class SharedMemory:
     def release(self) -> None:
         """Forget what was fetched; the segments stay mapped."""
         self._used = []
+
+    def forget_others(self, sources: Collection[int]) -> None:
+        """Unmap the segments of other source ranks: the memory of a process that has ended goes with the last map."""
+        for source in set(self._mapped).difference(sources):
+            del self._mapped[source]
+            self._incoming.pop(source, None)
 
     def close(self) -> None:
         """Give the memory back as soon as no process maps it."""

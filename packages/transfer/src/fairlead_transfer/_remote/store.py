@@ -3,7 +3,7 @@
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -65,6 +65,9 @@ class ObjectStore:
 
     def release(self) -> None:
         """Do nothing: the views keep the value."""
+
+    def forget_others(self, sources: Collection[int]) -> None:
+        """Do nothing: nothing is kept of a source rank."""
 
     def close(self) -> None:
         """Do nothing: the value goes with the last reference."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ends of a link ask of a transport, and how a transport says that it has failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -112,6 +112,10 @@ class Transport(Protocol):
 
     def release(self) -> None:
         """Forget what was fetched."""
+        ...
+
+    def forget_others(self, sources: Collection[int]) -> None:
+        """Give back what is kept of other source ranks than these."""
         ...
 
     def close(self) -> None:
