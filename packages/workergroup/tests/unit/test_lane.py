@@ -3,8 +3,10 @@
 
 import contextlib
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -89,9 +91,9 @@ class Roster:
 
 
 class Group:
-    """A lane with workers that are threads."""
+    """A lane with workers that are threads; with `early`, the first call is made before the lane opens."""
 
-    def __init__(self, size: int, port: int) -> None:
+    def __init__(self, size: int, port: int, *, early: bool = False) -> None:
         self.ran: list[list] = [[] for _ in range(size)]
         self.gate = threading.Event()
         self.gate.set()
@@ -99,6 +101,7 @@ class Group:
         self.router = Router("127.0.0.1", port)
         self.released: list[bool] = []
         self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True))
+        self.early: list = self.send("add", 0) if early else []
         self.lane.open(self.members, 20)
 
     def methods(self, rank: int) -> dict:
@@ -113,23 +116,27 @@ class Group:
         def items(count):
             yield from range(count)
 
+        def items_and_note(count):
+            self.ran[rank].append(("items", count))
+            yield from range(count)
+
         def fail(text):
             raise KeyError(text)
 
-        return {"echo": echo, "add": add, "items": items, "fail": fail}
+        return {"echo": echo, "add": add, "items": items, "items_and_note": items_and_note, "fail": fail}
 
     def send(self, method: str, *args, ranks=None, **kwargs) -> list:
         ranks = range(len(self.members)) if ranks is None else ranks
         requests = [Request(method, list(args), kwargs) for _ in ranks]
-        return self.lane.send(self.members, ranks, requests, yields_items=method == "items", room_s=1.0)
+        return self.lane.send(self.members, ranks, requests, yields_items=method.startswith("items"))
 
 
 @contextlib.contextmanager
-def open_group() -> Iterator[Group]:
+def open_group(*, early: bool = False) -> Iterator[Group]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    made = Group(2, port)
+    made = Group(2, port, early=early)
     yield made
     made.gate.set()
     made.lane.stop()
@@ -138,9 +145,9 @@ def open_group() -> Iterator[Group]:
 
 
 @pytest.fixture
-def group(monkeypatch) -> Iterator[Group]:
+def group(monkeypatch, request) -> Iterator[Group]:
     monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
-    with open_group() as made:
+    with open_group(early=getattr(request, "param", False)) as made:
         yield made
 
 
@@ -262,6 +269,22 @@ class TestMessages:
         group.gate.set()
         assert futures_of.get(sent) == list(range(3 * WINDOW))
 
+    def test_room(self, group, monkeypatch):
+        """A thread waits while too many calls of a worker wait to be sent, and other threads go on meanwhile."""
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.MOST_WAITING", 5)
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 5)]
+        assert not group.lane.wait_for_room([0, 1], 0.05)
+        assert group.lane.wait_for_room([1], 0.0)
+        waiting = threading.Thread(target=group.lane.wait_for_room, args=([0], 60.0))
+        waiting.start()
+        assert futures_of.get(group.send("echo", 1, ranks=[1]), 20) == [((1,), {})]
+        assert waiting.is_alive()
+        group.gate.set()
+        waiting.join(20)
+        assert not waiting.is_alive()
+        assert futures_of.get(sent) == list(range(WINDOW + 5))
+
     def test_threads(self, group):
         """Calls of several threads at once all get their own answers."""
         wrong: list = []
@@ -314,6 +337,96 @@ class TestMessages:
         assert sent[-1].failed
         futures_of.get(group.send("echo", 0))
         assert group.ran[0] == list(range(WINDOW + 1))
+
+    def test_dropped_stream(self, group):
+        """A generator whose caller has dropped the items runs, also if it waited to be sent then."""
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 1)]
+        group.send("items_and_note", 1, ranks=[0])
+        (cancelled,) = group.send("items_and_note", 2, ranks=[0])
+        cancelled.cancel()
+        group.gate.set()
+        futures_of.get([*sent, *group.send("echo", 0)])
+        assert group.ran[0] == [*range(WINDOW + 1), ("items", 1)]
+
+    @pytest.mark.parametrize("group", [True], indirect=True)
+    def test_call_before_the_opening(self, group):
+        """A call that another thread makes while the lane opens is answered, and the lane opens."""
+        assert futures_of.get([*group.early, *group.send("add", 1)]) == [0, 0, 1, 1]
+        assert group.ran == [[0, 1]] * 2
+
+
+class TestSignals:
+    """Handlers of signals raise between two steps of the code, and must not leave a message half-sent or half-read."""
+
+    def test_while_sending(self, group):
+        """The call has been sent to all workers when Ctrl-C is raised."""
+        send, hits = group.router.send, []
+
+        def interrupted(*message):
+            if not hits and threading.current_thread() is threading.main_thread():  # not the lane's own thread
+                hits.append(message)
+                signal.raise_signal(signal.SIGINT)
+            return send(*message)
+
+        for session in group.lane._sessions.values():
+            session.send_frames = interrupted
+        group.gate.clear()
+        with pytest.raises(KeyboardInterrupt):
+            group.send("add", 1)
+        group.gate.set()
+        assert futures_of.get(group.send("add", 2)) == [2, 2]
+        assert group.ran == [[1, 2]] * 2
+
+    def test_while_receiving(self, group, monkeypatch):
+        """Ctrl-C is raised when the messages have been taken, and no answer is lost."""
+        resolve, hits = futures_of.LaneFuture.resolve, []
+
+        def interrupted(future, *outcome, **more):
+            if not hits and threading.current_thread() is threading.main_thread():  # not the lane's own thread
+                hits.append(outcome)
+                signal.raise_signal(signal.SIGINT)
+            resolve(future, *outcome, **more)
+
+        monkeypatch.setattr(futures_of.LaneFuture, "resolve", interrupted)
+        sent = []
+
+        def call_often():
+            for i in range(1000):
+                sent.extend(group.send("add", i))
+                futures_of.get(sent[-2:])
+
+        with pytest.raises(KeyboardInterrupt):
+            call_often()
+        sent.extend(group.send("add", "last"))
+        assert futures_of.get(sent[::2], 20) == futures_of.get(sent[1::2], 20) == [*range(len(sent) // 2 - 1), "last"]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_while_waiting(self, group, number):
+        """A signal ends a wait at once, and its handler is the user's afterwards."""
+
+        class Stopped(Exception):
+            pass
+
+        def handle(*_):
+            raise Stopped
+
+        before = signal.signal(number, handle)
+        group.gate.clear()
+        sent = group.send("add", 1)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
+        timer.start()
+        try:
+            began = time.monotonic()
+            with pytest.raises(Stopped):
+                futures_of.get(sent, 60)
+            assert time.monotonic() - began < 30
+            assert signal.getsignal(number) is handle
+        finally:
+            timer.join()
+            signal.signal(number, before)
+        group.gate.set()
+        assert futures_of.get(sent) == [1, 1]
 
 
 class TestKeys:

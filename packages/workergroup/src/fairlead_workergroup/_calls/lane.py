@@ -57,7 +57,8 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
         with contextlib.suppress(LaneError):
             _leave(sender, resources, lane, 0.0)
         raise
-    _publish(resources, is_open=True)
+    with sender.restarter.turn:
+        _publish(sender, resources)
     return lane
 
 
@@ -68,8 +69,8 @@ def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -
             return
         sender.lane = sender.roster.detour = None
         lane.stop()
-    if sender.roster.connected and not sender.roster.ending:
-        _publish(resources, is_open=False)
+        if sender.roster.connected and not sender.roster.ending:
+            _publish(sender, resources)
     lane.close(timeout_s)
 
 
@@ -88,9 +89,10 @@ def _make_lane(sender: Sender, slot: Slot) -> Lane:
         raise
 
 
-def _publish(resources: Resources, *, is_open: bool) -> None:
+def _publish(sender: Sender, resources: Resources) -> None:
+    """Publish whether a lane is open, with the turn held: another thread may have opened or closed one meanwhile."""
     if resources.registration is not None:
-        resources.registration.lane = is_open
+        resources.registration.lane = sender.lane is not None
         resources.registration.publish()
 
 

@@ -21,7 +21,7 @@ from fairlead_sharding import NamedSharding
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
-from .._lane.lane import Lane
+from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy, UserMethods
 from .._members import Roster, Snapshot
@@ -205,6 +205,13 @@ class Sender:
             EpochError: the group has been resized since the call was planned; nothing has been sent.
             CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
         """
+        lane = self.lane
+        if lane is not None and not lane.wait_for_room(order.ranks, order.deadline.left()):
+            reason = (
+                f"One of its workers has not taken {MOST_WAITING:,} earlier calls. See with `detect_stuck_workers()` "
+                "what the workers do."
+            )
+            raise self.unsent_error(order, reason)
         with self._turn(order) as now:
             futures = self._send(now, order)
             if self.launcher.worker_class.concurrent:
@@ -218,11 +225,7 @@ class Sender:
         """Send the requests by the lane if one is open and can carry them, and otherwise by Ray."""
         lane = self.lane
         if lane is not None and not order.obstacle:
-            room_s, yields_items = order.deadline.left(), order.method.result == "items"
-            futures = lane.send(now, order.ranks, order.requests, yields_items=yields_items, room_s=room_s)
-            if futures is None:
-                raise self.unsent_error(order)
-            return futures
+            return lane.send(now, order.ranks, order.requests, yields_items=order.method.result == "items")
         if lane is not None:
             self.counters.add(left_lane=1)
         requests = order.requests
@@ -289,9 +292,9 @@ class Sender:
                 raise self.unsent_error(order)
             restart.result()
 
-    def unsent_error(self, order: Order) -> CallTimeoutError:
+    def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = time.monotonic() - order.began, self.restarter.describe_wait()
+        waited_s, reason = time.monotonic() - order.began, reason or self.restarter.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:

@@ -32,6 +32,7 @@ from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
 from .request import encode
 from .router import Router
 from .session import Session
+from .signals import Delay
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class Lane:
         self._wanted = threading.Event()
         self._closing = False
         self._closed = False
-        self._waking = threading.Lock()
+        # Reentrant, because a handler of a signal interrupts too.
+        self._waking = threading.RLock()
         self._keeper = threading.Thread(target=self._keep, name="fairlead-lane", daemon=True)
 
     def open(self, members: Iterable[Member], timeout_s: float) -> None:
@@ -109,7 +111,7 @@ class Lane:
         self._keeper.start()
         with self._order:
             for member in members:
-                self._start(member)
+                self._session(member)  # which another thread may have started, with its first call
         sessions = list(self._sessions.values())
         if not self.run(lambda: all(one.greeted or one.over for one in sessions), timeout_s):
             late = [one.rank for one in sessions if not one.greeted]
@@ -129,8 +131,7 @@ class Lane:
         requests: Iterable[Any],
         *,
         yields_items: bool,
-        room_s: float | None,
-    ) -> list[Any] | None:
+    ) -> list[Any]:
         """Send a request to each rank.
 
         Args:
@@ -138,18 +139,13 @@ class Lane:
             ranks: the called workers.
             requests: the request to each of them.
             yields_items: whether the method is a generator.
-            room_s: how long to wait while too many calls wait to be sent.
 
         Returns:
-            The future of each request; None if there was no room in time, and nothing has been sent.
+            The future of each request.
         """
         with self._order:
             members = now.members
             sessions = [self._session(members[rank]) for rank in ranks]
-            if any(one.backlog >= MOST_WAITING for one in sessions) and not self.run(
-                lambda: all(one.backlog < MOST_WAITING for one in sessions), room_s
-            ):
-                return None
             futures: list[Any] = []
             number = self._next_task
             self._next_task += len(sessions)
@@ -167,6 +163,14 @@ class Lane:
                     futures.append(future)
             self._uses += 1
             return futures
+
+    def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
+        """Wait while too many calls of these workers wait to be sent; return whether there is room in time.
+
+        Threads that make calls of other workers, or end the lane, do not wait meanwhile.
+        """
+        sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
+        return self.run(lambda: all(one.backlog < MOST_WAITING for one in sessions), timeout_s) or self._closed
 
     @contextlib.contextmanager
     def detour(self, ranks: Iterable[int]) -> Iterator[None]:
@@ -215,7 +219,8 @@ class Lane:
         while True:
             left = SLICE_S if ended is None else min(SLICE_S, ended - time.monotonic())
             self._uses += 1
-            self._step(max(0.0, left), is_enough)
+            with Delay(self._interrupt):
+                self._step(max(0.0, left), is_enough)
             if is_enough():
                 return True
             if left <= 0 or self._closed:
@@ -270,15 +275,16 @@ class Lane:
 
     @contextlib.contextmanager
     def _hold(self) -> Iterator[None]:
-        """Keep other threads from the socket; interrupt the one that waits at it."""
-        if not self._socket_lock.acquire(blocking=False):
-            with self._gate:
-                self._interrupt()
-                self._socket_lock.acquire()
-        try:
-            yield
-        finally:
-            self._socket_lock.release()
+        """Keep other threads from the socket, and signals from this one; interrupt the thread that waits at it."""
+        with Delay(self._interrupt):
+            if not self._socket_lock.acquire(blocking=False):
+                with self._gate:
+                    self._interrupt()
+                    self._socket_lock.acquire()
+            try:
+                yield
+            finally:
+                self._socket_lock.release()
 
     def _interrupt(self) -> None:
         with self._waking:

@@ -12,7 +12,7 @@ from typing import Any
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from .._futures import Carrier, LaneFuture, LaneStream
+from .._futures import Carrier, LaneFuture, LaneStream, end_of
 from .._ray_private import ownership_of
 from .._remote.lane import (
     ACK,
@@ -218,15 +218,17 @@ class Session:
                 self._send_call(first)
 
     def _send_call(self, call: _Pending) -> None:
+        # The worker runs also a generator whose items nobody reads any more, because it may do more than yield them.
         target = call.target()
-        if target is None or (isinstance(target, LaneFuture) and target.done):  # dropped or cancelled
+        if target is not None and end_of(target).done:  # cancelled
             return
         if (failed := call.body.failed) is not None:
             # The death of the worker that should have made the argument is not the death of this one.
             error = failed.error
             if error is not None and not isinstance(error, RayTaskError):
                 error = RayTaskError("a call", f"An argument could not be computed:\n{error}", error, ip=LOCAL)
-            target.resolve(frames=failed.frames, ref=failed.ref, error=error, failed=True)
+            if target is not None:
+                target.resolve(frames=failed.frames, ref=failed.ref, error=error, failed=True)
         elif call.body.has_references:
             call.fail(
                 LaneError(
