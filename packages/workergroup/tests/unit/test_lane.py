@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ zmq = pytest.importorskip("zmq")
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 
 from fairlead_workergroup import _futures as futures_of  # noqa: E402
+from fairlead_workergroup._calls.lane import open_lane  # noqa: E402
 from fairlead_workergroup._calls.sender import Request  # noqa: E402
 from fairlead_workergroup._lane.lane import Lane  # noqa: E402
 from fairlead_workergroup._lane.router import Router  # noqa: E402
@@ -427,6 +429,47 @@ class TestSignals:
             signal.signal(number, before)
         group.gate.set()
         assert futures_of.get(sent) == [1, 1]
+
+
+class TestOpening:
+    def test_one_thread_closes_and_another_opens(self, monkeypatch):
+        """The state that other processes see is that of the lane that was opened last."""
+        published, closing, opened = [], threading.Event(), threading.Event()
+
+        class Registration:
+            def __setattr__(self, name, value):
+                if not value and not closing.is_set():
+                    closing.set()
+                    opened.wait(0.5)  # until the deadline if no other thread can open a lane meanwhile
+                object.__setattr__(self, name, value)
+
+            def publish(self):
+                published.append(self.lane)
+
+        roster = SimpleNamespace(connected=True, ending=False, detour=None)
+        roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
+        sender = SimpleNamespace(roster=roster, lane=None, restarter=SimpleNamespace(turn=threading.RLock()))
+        resources = SimpleNamespace(registration=Registration())
+
+        def make_lane(*_):
+            return SimpleNamespace(
+                holders=1, detour=None, open=lambda *_: None, stop=lambda: None, close=lambda _: None
+            )
+
+        monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
+
+        def open_and_close():
+            with open_lane(sender, resources, 5):
+                pass
+
+        first = threading.Thread(target=open_and_close)
+        first.start()
+        assert closing.wait(20)
+        with open_lane(sender, resources, 5):
+            opened.set()
+            first.join(20)
+            assert published[-1] is True
+        assert published[-1] is False
 
 
 class TestKeys:
