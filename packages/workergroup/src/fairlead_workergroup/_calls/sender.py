@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from fairlead_placement.spi import never_connect
 from fairlead_sharding import NamedSharding
@@ -212,6 +213,9 @@ class Sender:
                 "what the workers do."
             )
             raise self.unsent_error(order, reason)
+        if order.has_answers and (lane is None or order.obstacle):
+            # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
+            order = self._store_answers(order)
         with self._turn(order) as now:
             futures = self._send(now, order)
             if self.launcher.worker_class.concurrent:
@@ -228,11 +232,26 @@ class Sender:
             return lane.send(now, order.ranks, order.requests, yields_items=order.method.result == "items")
         if lane is not None:
             self.counters.add(left_lane=1)
+        if order.has_answers:  # which have been stored, unless the lane has been closed since then
+            order = self._store_answers(order)
         requests = order.requests
-        if order.has_answers:
-            requests = (_store_answers(request, order.deadline) for request in requests)
         with self.roster.direct(order.ranks):
             return [send(now[rank].handle, request) for rank, request in zip(order.ranks, requests, strict=True)]
+
+    def _store_answers(self, order: Order) -> Order:
+        """Return an order with references in the place of answers of a lane.
+
+        Raises:
+            CallTimeoutError: an answer has not arrived by the deadline.
+            Exception: the error of the worker that should have made it.
+        """
+        try:
+            return replace(order, requests=[_store_answers(request, order.deadline) for request in order.requests])
+        except GetTimeoutError as error:
+            if isinstance(error, RayTaskError):  # the worker's own
+                raise
+            reason = "An answer that is one of its arguments has not arrived. Make the call again when it has."
+            raise self.unsent_error(order, reason) from None
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -245,6 +264,8 @@ class Sender:
 
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
+        if order.has_answers:  # for the second attempt, if the first one is too early for an answer
+            order = replace(order, requests=list(order.requests))
         if not self.queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
