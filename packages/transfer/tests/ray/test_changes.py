@@ -132,6 +132,58 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
         assert link.versions() == {0: 30, 1: 30}
 
 
+@pytest.mark.parametrize("open_lanes", ["source", "target", "both"])
+def test_sends_with_open_lanes(groups, open_lanes):
+    """Sends go between the calls of a lane: each brings what the calls before it have left, and nothing later."""
+    source, target = groups
+    with contextlib.ExitStack() as stack:
+        for side, group in (("source", source), ("target", target)):
+            if open_lanes in (side, "both"):
+                stack.enter_context(group.lane())
+        link = stack.enter_context(Link(source, target, source="weights", target="weights"))
+        for version in range(3):
+            source.call("fill", version + 1.0)
+            assert link.send(version, timeout=60).version == version
+            later = source.call("fill", 100.0)
+            assert target.call("holds").result(timeout=60) == [version + 1.0] * 2
+            later.result(timeout=60)
+        routes = {group.call("holds", timeout=60).statistics().route for group in groups}
+        assert routes == {"lane"} if open_lanes == "both" else routes == {"lane", "ray"}
+
+
+def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
+    """Sends serve the ranks that there are while a group with an open lane grows and shrinks in another thread."""
+    folder, axes = str(tmp_path), NamedSharding.from_shape(replica=2)
+    with RayVirtualCluster([4], use_gpus=False) as cluster, ThreadPoolExecutor() as threads:
+        slots = cluster.slots()
+        with (
+            RayWorkerGroup(slots[:1], RayWorkerBuilder(Gated, folder, {}, 1.0), name_prefix="policy") as source,
+            RayWorkerGroup(
+                slots[1:3],
+                RayWorkerBuilder(Gated, folder, {}),
+                name_prefix="generation",
+                sharding_annotations=axes,
+                on_resize="rejoin",
+            ) as target,
+            source.lane(),
+            target.lane(),
+            Link(source, target, source="weights", target="weights") as link,
+        ):
+            for version, size in enumerate([3, 1, 2]):
+                source.call("fill", version + 1.0).result(timeout=60)
+                more = slots[3:] if size == 3 else slots[2:3] if size == 2 else None
+                resize = threads.submit(target.resize, replica=size, slots=more, timeout=60)
+                # A worker that leaves or joins meanwhile is named; the next send serves who is there.
+                with contextlib.suppress(TransferError):
+                    link.send(2 * version, timeout=60)
+                resize.result(120)
+                assert link.send(2 * version + 1, timeout=60).version == 2 * version + 1
+                holds = target.call("holds")
+                assert holds.statistics().route == "lane"
+                assert holds.result(timeout=60) == [version + 1.0] * size
+                assert link.versions() == dict.fromkeys(range(size), 2 * version + 1)
+
+
 def inspect(*arguments):
     """Run the command line in another process; return its exit status and what it prints."""
     command = [sys.executable, "-m", "fairlead_workergroup", *arguments, "--group", "policy", "--json"]
