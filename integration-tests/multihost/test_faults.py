@@ -152,6 +152,20 @@ def test_lost_host_is_replaced(hosts, start_spare):
         hosts.kill(new)
 
 
+def cut_link(hosts, driver):
+    """Cut the link of the host that a driver names until it has seen that rank 1 is late; return what it finds then."""
+    with hosts.driver(driver) as driving:
+        behind = hosts.host_at(driving.step())
+        hosts.cut(behind)
+        try:
+            assert driving.step() == [1]
+        finally:
+            hosts.restore_link(behind)
+        found = driving.step()
+        driving.step()
+    return found
+
+
 def test_link_cut(hosts):
     """A link that is down for 5 s delays calls and loses none, because Ray does not declare the host dead yet."""
 
@@ -168,12 +182,43 @@ def test_link_cut(hosts):
             yield all(row["Alive"] for row in ray.nodes() if row["NodeID"] in {s.node_id for s in cluster.slots()})
         yield
 
-    with hosts.driver(driver) as driving:
-        behind = hosts.host_at(driving.step())
-        hosts.cut(behind)
-        try:
-            assert driving.step() == [1]
-        finally:
-            hosts.restore_link(behind)
-        assert driving.step()
-        driving.step()
+    assert cut_link(hosts, driver)
+
+
+class Noting:
+    """A worker that notes what it has run."""
+
+    def __init__(self):
+        self.seen = []
+
+    def add(self, item):
+        self.seen.append(item)
+        return item
+
+    def all_seen(self):
+        return self.seen
+
+
+def test_link_cut_with_a_lane(hosts):
+    """Calls by a lane that are made before, during and after a cut of 5 s arrive, in order and none twice."""
+
+    def driver():
+        with (
+            RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Noting) as group,
+            group.lane(),
+        ):
+            assert group.call("add", 0).result() == [0] * 4
+            yield cluster.slots()[1].node_ip
+            calls = [group.call("add", i) for i in range(1, 101)]
+            assert not calls[0].wait(timeout=5)
+            last = calls[-1]
+            yield [rank for rank, future in zip(last.called_workers, last.futures, strict=True) if not future.done]
+            calls += [group.call("add", i) for i in range(101, 201)]
+            assert [call.result(timeout=40) for call in calls] == [[i] * 4 for i in range(1, 201)]
+            seen = group.call("all_seen")
+            assert seen.statistics().route == "lane"
+            yield seen.result(timeout=40)
+        yield
+
+    assert cut_link(hosts, driver) == [[*range(201)]] * 4
