@@ -24,6 +24,7 @@ from fairlead_workergroup._lane.lane import Lane  # noqa: E402
 from fairlead_workergroup._lane.router import Router  # noqa: E402
 from fairlead_workergroup._lane.session import WINDOW  # noqa: E402
 from fairlead_workergroup._remote.lane import serve  # noqa: E402
+from fairlead_workergroup.exceptions import LaneError  # noqa: E402
 
 
 class Handle:
@@ -431,32 +432,48 @@ class TestSignals:
         assert futures_of.get(sent) == [1, 1]
 
 
+class Resources:
+    """Resources whose registration publishes to a list; `hold` runs when a thread is about to publish no lane."""
+
+    def __init__(self, hold=lambda: None) -> None:
+        self.published: list[bool] = []
+        self.registration = self
+        self._hold = hold
+
+    def __setattr__(self, name, value):
+        if name == "lane" and not value:
+            self._hold()
+        object.__setattr__(self, name, value)
+
+    def publish(self):
+        self.published.append(self.lane)
+
+
+@pytest.fixture
+def sender(monkeypatch):
+    """Return a sender whose lanes do nothing."""
+
+    def make_lane(*_):
+        return SimpleNamespace(holders=1, detour=None, open=lambda *_: None, stop=lambda: None, close=lambda _: None)
+
+    monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
+    roster = SimpleNamespace(connected=True, ending=False, detour=None)
+    roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
+    restarter = SimpleNamespace(turn=threading.RLock(), describe_wait=lambda: "A restart goes on.")
+    return SimpleNamespace(roster=roster, lane=None, restarter=restarter)
+
+
 class TestOpening:
-    def test_one_thread_closes_and_another_opens(self, monkeypatch):
+    def test_one_thread_closes_and_another_opens(self, sender):
         """The state that other processes see is that of the lane that was opened last."""
-        published, closing, opened = [], threading.Event(), threading.Event()
+        closing, opened = threading.Event(), threading.Event()
 
-        class Registration:
-            def __setattr__(self, name, value):
-                if not value and not closing.is_set():
-                    closing.set()
-                    opened.wait(0.5)  # until the deadline if no other thread can open a lane meanwhile
-                object.__setattr__(self, name, value)
+        def hold():
+            if not closing.is_set():
+                closing.set()
+                opened.wait(0.5)  # until the deadline if no other thread can open a lane meanwhile
 
-            def publish(self):
-                published.append(self.lane)
-
-        roster = SimpleNamespace(connected=True, ending=False, detour=None)
-        roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
-        sender = SimpleNamespace(roster=roster, lane=None, restarter=SimpleNamespace(turn=threading.RLock()))
-        resources = SimpleNamespace(registration=Registration())
-
-        def make_lane(*_):
-            return SimpleNamespace(
-                holders=1, detour=None, open=lambda *_: None, stop=lambda: None, close=lambda _: None
-            )
-
-        monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
+        resources = Resources(hold)
 
         def open_and_close():
             with open_lane(sender, resources, 5):
@@ -468,8 +485,40 @@ class TestOpening:
         with open_lane(sender, resources, 5):
             opened.set()
             first.join(20)
-            assert published[-1] is True
-        assert published[-1] is False
+            assert resources.published[-1] is True
+        assert resources.published[-1] is False
+
+    def test_during_a_restart(self, sender):
+        """A lane that cannot be opened in time, because another thread restarts workers, says so."""
+        held, release = threading.Event(), threading.Event()
+
+        def restart():
+            with sender.restarter.turn:
+                held.set()
+                release.wait(20)
+
+        other = threading.Thread(target=restart)
+        other.start()
+        assert held.wait(20)
+        began = time.monotonic()
+        with pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
+            open_lane(sender, Resources(), 0.1).__enter__()
+        assert time.monotonic() - began < 15
+        release.set()
+        other.join(20)
+
+    def test_interrupted_opening(self, sender):
+        """Ctrl-C while the state is published leaves no lane open."""
+        resources = Resources()
+
+        def publish():
+            if resources.lane:
+                raise KeyboardInterrupt
+
+        resources.publish = publish
+        with pytest.raises(KeyboardInterrupt):
+            open_lane(sender, resources, 5).__enter__()
+        assert sender.lane is None
 
 
 class TestKeys:

@@ -3,6 +3,7 @@
 
 import contextlib
 import importlib.util
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -42,8 +43,10 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
             "A lane needs pyzmq, which is not installed here. Install fairlead-workergroup[lane], and pyzmq in the "
             "Python of the workers if they have one of their own."
         )
-    deadline = Deadline.after(timeout_s)
-    with sender.restarter.turn:
+    deadline, turn = Deadline.after(timeout_s), sender.restarter.turn
+    if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+        raise LaneError(f"The lane did not open within {timeout_s:g} s. {sender.restarter.describe_wait()}")
+    try:
         now = sender.roster.check_alive()
         lane = sender.lane
         if lane is not None:
@@ -51,14 +54,16 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
             return lane
         sender.lane = lane = _make_lane(sender, now.members[0].slot)
         sender.roster.detour = lane.detour
+    finally:
+        turn.release()
     try:
         lane.open([member for member in now.members if member.failure is None], deadline.left() or 0.0)
+        with turn:
+            _publish(sender, resources)
     except BaseException:
         with contextlib.suppress(LaneError):
             _leave(sender, resources, lane, 0.0)
         raise
-    with sender.restarter.turn:
-        _publish(sender, resources)
     return lane
 
 
