@@ -15,6 +15,7 @@ from .._remote.lane import (
     RECEIVES_MORE,
     SEND_MORE,
     LaneConfig,
+    make_socket,
 )
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -41,7 +42,6 @@ class Router:
         # Asked by the library about every connection, before the socket receives anything from it.
         self._gatekeeper = self._context.socket(zmq.REP)
         self._gatekeeper.bind(ZAP_ADDRESS)
-        self._socket = self._context.socket(zmq.ROUTER)
         options: dict[int, Any] = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
@@ -56,11 +56,7 @@ class Router:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
         }
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        # The wrappers of pyzmq around these methods, for options that are not used here, take as long as the methods.
-        plain: Any = super(zmq.Socket, self._socket)
-        self._receive_frame, self._send_frame = plain.recv, plain.send
+        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.ROUTER, options)
         host = f"[{address}]" if ":" in address else address
         self.address: str = f"tcp://{host}:{port}"
         try:

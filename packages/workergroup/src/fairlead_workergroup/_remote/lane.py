@@ -182,6 +182,18 @@ def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
     return ref
 
 
+def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> tuple[Any, Any, Any]:
+    """Return a socket with these options, and the functions that receive and send one frame.
+
+    The wrappers of pyzmq around these functions, for features that are not used here, take as long as the functions.
+    """
+    socket = context.socket(kind)
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+    plain: Any = super(zmq.Socket, socket)
+    return socket, plain.recv, plain.send
+
+
 class Connection:
     """The socket of a worker.
 
@@ -203,7 +215,6 @@ class Connection:
         self._zmq = zmq
         self._read_event = monitor.recv_monitor_message
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
         options: dict[int, Any] = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
@@ -218,11 +229,7 @@ class Connection:
             zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
             zmq.RCVTIMEO: POLL_MS,
         }
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        # The wrappers of pyzmq around these methods, for options that are not used here, take as long as the methods.
-        plain: Any = super(zmq.Socket, self._socket)
-        self._receive_frame, self._send_frame = plain.recv, plain.send
+        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.DEALER, options)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
