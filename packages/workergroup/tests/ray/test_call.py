@@ -149,6 +149,7 @@ class TestViews:
 
 
 class TestNotebooks:
+    @pytest.mark.by_ray  # a second run would show the status that the first one has asked for
     def test_group_and_call(self, group):
         """A group and a call have a row for each worker with its state; texts are escaped."""
         shown = group._repr_html_()

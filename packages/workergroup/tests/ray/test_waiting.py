@@ -108,8 +108,10 @@ class TestWaiting:
 
         asyncio.run(main())
 
-    def test_a_late_argument(self, group, doomed):
+    def test_a_late_argument(self, group, doomed, request):
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
+        if request.node.callspec.params == {"group": "ray", "doomed": "lane"}:
+            pytest.skip("a call by Ray is sent when the answers of lanes that are its arguments have arrived")
         made = doomed.call("sleep", 3.0, ranks=[2], tag="made")
         expected = (
             r"does not exist yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
