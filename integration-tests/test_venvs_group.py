@@ -37,12 +37,12 @@ class Worker:
 '''
 
 
-def make_wheel(folder: Path, version: str, name: str = "only_here") -> None:
+def make_wheel(folder: Path, version: str) -> None:
     """Build a wheel of a package that the driver does not have."""
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"version = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    info = f"only_here-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"only_here-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("only_here.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: only_here\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -112,12 +112,12 @@ class Policy:
         return f"{only_here.version} trained on {samples}"
 """
 ENGINE = """
-import vllm
+import only_here
 
 
 class Engine:
     def generate(self, prompts):
-        return [f"{prompt} by {vllm.version}" for prompt in prompts]
+        return [f"{prompt} by {only_here.version}" for prompt in prompts]
 """
 
 
@@ -130,6 +130,7 @@ def test_guide(specs, tmp_path):
         ("[8, 8]", "[1, 1], use_gpus=False"),
         ("[:8]", "[:1]"),
         ("[8:]", "[1:]"),
+        ("vllm==0.32.0", "only_here==2.0"),
         ("ray==2.60.0", f"ray=={ray.__version__}"),
     ):
         assert there in example
@@ -139,7 +140,7 @@ def test_guide(specs, tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     make_wheel(wheels, "1.0")
-    make_wheel(wheels, "0.32.0", "vllm")
+    make_wheel(wheels, "2.0")
     make_project(tmp_path / "trainer", wheels, "1.0", "trainer", POLICY)
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "workers.py").write_text(ENGINE)
@@ -147,7 +148,7 @@ def test_guide(specs, tmp_path):
     command = [sys.executable, "driver.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1.0 trained on ['a prompt by 0.32.0']"
+    assert done.stdout.splitlines()[-1] == "1.0 trained on ['a prompt by 2.0']"
 
 
 @pytest.mark.timeout(600)
