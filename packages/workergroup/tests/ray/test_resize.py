@@ -212,6 +212,12 @@ def test_silent_agent(cluster, monkeypatch):
         monkeypatch.setattr(memory, "ask_nodes", lambda workers, *_, **__: [None] * len(workers))
         with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 6"):
             group.resize(dp=4, timeout=10)
+        # Nobody waits for the agent of a node that is gone.
+        monkeypatch.setattr(memory, "alive_nodes", frozenset)
+        began = time.monotonic()
+        with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 6"):
+            group.resize(dp=4, timeout=60)
+        assert time.monotonic() - began < 50
         assert (group.epoch, group.call("facts").result()) == (1, [(1, 6, group.master_port, 6)] * 6)
 
 

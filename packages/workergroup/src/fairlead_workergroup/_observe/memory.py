@@ -6,6 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import ray
+
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import alive_nodes, ask_head
+
 from .._deadline import Deadline
 from .._members import Snapshot, WorkerFacts
 from .._remote.process import mark_of, read_verdicts, start_guard
@@ -17,6 +22,8 @@ UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "
 
 # Between two requests to an agent that does not answer.
 PAUSE_S = 0.2
+# Ray's head answers within milliseconds.
+HEAD_S = 5.0
 
 
 def parse_memory(size: int | str) -> int:
@@ -67,7 +74,7 @@ class MemoryLimit:
         while unguarded:
             guarded = ask_nodes(unguarded, start_guard, self.token, self.limit, what=with_mark)
             unguarded = [worker for worker, answer in zip(unguarded, guarded, strict=True) if answer is None]
-            if unguarded and deadline.passed:
+            if unguarded and (deadline.passed or _is_gone(unguarded[0].node_id)):
                 raise WorkerGroupError(
                     f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer. Look at the "
                     "node, or use another one."
@@ -92,3 +99,13 @@ class MemoryLimit:
             else failure
             for failure in failures
         )
+
+
+def _is_gone(node_id: str) -> bool:
+    """Return whether a node, or Ray itself, has ended, so that its agent will not answer any more."""
+    if not ray.is_initialized():
+        return True
+    try:
+        return node_id not in ask_head("list the nodes", alive_nodes, timeout_s=HEAD_S)
+    except HeadTimeoutError:
+        return False
