@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -166,6 +167,7 @@ def test_dead_source():
         process.stdout.close()
     with pytest.raises(Lost):
         read_until(agent, handles, time.monotonic() + 30)
+    agent.release(handles, "mine")
     agent.disconnect(0)
     agent.close()
 
@@ -208,6 +210,19 @@ class Slow:
 
     def check_xfer_state(self, handle):
         return "DONE" if self.ended else "PROC"
+
+
+class Recording(Slow):
+    """NIXL that notes the order in which things are given back."""
+
+    def __init__(self, nixl, error=None):
+        super().__init__(nixl, error)
+        self.order = []
+
+    def __getattr__(self, name):
+        if name.startswith(("release", "deregister", "remove")):
+            self.order.append(name)
+        return super().__getattr__(name)
 
 
 @pytest.fixture
@@ -254,6 +269,20 @@ def test_late_reads_keep_their_memory(reader, commit, monkeypatch):
         assert not nixl.is_writing()
         assert not nixl.is_torn()
     assert late == []
+
+
+def test_transfers_are_given_back_first(reader, monkeypatch):
+    """NIXL may abort if a transfer outlives its memory or its connection."""
+    nixl, arguments = reader
+    agent = vars(nixl)["_agent"]
+    recording = Recording(vars(agent)["_nixl"], RuntimeError("NIXL_ERR_REMOTE_DISCONNECT"))
+    recording.ended = True
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_nixl", recording)
+        with pytest.raises(Lost):
+            nixl.fetch(*arguments, time.monotonic() + 30)
+    steps = [name for name, _ in itertools.groupby(recording.order)]
+    assert steps == ["release_xfer_handle", "release_dlist_handle", "deregister_memory", "remove_remote_agent"]
 
 
 def test_interrupted_reads_keep_their_memory(reader, monkeypatch):

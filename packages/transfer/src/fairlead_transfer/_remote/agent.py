@@ -24,6 +24,8 @@ from .entry import SHARED
 from .tensors import nbytes
 from .transport import Blocked, Late, Lost
 
+logger = logging.getLogger(__name__)
+
 # The wheel for CUDA 12 or for CUDA 13; both work without a GPU.
 MODULES = "nixl_cu12", "nixl_cu13"
 # The most bytes of one read. A transfer has at most twice as many, 64 MiB.
@@ -252,6 +254,20 @@ class Agent:
         if state == "ERR":
             raise Lost("NIXL says that the transfer has failed")
         return bool(state == "DONE")
+
+    def release(self, handles: Sequence[Any], owner: Any) -> None:
+        """Give back transfers that have ended, and then the memory that their owner has registered.
+
+        NIXL may abort the process if a transfer outlives its memory or its connection.
+        """
+        for handle, _, _ in handles:
+            try:
+                self._nixl.release_xfer_handle(handle)
+            except Exception as error:  # noqa: BLE001  NIXL tries again when the agent ends
+                logger.debug("NIXL did not release a transfer: %s", error)
+        for one in {id(one): one for _, *lists in handles for one in lists}.values():
+            self._nixl.release_dlist_handle(one)
+        self.deregister(owner)
 
     def is_writing(self, handles: Sequence[Any]) -> bool:
         """Return whether one of the transfers may still write."""

@@ -145,7 +145,7 @@ class Nixl:
         inbox = self._inboxes.pop(source, None)
         if inbox is None or inbox.key != key:
             if inbox is not None:
-                agent.deregister(inbox.owner)
+                agent.release(inbox.handles, inbox.owner)
             agent.connect(source, staged["agent"], staged["metadata"])
             inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
         try:
@@ -155,7 +155,7 @@ class Nixl:
             if agent.is_writing(inbox.handles):
                 late_reads().append((agent, inbox))
             else:
-                agent.deregister(inbox.owner)
+                agent.release(inbox.handles, inbox.owner)
             if isinstance(error, Lost):
                 agent.disconnect(source)
             raise
@@ -182,15 +182,18 @@ class Nixl:
     def forget_others(self, sources: Collection[int]) -> None:
         """Give back the memory that was read into from other source ranks."""
         for source in set(self._inboxes).difference(sources):
-            self._get_agent().deregister(self._inboxes.pop(source).owner)
+            inbox = self._inboxes.pop(source)
+            self._get_agent().release(inbox.handles, inbox.owner)
 
     def close(self) -> None:
         """Give all memory back; if late transfers may still write, when they have ended."""
-        self._inboxes.clear()
         self._outbox = Outbox(None, [], [], [])
         agent, self._agent = self._agent, None
         if agent is None:
             return
+        for inbox in self._inboxes.values():
+            agent.release(inbox.handles, inbox.owner)
+        self._inboxes.clear()
         if is_writing(agent):
             threading.Thread(target=_close_later, args=(agent,), name="fairlead-transfer close", daemon=True).start()
         else:
@@ -263,7 +266,7 @@ def _release_ended() -> None:
     late = late_reads()
     for agent, inbox in list(late):
         if not agent.is_writing(inbox.handles):
-            agent.deregister(inbox.owner)
+            agent.release(inbox.handles, inbox.owner)
             with contextlib.suppress(ValueError):  # another thread was faster
                 late.remove((agent, inbox))
 
