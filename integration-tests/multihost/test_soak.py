@@ -148,7 +148,8 @@ def test_soak(hosts):
                         lane.enter_context(group.lane(timeout=5))
                     counts[name] += 1
                 except LaneError as error:
-                    faults.explain({*error.ranks}, error)
+                    if error.ranks:  # Otherwise it waited for a restart.
+                        faults.explain({*error.ranks}, error)
                     counts["LaneError"] += 1
 
             end = time.monotonic() + seconds
