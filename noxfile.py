@@ -171,7 +171,7 @@ def multihost(session: nox.Session) -> None:
     """Test several hosts, each a network namespace of this machine, which needs root."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
-    install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "pyzmq", "psutil", "pytest", "pytest-timeout")
     session.run("pytest", MULTIHOST, f"--ignore={SOAK}", *session.posargs, env=RAY_ENV)
 
 
@@ -184,7 +184,7 @@ def soak(session: nox.Session) -> None:
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
-    install(session, *map(package, SIBLINGS), "torch", "psutil", "hypothesis", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "pyzmq", "psutil", "hypothesis", "pytest", "pytest-timeout")
     seconds = session.posargs[0] if session.posargs else "300"
     limit = f"--timeout={int(seconds) + 300}"
     session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
