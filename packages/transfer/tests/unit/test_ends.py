@@ -18,6 +18,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._remote.segment import Mapping, Segment
+from fairlead_transfer._remote.tensors import library
 
 from ..ends import Ends
 
@@ -456,3 +457,10 @@ def test_unknown_operation_of_a_missing_end():
 
     sys.modules[SHARED] = types.ModuleType(SHARED)
     assert serve(None, ("x", "source"), None, "close") is None
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_memory_for_empty_tensors(name):
+    """Tensors without elements need a buffer too, of no bytes."""
+    pytest.importorskip(name)
+    assert library(name).buffer(0, "cpu").shape == (0,)

@@ -260,13 +260,13 @@ class Agent:
 
         NIXL may abort the process if a transfer outlives its memory or its connection.
         """
-        for handle, _, _ in handles:
+        transfers = [(self._nixl.release_xfer_handle, handle) for handle, _, _ in handles]
+        lists = {id(one): one for _, *both in handles for one in both}.values()
+        for release, one in (*transfers, *((self._nixl.release_dlist_handle, one) for one in lists)):
             try:
-                self._nixl.release_xfer_handle(handle)
+                release(one)
             except Exception as error:  # noqa: BLE001  NIXL tries again when the agent ends
                 logger.debug("NIXL did not release a transfer: %s", error)
-        for one in {id(one): one for _, *lists in handles for one in lists}.values():
-            self._nixl.release_dlist_handle(one)
         self.deregister(owner)
 
     def is_writing(self, handles: Sequence[Any]) -> bool:
@@ -311,6 +311,16 @@ def _number(device: str) -> int:
 
 def late_reads() -> list[tuple[Agent, Any]]:
     """Return what late transfers of this process may still write, also those of links that were closed."""
-    shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
-    late: list[tuple[Agent, Any]] = shared.__dict__.setdefault("late", [])
+    late: list[tuple[Agent, Any]] = _shared().__dict__.setdefault("late", [])
     return late
+
+
+def late_lock() -> threading.Lock:
+    """Return the lock that is held while late transfers are given back, so that each is given back once."""
+    lock: threading.Lock = _shared().__dict__.setdefault("late_lock", threading.Lock())
+    return lock
+
+
+def _shared() -> Any:
+    """Return the module that the copies of this code in a process share."""
+    return sys.modules.setdefault(SHARED, types.ModuleType(SHARED))

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL as a transport: a target reads straight from the memory of a source."""
 
-import contextlib
 import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .agent import Agent, Run, collapse, dense, late_reads
+from .agent import Agent, Run, collapse, dense, late_lock, late_reads
 from .tensors import nbytes, part, view_parts
 from .transport import Block, Lost, Wanted
 
@@ -264,10 +263,10 @@ def _make_inbox(
 def _release_ended() -> None:
     """Let go of memory that no late transfer writes any more."""
     late = late_reads()
-    for agent, inbox in list(late):
-        if not agent.is_writing(inbox.handles):
-            agent.release(inbox.handles, inbox.owner)
-            with contextlib.suppress(ValueError):  # another thread was faster
+    with late_lock():  # so that an agent is closed only after another thread has given back what it had
+        for agent, inbox in list(late):
+            if not agent.is_writing(inbox.handles):
+                agent.release(inbox.handles, inbox.owner)
                 late.remove((agent, inbox))
 
 

@@ -127,7 +127,7 @@ class TorchLibrary:
         """Return new memory of so many bytes, as a tensor."""
         if device != "cpu":
             return self._torch.empty(length, dtype=self._torch.uint8, device=device)
-        return self._torch.frombuffer(_host_memory(length), dtype=self._torch.uint8, count=length)
+        return self._torch.frombuffer(_host_memory(length), dtype=self._torch.uint8)[:length]
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
@@ -144,7 +144,7 @@ class TorchLibrary:
 
 def _host_memory(length: int) -> mmap.mmap:
     """Return new memory, in huge pages if the kernel has them: another process reads and writes it in half the time."""
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, max(1, length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
