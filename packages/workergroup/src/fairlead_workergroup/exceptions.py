@@ -39,7 +39,11 @@ class WorkerGroupError(Exception):
 
 
 class _Described(WorkerGroupError):
-    """An error that is a dataclass: its fields are its arguments, so that a copy has all of them."""
+    """An error that is a dataclass: its fields are its arguments, so that a copy has all of them.
+
+    Defaults come from factories. A default that is an attribute of the class would hide the field's value in the error
+    that Ray makes of this one: it does not run `__init__`, and looks up only what the class does not have.
+    """
 
     def __post_init__(self) -> None:
         # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
@@ -96,7 +100,7 @@ class WorkerFailureError(_Described):
     """
 
     failures: tuple[WorkerFailure, ...]
-    remedy: str = ""
+    remedy: str = field(default_factory=str)
 
     def __str__(self) -> str:
         lost = format_lines(self.failures)
@@ -116,7 +120,7 @@ class BrokenEpochError(WorkerFailureError):
         failures: one `WorkerFailure` for each worker that failed or was late; kind "resize-failed" if it is alive.
     """
 
-    epoch: int = 0
+    epoch: int = field(default_factory=int)
 
     def __str__(self) -> str:
         remedy = self.remedy or (
@@ -158,8 +162,8 @@ class ResizeTimeoutError(_Described, TimeoutError):
 
     what: str
     waited_s: float
-    late: "tuple[LateWorker, ...]" = ()
-    reason: str = ""
+    late: "tuple[LateWorker, ...]" = field(default_factory=tuple)
+    reason: str = field(default_factory=str)
 
     def __str__(self) -> str:
         return f"{self.what} had not begun after {self.waited_s:.1f} s, and nothing has changed. {self.reason}" + (
@@ -215,7 +219,7 @@ class CallTimeoutError(_Described, TimeoutError):
     waited_s: float
     called: int
     late: tuple[LateWorker, ...]
-    reason: str = ""
+    reason: str = field(default_factory=str)
 
     def __str__(self) -> str:
         if self.reason and not self.late:
@@ -257,8 +261,8 @@ class LaneError(_Described):
     """
 
     reason: str
-    ranks: tuple[int, ...] = ()
-    late: tuple[LateWorker, ...] = ()
+    ranks: tuple[int, ...] = field(default_factory=tuple)
+    late: tuple[LateWorker, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
         return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason
@@ -321,8 +325,8 @@ class RemoteError(_Described):
 
     type_name: str
     message: str
-    remote_traceback: str = ""
-    rank: int = -1
+    remote_traceback: str = field(default_factory=str)
+    rank: int = field(default_factory=lambda: -1)
 
     def __str__(self) -> str:
         return f"rank {self.rank} raised {self.type_name}: {self.message}\n{self.remote_traceback}".rstrip()

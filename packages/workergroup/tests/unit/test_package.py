@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version and the errors of the package."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import pickle
 
 import pytest
+from ray.exceptions import RayTaskError
 
 import fairlead_workergroup
 from fairlead_workergroup import (
+    BrokenEpochError,
     CallCancelledError,
     CallTimeoutError,
+    LaneError,
     LateWorker,
     RemoteError,
+    ResizeTimeoutError,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
@@ -73,6 +78,26 @@ def test_errors_pickle(error, text):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), str(error)) == (type(error), text, text)
     assert isinstance(again, WorkerGroupError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerFailureError((FAILURE,), "do this"),
+        BrokenEpochError((FAILURE,), "do this", 7),
+        ResizeTimeoutError("it is late", 2.5, (LateWorker(3, {}, "", 77, "load", 1.25),), "because"),
+        CallTimeoutError("step", 2.5, 8, (), "because"),
+        RemoteError("pkg.Odd", "text", "Traceback", 4),
+        LaneError("it is late", (1,), (LateWorker(3, {}, "", 77, "load", 1.25),)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_fields_through_a_task(error):
+    """The error that Ray raises for an error of a task has the fields of that error."""
+    raised = RayTaskError("task", "Traceback", error).as_instanceof_cause()
+    assert isinstance(raised, type(error))
+    names = [one.name for one in dataclasses.fields(error)]
+    assert [getattr(raised, name) for name in names] == [getattr(error, name) for name in names]
 
 
 def test_arguments_of_timeouts():
