@@ -247,7 +247,7 @@ def test_replace_in_a_free_slot(cluster):
         with pytest.raises(WorkerStartError, match="had not imported the class's module at the deadline"):
             group.replace([0], timeout=0)
         port = group.master_port
-        assert group.replace([0, 1]) == 1
+        assert group.replace({0, 1}) == 1
         assert sorted(one["bundle_index"] for one in group.worker_metadata) == [2, 3]
         assert group.master_port != port
         with RayWorkerGroup(cluster.slots()[:1], Worker, name_prefix="other"):

@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ray.exceptions import RayError
 
@@ -46,14 +46,14 @@ class Replacer:
         what = f"The replacement of rank(s) {', '.join(map(str, wanted))}"
         with self._restarter.change(what, began, deadline):
             now = self._roster.check_alive()
-            self._check(now, ranks)
+            self._check(now, wanted)
             if now.is_broken:
                 raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
             targets = self._find_targets([now[rank] for rank in wanted], deadline)
             self._move(wanted, targets, what, began, deadline)
             return self._roster.snapshot().epoch
 
-    def _check(self, now: Snapshot, ranks: Sequence[int]) -> list[int]:
+    def _check(self, now: Snapshot, ranks: object) -> list[int]:
         """Return the ranks in ascending order.
 
         Raises:
@@ -61,15 +61,15 @@ class Replacer:
             ValueError: there are none, one is named twice, or they cannot take another process.
             IndexError: there is no such rank.
         """
-        is_list = isinstance(ranks, Sequence) and not isinstance(ranks, str)
-        if not is_list or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+        given = None if isinstance(ranks, str) or not isinstance(ranks, Iterable) else list(ranks)
+        if given is None or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
             raise TypeError(f"replace takes a list of ranks such as [3], got {ranks!r}")
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"replace takes at least one rank, and each rank once, got {list(ranks)}")
-        if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
+        if not given or len(set(given)) != len(given):
+            raise ValueError(f"replace takes at least one rank, and each rank once, got {given}")
+        if wrong := [rank for rank in given if not 0 <= rank < len(now.members)]:
             raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
         self._standbys.check_alike("replace")
-        return sorted(ranks)
+        return sorted(given)
 
     def _find_targets(self, members: Sequence[Member], deadline: Deadline) -> dict[int, Standby]:
         """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.

@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, draining_nodes, run_on_nodes
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, run_on_nodes
 
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of, actors_being_made
@@ -134,6 +135,15 @@ def _wait_until_created(workers: Collection[RunningWorker]) -> None:
         pause = min(2 * pause, 0.5)
 
 
+def _draining_nodes() -> Collection[str]:
+    """Return the nodes that drain; none if Ray's head does not answer."""
+    try:
+        return ask_head("list the nodes that drain", draining_nodes, timeout_s=LAST_LOOK_S)
+    except HeadTimeoutError as error:
+        logger.warning("Cannot tell which nodes drain: %s", error)
+        return frozenset()
+
+
 def _end_trees(
     workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], deadline: float
 ) -> list[str]:
@@ -164,7 +174,7 @@ def _end_trees(
             for pid, _ in answer
         ]
         # Ray starts no agent on a node that drains, and the node ends by itself.
-        for node_id in silent.keys() & draining_nodes():
+        for node_id in silent.keys() & set(_draining_nodes() if silent else ()):
             logger.warning(
                 "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
                 node_id[:8],
