@@ -163,11 +163,11 @@ def _large_rows(slots: Any) -> Iterator[Row]:
         if not has_nixl:
             yield Row("  a link by NIXL, against the object store", "skipped: nixl-cu12 is not installed", "", True)
         # The runs are short, so bytes are packed at the source, copied by the kernel, and copied into place. On 2 cores
-        # these three copies alone take longer than 1.6x allows; a link in place makes two.
-        for how, took, least in zip((", staged", ", in place"), read, (1.2, 1.6), strict=False):
+        # these three copies alone can take longer than 1.6x allows; a link in place makes two.
+        for how, took in zip(("", ", in place"), read, strict=False):
             ratio = stored.median / took.median
             what = f"  a link by NIXL{how}, against the object store"
-            yield Row(what, f"{ratio:.1f}x faster, {took}", f">= {least}x faster", ratio >= least)
+            yield Row(what, f"{ratio:.1f}x faster, {took}", ">= 1.6x faster", ratio >= 1.6)
         yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
 
 
