@@ -2,6 +2,7 @@
 """What `map` does for each item, with workers that answer at once and without Ray."""
 
 import random
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import ray
 from fairlead_workergroup._calls import map as map_module
 from fairlead_workergroup._calls.map import MapOptions, _Loads, map_items
 from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup.exceptions import CallTimeoutError
 
 WORKERS, ITEMS = 500, 2_000
 
@@ -79,6 +81,71 @@ def test_each_answer_is_looked_at_once(sender, strategy):
     results = map_items(sender, None, range(WORKERS), "work", range(ITEMS), options)
     assert list(results) == list(range(ITEMS))
     assert looked == dict.fromkeys(range(ITEMS), 1)
+
+
+class LateCall(Call):
+    """A call whose deadline has passed; all of them are answered but the one that hangs."""
+
+    checks = 0
+
+    def __init__(self, value, hangs):
+        super().__init__(value)
+        self.order = SimpleNamespace(deadline=Deadline.after(0.0))
+        self.hangs = hangs
+        if hangs:
+            self.futures = [SimpleNamespace(future=Future)]
+
+    def check_late(self, deadline):
+        LateCall.checks += 1
+        assert LateCall.checks < 100, "the map looks at the same call for ever"
+        if self.hangs:
+            raise CallTimeoutError("work", waited_s=0.0, called=1, late=())
+        return Deadline()
+
+
+@pytest.fixture
+def late_calls(monkeypatch):
+    """Every item is late, and item 0 never answers."""
+    monkeypatch.setattr(LateCall, "checks", 0)
+    monkeypatch.setattr(
+        map_module,
+        "dispatch",
+        lambda sender, owner, method, to, columns, *_, **__: LateCall(value := columns[0].values[0], value == 0),
+    )
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])
+def test_answers_that_arrive_as_an_item_times_out(sender, late_calls, strategy, ordered):
+    """They count: the map goes on with the items after the one that hangs."""
+    options = MapOptions(strategy=strategy, move_items=False, ordered=ordered, return_exceptions=True)
+    results = list(map_items(sender, None, range(3), "work", range(20), options))
+    (late,) = [result for result in results if isinstance(result, CallTimeoutError)]
+    assert late.__notes__ == ["item 0 of map('work')"]
+    values = [result for result in results if result is not late]
+    assert (values if ordered else sorted(values)) == list(range(1, 20))
+    assert not ordered or results[0] is late
+    assert LateCall.checks == 1
+
+
+def test_a_value_that_is_on_its_way(sender, monkeypatch):
+    """A worker that has finished is not late; the wait for its value does not keep a processor busy."""
+    value = Future()
+
+    class Transfer(LateCall):
+        """A call whose value takes a while to this process."""
+
+        def check_late(self, deadline):
+            if not self.checks:
+                threading.Timer(0.2, value.set_result, ["value"]).start()
+            return super().check_late(deadline)
+
+    call = Transfer(0, hangs=False)
+    call.futures = [SimpleNamespace(future=lambda: value)]
+    monkeypatch.setattr(LateCall, "checks", 0)
+    monkeypatch.setattr(map_module, "dispatch", lambda *_, **__: call)
+    options = MapOptions(strategy="round_robin", move_items=False)
+    assert list(map_items(sender, None, [0], "work", [0], options)) == ["value"]
 
 
 def test_the_least_loaded_worker():

@@ -191,6 +191,9 @@ async def _async_results(
 class _Arrivals:
     """The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer."""
 
+    # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one has arrived.
+    # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
+
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[tuple[Execution, Future[Any]]] = queue.SimpleQueue()
 
@@ -369,15 +372,19 @@ class _Balancer:
             arrived = self._arrivals.take(until.left(at_most=CONNECTED_EVERY_S) or 0.0)
             if until.passed:
                 break
+        finished: _Finished = []
         # Also when others are done: an item that hangs must be noticed while the others continue.
         if not arrived or (deadline.passed and oldest not in arrived):
             try:
-                oldest.check_late(deadline)
+                deadline = oldest.check_late(deadline)
             except CallTimeoutError as error:
-                return self._fail(oldest, error)
-        # Without the items that have been given up.
-        finished = sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position)
-        return [one for call in finished for one in self.settle(call, partial(_result_of, call, arrived[call]))]
+                finished = self._fail(oldest, error)
+            else:  # when only its value is on the way, there is no deadline any more
+                arrived = arrived or self._arrivals.take(deadline.left(at_most=CONNECTED_EVERY_S) or 0.0)
+        # Each arrival is taken once, so all are settled here, without the items that have been given up.
+        for call in sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position):
+            finished += self.settle(call, partial(_result_of, call, arrived[call]))
+        return finished
 
     def settle(self, call: Execution, result: Callable[[], Any]) -> _Finished:
         """Return the position and the result of an item that has finished; nothing if it has to be repeated."""

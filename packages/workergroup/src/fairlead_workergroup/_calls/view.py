@@ -189,6 +189,10 @@ class AddressedWorkers(ABC):
 
         The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
 
+        Values are unpickled in the thread that receives them, and other answers need that thread too. A value whose
+        `__setstate__` calls `ray.get`, or waits for another call, may block it for ever: fetch such values with
+        `call(...).result()`, which unpickles them in the caller's thread.
+
         Args:
             method: its name, or a function, as for `call`; an item is its only argument.
             items: the items, one for each call.
