@@ -13,7 +13,7 @@ import ray
 from fairlead_workergroup._calls import map as map_module
 from fairlead_workergroup._calls.map import MapOptions, _Loads, map_items
 from fairlead_workergroup._deadline import Deadline
-from fairlead_workergroup.exceptions import CallTimeoutError
+from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
 
 WORKERS, ITEMS = 500, 2_000
 
@@ -146,6 +146,31 @@ def test_a_value_that_is_on_its_way(sender, monkeypatch):
     monkeypatch.setattr(map_module, "dispatch", lambda *_, **__: call)
     options = MapOptions(strategy="round_robin", move_items=False)
     assert list(map_items(sender, None, [0], "work", [0], options)) == ["value"]
+
+
+def test_the_item_that_a_loss_names(sender, monkeypatch):
+    """It is the first that the lost worker had, also if the loss of a later one arrives first."""
+
+    class Lost(Call):
+        def __init__(self, value):
+            super().__init__(value)
+            if value in (1, 5):  # both of the same worker; the first is still under way
+                answer = Future()
+                self.futures = [SimpleNamespace(future=lambda: answer)]
+                if value == 5:
+                    answer.set_exception(RuntimeError("the worker is dead"))
+
+        def result(self):
+            raise WorkerFailureError(())
+
+    monkeypatch.setattr(
+        map_module, "dispatch", lambda sender, owner, method, to, columns, *_, **__: Lost(columns[0].values[0])
+    )
+    monkeypatch.setattr(map_module, "retrieve_late", lambda *_: None)
+    sender.cancel = lambda *_, **__: None
+    with pytest.raises(WorkerFailureError) as caught:
+        list(map_items(sender, None, range(4), "work", range(12), MapOptions(strategy="round_robin", move_items=False)))
+    assert caught.value.__notes__ == ["item 1 of map('work'); workers lost with it: 1"]
 
 
 def test_the_least_loaded_worker():

@@ -423,8 +423,13 @@ class _Balancer:
         if self._options.move_items and self._loads and losses < MOST_LOSSES:
             self._again.append((item.position, item.value))
             return []
-        error.add_note(f"item {item.position} of map({self.method.name!r}); workers lost with it: {losses}")
-        if not self._options.return_exceptions or not self._loads:
+        position = item.position
+        if raises := not self._options.return_exceptions or not self._loads:
+            # Its later items were lost with it, and may be known first.
+            position = min([position, *(one.position for one in self._sent.values() if one.rank == item.rank)])
+            losses = max(1, self._losses[position])
+        error.add_note(f"item {position} of map({self.method.name!r}); workers lost with it: {losses}")
+        if raises:
             raise error
         return [(item.position, error)]
 
