@@ -222,7 +222,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._start_report = clock.report(self.name_prefix)
             self._standbys.fill()
             if on_drain is not None:
-                DrainWatch(self, self._roster, RayWorkerGroup.replace)
+                DrainWatch(self, self._roster, self._replacer.evacuate)
         except BaseException:
             self.shutdown(force=True)
             raise

@@ -36,7 +36,7 @@ def watch(monkeypatch):
         monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
         group, roster, calls, called = Group(), Roster(), [], threading.Event()
 
-        def replace(_, ranks, timeout):
+        def replace(ranks, timeout):
             time.sleep(takes_s)
             calls.append((ranks, timeout))
             ends.clear()

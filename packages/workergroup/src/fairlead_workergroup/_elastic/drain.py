@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from fairlead_placement.spi import block_shutdown, drain_deadlines, never_connect
 
@@ -26,12 +25,11 @@ class DrainWatch:
     Args:
         group: the group, which the thread does not keep alive.
         roster: its roster.
-        replace: replaces ranks of the group that it is given, within a number of seconds or its default, None.
+        replace: replaces ranks whose nodes end after a number of seconds, or at a time that nobody knows, None. It
+            does not keep the group alive either.
     """
 
-    def __init__(
-        self, group: object, roster: Roster, replace: Callable[[Any, Sequence[int], float | None], object]
-    ) -> None:
+    def __init__(self, group: object, roster: Roster, replace: Callable[[Sequence[int], float | None], object]) -> None:
         self._end = threading.Event()
         self._group = weakref.ref(group, lambda _: self._end.set())
         self._roster = roster
@@ -63,7 +61,7 @@ class DrainWatch:
         left = end - began
         try:
             # A node that is there after its time may stay for any time.
-            self._replace(group, list(ends), left if 0 < left < math.inf else None)
+            self._replace(list(ends), left if 0 < left < math.inf else None)
         finally:
             if (late := time.time() - end) > 0 and not self._roster.ending:
                 logger.warning(

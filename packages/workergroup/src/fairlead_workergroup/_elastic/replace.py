@@ -11,7 +11,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import draining_nodes
 
 from .._calls.sender import Sender
-from .._deadline import Deadline
+from .._deadline import NEVER, Deadline
 from .._lifecycle.delivery import wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.standbys import Standby, Standbys
@@ -19,6 +19,9 @@ from .._members import Change, Member, Snapshot
 from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerStartError
 
 logger = logging.getLogger(__name__)
+
+# An idle worker answers within this time, also when the notice of the end of its node has passed.
+IDLE_S = 2.0
 
 
 class Replacer:
@@ -38,8 +41,16 @@ class Replacer:
         self._roster = sender.roster
         self._resources = launcher.resources
 
-    def replace(self, ranks: Sequence[int], timeout_s: float | None) -> int:
-        """Replace workers; see `RayWorkerGroup.replace`."""
+    def evacuate(self, ranks: Sequence[int], notice_s: float | None) -> int:
+        """Replace workers whose nodes end after a number of seconds; None if nobody knows when.
+
+        The start of their processes may take `start_timeout_s`, because a rank needs one also after the end of its
+        node. Their calls may take half of what is then left of the notice, and `on_handover` has the other half.
+        """
+        return self.replace(ranks, None, end=Deadline.after(notice_s))
+
+    def replace(self, ranks: Sequence[int], timeout_s: float | None, *, end: Deadline = NEVER) -> int:
+        """Replace workers; see `RayWorkerGroup.replace`, and `evacuate` for the end of their nodes."""
         began = time.monotonic()
         deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         wanted = self._check(self._roster.check_alive(), ranks)
@@ -50,7 +61,7 @@ class Replacer:
             if now.is_broken:
                 raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
             targets = self._find_targets([now[rank] for rank in wanted], deadline)
-            self._move(wanted, targets, what, began, deadline)
+            self._move(wanted, targets, what, began, deadline, end)
             return self._roster.snapshot().epoch
 
     def _check(self, now: Snapshot, ranks: object) -> list[int]:
@@ -108,7 +119,13 @@ class Replacer:
         return targets | {member.rank: one for member, one in zip(rest, started, strict=True)}
 
     def _move(
-        self, ranks: Sequence[int], targets: Mapping[int, Standby], what: str, began: float, deadline: Deadline
+        self,
+        ranks: Sequence[int],
+        targets: Mapping[int, Standby],
+        what: str,
+        began: float,
+        deadline: Deadline,
+        end: Deadline,
     ) -> None:
         """Let the old workers hand over, and start the new ones in the processes that were found."""
         methods = self._sender.methods(self._sender)
@@ -125,8 +142,10 @@ class Replacer:
                 lost = self._restarter.find_lost()
                 living = [before[rank] for rank in ranks if rank not in lost]
                 concurrent = self._launcher.spec.concurrent
+                left = end.left()
+                idle_by = deadline if left is None else Deadline.after(max(IDLE_S, left / 2))
                 try:
-                    wait_until_idle(what, living, deadline, began=began, concurrent=concurrent)
+                    wait_until_idle(what, living, idle_by, began=began, concurrent=concurrent)
                 except ResizeTimeoutError as error:
                     late = {worker.rank for worker in error.late}
                     logger.warning("Rank(s) %s are replaced without a handover: they are busy.", sorted(late))
