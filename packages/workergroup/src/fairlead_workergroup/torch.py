@@ -49,6 +49,8 @@ __all__ = [
 
 # Between two looks of rank 0 at who has arrived.
 ARRIVED_S = 0.005
+# In place of the name that a worker arrives with.
+NOBODY = "-"
 
 _groups: dict[tuple[str, ...], Any] = {}
 # The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
@@ -66,7 +68,9 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
 
     Every worker has to call it. A worker that is in a process group leaves it first, so after a resize or a restart of
     the group all workers call it again. They can also repeat it when some of them have failed before they called it,
-    and the others have waited in vain. Models keep the process group that they were wrapped with; see `rewrap_ddp`.
+    and the others have waited in vain. Wait for `call.outcomes()` before that: `call.result()` raises the first error
+    while others are still in this call, and they would meet those that are in the next one. Models keep the process
+    group that they were wrapped with; see `rewrap_ddp`.
 
     Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
     address in Ray. Gloo's own default is the interface of the host name's address, which is often the loopback.
@@ -111,7 +115,8 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
 def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
     """Return a name that all workers share which are in this call now, after each of them has arrived.
 
-    No worker counts its calls: some may have failed before they called, and others have waited for them in vain.
+    No worker counts its calls: some may have failed before they called, and others have waited for them in vain. When
+    rank 0 gives up, it answers those that have arrived with an empty name.
 
     Raises:
         torch.distributed.DistStoreError: others did not arrive in time.
@@ -121,16 +126,24 @@ def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
     if worker.rank:
         store.set(arrivals[worker.rank], own)
         try:
-            return str(store.get(own).decode())
+            if name := str(store.get(own).decode()):
+                return name
         except dist.DistStoreError:
             store.delete_key(arrivals[worker.rank])
-            raise dist.DistStoreError(
-                f"rank {worker.rank} has waited {timeout_s:g} s for the others in init_process_group. Rank 0 knows "
-                "which ranks did not call it; look at its error."
-            ) from None
-    absent, deadline = list(range(1, worker.world_size)), time.monotonic() + timeout_s
+        raise dist.DistStoreError(
+            f"rank {worker.rank} has waited in vain for the others, which had {timeout_s:g} s to call "
+            "init_process_group. Rank 0 knows which ranks did not call it; look at its error."
+        )
+    everybody = range(1, worker.world_size)
+    absent, deadline = list(everybody), time.monotonic() + timeout_s
     while absent := [rank for rank in absent if not store.check([arrivals[rank]])]:
         if time.monotonic() > deadline:
+            for rank in set(everybody) - set(absent):
+                # Unlike `get`, this does not wait for a worker that has given up as well.
+                name = store.compare_set(arrivals[rank], NOBODY, NOBODY).decode()
+                if name != NOBODY:
+                    store.delete_key(arrivals[rank])
+                    store.set(name, "")
             raise dist.DistStoreError(
                 f"rank(s) {', '.join(map(str, absent))} did not call init_process_group within {timeout_s:g} s, and "
                 "every worker of the group has to. Look at their errors."

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of the torch helpers in a store, without Ray; skipped without torch."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="the torch helpers need torch")
+
+import torch.distributed as dist
+
+from fairlead_workergroup import torch as helpers
+
+WORLD = 3
+LONG_S = 120.0
+
+
+@pytest.fixture
+def server():
+    """Return a store that any thread can connect to."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+@pytest.fixture
+def meet(server):
+    """Return a function that lets a rank arrive, with a connection of its own."""
+
+    def run(rank, timeout_s=LONG_S):
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        worker = SimpleNamespace(rank=rank, world_size=WORLD, epoch=0)
+        return helpers._meet(store, worker, timeout_s)
+
+    return run
+
+
+@pytest.fixture
+def pool():
+    """Return a thread for each rank."""
+    with ThreadPoolExecutor(WORLD) as made:
+        yield made
+
+
+def test_all_fail_together(server, meet, pool, eventually):
+    """When rank 0 gives up, those that have arrived fail at once, and the next attempt of all succeeds."""
+    began = time.monotonic()
+    waits = pool.submit(meet, 2)
+    assert eventually(lambda: server.check(["epoch 0 rank 2"]))
+    with pytest.raises(dist.DistStoreError, match=r"rank\(s\) 1 did not call .* within 0.5 s"):
+        meet(0, 0.5)
+    with pytest.raises(dist.DistStoreError, match="Rank 0 knows which ranks did not call it"):
+        waits.result()
+    assert time.monotonic() - began < LONG_S / 2
+    names = list(pool.map(meet, range(WORLD)))
+    assert names[0] == names[1] == names[2] != ""
+
+
+def test_some_have_given_up(server, meet, pool, eventually):
+    """Rank 0 does not wait for an answer from a worker whose own time has passed."""
+    waits = pool.submit(meet, 2, 3.0)
+    assert eventually(lambda: server.check(["epoch 0 rank 2"]))
+    with pytest.raises(dist.DistStoreError, match=r"rank\(s\) 1(, 2)? did not call .* within 5 s"):
+        meet(0, 5.0)
+    with pytest.raises(dist.DistStoreError, match="which had 3 s to call init_process_group"):
+        waits.result()
