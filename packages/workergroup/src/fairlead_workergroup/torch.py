@@ -157,10 +157,13 @@ def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
 
 
 def _interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 or IPv6 address; None if none has."""
+    """Return the network interface that has an IPv4 or IPv6 address; None if none has, or for a host name."""
     import psutil  # Ray brings it, and puts it on the path when it is imported.
 
-    wanted = str(ipaddress.ip_address(address.partition("%")[0]))
+    try:
+        wanted = str(ipaddress.ip_address(address.partition("%")[0]))
+    except ValueError:  # `ray start` takes a host name too
+        return None
     held = ((name, one.address) for name, addresses in psutil.net_if_addrs().items() for one in addresses)
     return next((name for name, one in held if one.partition("%")[0] == wanted), None)
 

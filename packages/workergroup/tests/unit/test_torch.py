@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of the torch helpers in a store, without Ray; skipped without torch."""
+"""The rendezvous of the torch helpers in a store, and their network interface, without Ray; skipped without torch."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,3 +66,9 @@ def test_some_have_given_up(server, meet, pool, eventually):
         meet(0, 5.0)
     with pytest.raises(dist.DistStoreError, match="which had 3 s to call init_process_group"):
         waits.result()
+
+
+def test_interface_of_a_host_name():
+    """A node may have the name of a host in place of an address, which is that of no interface."""
+    assert helpers._interface_of("localhost") is None
+    assert helpers._interface_of("127.0.0.1") is not None
