@@ -330,7 +330,7 @@ class Launcher:
         """Make the agents enforce the memory limit; an agent that is silent is asked again until the deadline."""
         if self.spec.memory_limit is not None:
             until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
-            self.spec.memory_limit.guard([one.facts for one in started], until)
+            self.spec.memory_limit.guard([one.facts for one in started], until, self._roster)
 
 
 @dataclass(frozen=True)

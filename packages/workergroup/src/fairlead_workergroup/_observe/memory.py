@@ -12,7 +12,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import alive_nodes, ask_head
 
 from .._deadline import Deadline
-from .._members import Snapshot, WorkerFacts
+from .._members import Roster, Snapshot, WorkerFacts
 from .._remote.process import mark_of, read_verdicts, start_guard
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .query import ask_nodes
@@ -58,13 +58,13 @@ class MemoryLimit:
     token: str
     limit: int
 
-    def guard(self, workers: Sequence[WorkerFacts], deadline: Deadline) -> None:
+    def guard(self, workers: Sequence[WorkerFacts], deadline: Deadline, roster: Roster) -> None:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
 
         An agent that does not answer is asked again until the deadline, because it may be about to start.
 
         Raises:
-            WorkerGroupError: a node's agent did not start to watch.
+            WorkerGroupError: a node's agent did not start to watch, or the group of the roster is being shut down.
         """
 
         def with_mark(worker: WorkerFacts) -> tuple[int, int, str]:
@@ -74,6 +74,8 @@ class MemoryLimit:
         while unguarded:
             guarded = ask_nodes(unguarded, start_guard, self.token, self.limit, what=with_mark)
             unguarded = [worker for worker, answer in zip(unguarded, guarded, strict=True) if answer is None]
+            if unguarded and roster.ending:
+                raise roster.ended_error()
             if unguarded and (deadline.passed or _is_gone(unguarded[0].node_id)):
                 raise WorkerGroupError(
                     f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer. Look at the "
