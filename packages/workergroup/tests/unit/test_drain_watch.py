@@ -3,7 +3,6 @@
 
 import contextlib
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,25 +25,30 @@ class Roster:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return a function that runs a watch until its first replacement, which takes some time, has ended."""
+    """Return a function that runs a watch until its first replacement, which takes some time, has ended.
+
+    The clock stands still except for the replacement.
+    """
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(drain, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(drain, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(drain, "never_connect", lambda: None)
     monkeypatch.setattr(drain, "block_shutdown", contextlib.nullcontext)
 
     def run(left_s, takes_s):
-        ends = {"a": time.time() + left_s, "b": 0.0}
+        ends = {"a": clock.now + left_s, "b": 0.0}
         monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
         group, roster, calls, called = Group(), Roster(), [], threading.Event()
 
         def replace(ranks, timeout):
-            time.sleep(takes_s)
+            clock.now += takes_s
             calls.append((ranks, timeout))
             ends.clear()
             called.set()
 
         watching = drain.DrainWatch(group, roster, replace)
         assert called.wait(30)
-        roster.ending = True
+        roster.connected = False  # ends the thread, with the warning of the replacement, which `ending` would skip
         watching.join(30)
         return calls
 
@@ -64,7 +68,7 @@ def test_too_late(watch, caplog):
     """A replacement that takes longer than the notice says so."""
     watch(0.5, 1.0)
     (record,) = caplog.records
-    assert record.getMessage().startswith("The replacement of rank(s) 0, 1 of 'policy' ended 0.")
+    assert record.getMessage().startswith("The replacement of rank(s) 0, 1 of 'policy' ended 0.5 s after")
     assert "the notice left 0.5 s" in record.getMessage()
 
 
