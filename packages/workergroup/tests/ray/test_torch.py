@@ -28,13 +28,19 @@ class Member:
         init_process_group(timeout_s=60)
         return dist.get_backend(), dist.get_rank(), dist.get_world_size()
 
+    def load(self):
+        """Import torch, which takes seconds on a busy machine."""
+        from fairlead_workergroup import torch as helpers
+
+        return helpers.__name__
+
     def join_unless(self, path):
         """Fail before the rendezvous on rank 1 while a file exists."""
         from fairlead_workergroup.torch import init_process_group
 
         if current_worker().rank == 1 and os.path.exists(path):
             raise OSError("no peers")
-        init_process_group(timeout_s=8)
+        init_process_group(timeout_s=20)
 
     def sum_along(self, *axes):
         import torch
@@ -112,9 +118,10 @@ def test_join_after_a_failure(local_ray, tmp_path):
         RayVirtualCluster([3], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Member, sharding_annotations=NamedSharding.from_shape(dp=3)) as group,
     ):
+        assert group.call("load").result() == ["fairlead_workergroup.torch"] * 3
         outcomes = group.call("join_unless", str(fails), timeout=120).outcomes()
         texts = [str(outcome.error) for outcome in outcomes]
-        assert "rank(s) 1 did not call init_process_group within 8 s" in texts[0]
+        assert "rank(s) 1 did not call init_process_group within 20 s" in texts[0]
         assert "no peers" in texts[1]
         assert "Rank 0 knows which ranks" in texts[2]
         fails.unlink()
