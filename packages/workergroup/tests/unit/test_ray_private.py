@@ -88,9 +88,9 @@ def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
     monkeypatch.setattr(ray._private.worker, "global_worker", object())
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=TASK.hex))
-    assert progress._task_reader()() == TASK
+    assert progress.make_task_reader()() == TASK
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
-    assert progress._task_reader()() == b""
+    assert progress.make_task_reader()() == b""
 
 
 def test_death_causes(monkeypatch):

@@ -30,7 +30,7 @@ def record(request, monkeypatch):
     """A record of this process, and a function that reads its timeline."""
     # A class that was pickled by value and loaded in this process again has copies of the globals of its module.
     own = Record.__init__.__globals__
-    monkeypatch.setitem(own, "_task_reader", lambda: lambda: b"t" * 24)
+    monkeypatch.setitem(own, "make_task_reader", lambda: lambda: b"t" * 24)
     # Records of other tests are open in this process too.
     for make, name in (("make_call_ring", "CALLS_FILE"), ("make_step_ring", "STEPS_FILE")):
         monkeypatch.setattr(ring, name, f"{getattr(ring, name)}-{random.random()}")

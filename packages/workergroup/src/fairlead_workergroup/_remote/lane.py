@@ -6,6 +6,7 @@ after a reconnect; a message whose number is not the next one is dropped. So a c
 fails.
 """
 
+import contextlib
 import importlib
 import inspect
 import io
@@ -15,7 +16,7 @@ import struct
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -73,16 +74,18 @@ class DriverLostError(ConnectionError):
     """The driver of a lane cannot be reached any more."""
 
 
-class _ReferenceFound(Exception):
-    """A value holds a reference or an actor handle."""
-
-
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value, or stop at the first reference or actor handle in it."""
+    """Pickle a value, with None in place of references and actor handles; `found` says whether there are any.
+
+    It does not stop at the first one, because the rest may be what cannot be pickled.
+    """
+
+    found = False
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (ray.ObjectRef, ray.ObjectRefGenerator, ray.actor.ActorHandle)):
-            raise _ReferenceFound
+            self.found = True
+            return type(None), ()
         return super().reducer_override(obj)
 
 
@@ -98,19 +101,20 @@ def dump(value: Any) -> list[Any] | None:
         return [pickle.dumps(value, 5)]
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
-        try:
-            _Pickler(file, 5, buffers.append).dump(value)
-        except _ReferenceFound:
-            return None
-        return [file.getvalue(), *(buffer.raw() for buffer in buffers)]
+        pickler = _Pickler(file, 5, buffers.append)
+        pickler.dump(value)
+        return None if pickler.found else [file.getvalue(), *(buffer.raw() for buffer in buffers)]
 
 
 def has_references(value: Any) -> bool:
-    """Return whether a value holds references or actor handles; False if it cannot be pickled."""
-    try:
-        return dump(value) is None
-    except Exception:  # noqa: BLE001  whoever sends the value reports it
+    """Return whether a value holds references or actor handles, as far as it can be pickled."""
+    if type(value) in PLAIN:
         return False
+    with io.BytesIO() as file:
+        pickler = _Pickler(file, 5, lambda buffer: None)
+        with contextlib.suppress(Exception):  # whoever sends the value reports that it cannot be pickled
+            pickler.dump(value)
+        return pickler.found
 
 
 class Answer(NamedTuple):
@@ -132,7 +136,8 @@ def make_answer(value: Any) -> Answer:
         return Answer(STORED_REFERENCES, stored=value)
     if sum(map(len, frames)) > INLINE_BYTES:
         return Answer(STORED, stored=value)
-    return Answer(INLINE, frames)
+    # Copies: the method may change its array before the message is sent again.
+    return Answer(INLINE, [bytes(frame) for frame in frames])
 
 
 def make_error(name: str, error: BaseException) -> Answer:
@@ -151,23 +156,36 @@ def make_error(name: str, error: BaseException) -> Answer:
 
 
 def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return the name of the host's method, and its positional and keyword arguments.
+    """Return the name of the host's method, and its positional and keyword arguments, fetched from the object store."""
+    name, args, kwargs, refs = read_request(frames)
+    if refs:
+        fill(args, kwargs, zip(refs, ray.get(list(refs.values())), strict=True))
+    return name, args, kwargs
+
+
+def read_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any], dict[int | str, Any]]:
+    """Return the name of the host's method, its positional and keyword arguments, and references to fetch for these.
 
     The second frame, if there is one, has the arguments that do not travel with every request: objects in the object
-    store, which are fetched here, and answers of other workers.
+    store, whose references are returned by their places, and answers of other workers.
     """
     name, args, kwargs = pickle.loads(frames[0])
+    refs: dict[int | str, Any] = {}
     if len(frames) > 1:
         fills = pickle.loads(frames[1])
         refs = {key: _borrow(*source) for key, source in fills if isinstance(source, tuple)}
-        values = dict(zip(refs, ray.get(list(refs.values())) if refs else (), strict=True))
-        values |= {key: pickle.loads(source[0], buffers=source[1:]) for key, source in fills if key not in refs}
-        for key, value in values.items():
-            if isinstance(key, int):
-                args[key] = value
-            else:
-                kwargs[key] = value
-    return name, args, kwargs
+        answers = ((key, pickle.loads(source[0], buffers=source[1:])) for key, source in fills if key not in refs)
+        fill(args, kwargs, answers)
+    return name, args, kwargs, refs
+
+
+def fill(args: list[Any], kwargs: dict[str, Any], values: Iterable[tuple[int | str, Any]]) -> None:
+    """Put values in their places among the arguments."""
+    for key, value in values:
+        if isinstance(key, int):
+            args[key] = value
+        else:
+            kwargs[key] = value
 
 
 def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:

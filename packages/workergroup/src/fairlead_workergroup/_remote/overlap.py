@@ -18,16 +18,17 @@ from .lane import (
     ITEM,
     LAST_S,
     MOST_UNACKED,
-    NO_TASK,
     STOP,
     VALUE,
     Answer,
     Connection,
     LaneConfig,
-    load_request,
+    fill,
     make_answer,
     make_error,
+    read_request,
 )
+from .progress import make_task_reader
 
 # The answers that wait to be sent before the methods that make them wait.
 MOST_QUEUED = 64
@@ -41,46 +42,73 @@ class _Calls:
 
     def __init__(self, find: Callable[[str], Callable[..., Any]], running: contextvars.ContextVar[bytes]) -> None:
         self.wake: asyncio.Event = asyncio.Event()
-        self.tasks: dict[bytes, asyncio.Task[None]] = {}
         self.answers: asyncio.Queue[tuple[int, int, Answer]] = asyncio.Queue(MOST_QUEUED)
+        # The calls whose last answer is not among `answers` yet.
+        self.unfinished = 0
         self._find = find
         self._running = running
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+        # A coroutine that asyncio cancels before its first step would not answer.
+        self._begun: set[bytes] = set()
+        self._cancelled: set[bytes] = set()
+        # Calls begin in their order, also if an argument has to be fetched.
+        self._turn = asyncio.Lock()
 
     def start(self, call: int, task: bytes, frames: list[bytes]) -> None:
         """Start a call."""
-        self.tasks[task] = asyncio.get_running_loop().create_task(self._run(call, task, frames))
+        self.unfinished += 1
+        self._tasks[task] = asyncio.get_running_loop().create_task(self._run(call, task, frames))
 
     def cancel(self, task: bytes) -> None:
-        """Cancel a call that runs."""
-        if (running := self.tasks.get(task)) is not None:
-            running.cancel()
+        """Cancel a call that has not ended."""
+        if task in self._begun:
+            self._tasks[task].cancel()
+        elif task in self._tasks:
+            self._cancelled.add(task)
 
     async def _run(self, call: int, task: bytes, frames: list[bytes]) -> None:
         self._running.set(task)
+        self._begun.add(task)
+        try:
+            kind, answer = await self._find_answer(call, task, frames)
+            await self._answer(kind, call, answer)
+        finally:
+            self.unfinished -= 1
+
+    async def _find_answer(self, call: int, task: bytes, frames: list[bytes]) -> tuple[int, Answer]:
+        """Run a call, and send its items; return the kind of its last answer, and that answer."""
         name = "a request"
         try:
-            name, args, kwargs = load_request(frames)
+            if task in self._cancelled:
+                raise asyncio.CancelledError
+            async with self._turn:
+                name, args, kwargs, refs = read_request(frames)
+                if refs:
+                    values = await asyncio.gather(*refs.values())
+                    fill(args, kwargs, zip(refs, values, strict=True))
+                    del values
+            del refs
             result = self._find(name)(*args, **kwargs)
             del args, kwargs
             if inspect.isasyncgen(result):
                 async for item in result:
                     await self._answer(ITEM, call, make_answer(item))
-                kind, answer = END, Answer(INLINE)
-            elif inspect.isgenerator(result):
+                return END, Answer(INLINE)
+            if inspect.isgenerator(result):
                 for item in result:
                     await self._answer(ITEM, call, make_answer(item))
-                kind, answer = END, Answer(INLINE)
-            else:
-                kind, answer = VALUE, make_answer(await result if inspect.isawaitable(result) else result)
+                return END, Answer(INLINE)
+            return VALUE, make_answer(await result if inspect.isawaitable(result) else result)
         except (SystemExit, GeneratorExit):
             raise
         except asyncio.CancelledError:
-            kind, answer = ERROR, make_error(name, TaskCancelledError())
+            return ERROR, make_error(name, TaskCancelledError())
         except BaseException as error:  # noqa: BLE001  the caller gets it
-            kind, answer = ERROR, make_error(name, error)
-        result = None
-        self.tasks.pop(task, None)
-        await self._answer(kind, call, answer)
+            return ERROR, make_error(name, error)
+        finally:
+            del self._tasks[task]
+            self._begun.discard(task)
+            self._cancelled.discard(task)
 
     async def _answer(self, kind: int, call: int, answer: Answer) -> None:
         await self.answers.put((kind, call, answer))
@@ -97,11 +125,13 @@ async def serve_overlapping(
     Yields:
         The answers that the driver gets through the object store.
     """
-    running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=NO_TASK)
+    running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=b"")
     loop = asyncio.get_running_loop()
     connection = Connection(config)
     calls = _Calls(find, running)
-    name_task(running.get)
+    # While the lane is open, Ray runs the calls that leave it.
+    read_task = make_task_reader()
+    name_task(lambda: running.get() or read_task())
     files = connection.files()
     for file in files:
         loop.add_reader(file, calls.wake.set)
@@ -123,7 +153,7 @@ async def serve_overlapping(
                 if answer.form != INLINE:
                     yield answer.stored
                 del answer
-            if stopping and not calls.tasks and calls.answers.empty():
+            if stopping and not calls.unfinished and calls.answers.empty():
                 break
             # The files announce a message once only, and sending may have taken the announcement.
             while connection.look(0):

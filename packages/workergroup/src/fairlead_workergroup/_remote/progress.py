@@ -67,7 +67,7 @@ class Record:
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
         self._seen = self._page[CANCELLED_AT : CANCELLED_AT + 8]
-        self._task = _task_reader()
+        self._task = make_task_reader()
         self._calls = 0
         self._step = NO_STEP
         self._message = 0
@@ -106,7 +106,7 @@ class Record:
 
     def name_task(self, read_task: Callable[[], bytes] | None) -> None:
         """Set how to find the task that a method belongs to while a lane runs it; None for the tasks that Ray runs."""
-        self._task = read_task or _task_reader()
+        self._task = read_task or make_task_reader()
 
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
@@ -215,7 +215,7 @@ class OverlappingRecord(Record):
         self._write(time.monotonic())
 
 
-def _task_reader() -> Callable[[], bytes]:
+def make_task_reader() -> Callable[[], bytes]:
     """Return a function that returns the id of the task that runs.
 
     It uses a private attribute of Ray: the public function takes twice as long, and every call pays for it.
