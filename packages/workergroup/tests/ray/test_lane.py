@@ -2,6 +2,7 @@
 """Tests of a lane: its order, references, faults, keys, and the calls that leave it."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -56,8 +57,8 @@ class Worker:
     def read_kept(self):
         return float(ray.get(self.kept).sum())
 
-    def fail_with(self, reference):
-        raise HoldingError(reference)
+    def fail_with_reference(self):
+        raise HoldingError(ray.put(np.ones(50_000)))
 
     def items(self, count, size=1):
         for _ in range(count):
@@ -82,10 +83,16 @@ class AsyncWorker:
     def __init__(self):
         self.running = 0
 
-    async def overlap(self, seconds):
+    async def overlap(self, count):
+        """Wait until so many calls of this method have begun."""
         self.running += 1
-        await asyncio.sleep(seconds)
+        async with asyncio.timeout(60):
+            while self.running < count:
+                await asyncio.sleep(0.01)
         return self.running
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(seconds)
 
     async def stream(self, count):
         for i in range(count):
@@ -189,7 +196,7 @@ class TestReferences:
                 assert one.call("make_reference", collect=()).result()
                 assert one.call("size", large, collect=()).result() == 400_000
                 with pytest.raises(HoldingError):
-                    one.call("fail_with", ray.put(large)).result()
+                    one.call("fail_with_reference").result()
 
         run(5)
         gc.collect()
@@ -267,6 +274,7 @@ class TestFaults:
         with lone_group.lane():
             with hang(lone_group, 1):
                 call = lone_group.call("pid")
+                assert lone_group.at(worker=0).call("pid", collect=()).result(timeout=60) > 0
                 with pytest.raises(CallTimeoutError) as caught:
                     call.result(timeout=1)
                 assert [worker.rank for worker in caught.value.late] == [1]
@@ -283,8 +291,10 @@ class TestFaults:
 
     def test_late_worker(self, lone_group):
         """Opening and closing name the worker that does not follow, and the group works afterwards."""
-        slow = lone_group.at(worker=1).call("sleep", 3, collect=())
-        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=0.5):
+        with lone_group.lane():  # the workers import what a lane needs
+            pass
+        slow = lone_group.at(worker=1).call("sleep", 8, collect=())
+        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=3.0):
             pass
         assert caught.value.ranks == (1,)
         slow.result()
@@ -357,12 +367,16 @@ class TestKeys:
                 socket.curve_publickey, socket.curve_secretkey = public, secret
                 socket.curve_serverkey = config.server_key if keys == "wrong client" else public
             monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            socket.connect(config.address)
-            socket.send(b"x" * 100)
-            for i in range(20):
-                assert lane.call("echo", i).result() == [i] * 8
-            assert not monitor.poll(500)
-            socket.disable_monitor()
+            try:
+                socket.connect(config.address)
+                with contextlib.suppress(zmq.Again):  # the handshake may have failed already
+                    socket.send(b"x" * 100, zmq.NOBLOCK)
+                for i in range(20):
+                    assert lane.call("echo", i).result() == [i] * 8
+                assert not monitor.poll(500)
+            finally:
+                socket.disable_monitor()
+                monitor.close(0)
 
     def test_garbage_and_replay(self, lane):
         """Bytes that are not of the protocol, and messages that have been sent before, change nothing."""
@@ -387,11 +401,11 @@ class TestOverlap:
             RayWorkerGroup(cluster, AsyncWorker, async_communication=True) as group,
             group.lane(),
         ):
-            calls = [group.call("overlap", 0.5) for _ in range(5)]
+            calls = [group.call("overlap", 5) for _ in range(5)]
             assert calls[0].statistics().route == "lane"
             assert [call.result(timeout=60) for call in calls] == [[5, 5]] * 5
             assert group.call("stream", 100).result(timeout=60) == [list(range(100))] * 2
-            late = group.call("overlap", 600)
+            late = group.call("sleep", 600)
             assert not late.wait(timeout=0.5)
             late.cancel()
             assert len(group.call("plain").result(timeout=60)) == 2

@@ -305,9 +305,10 @@ class TestFaults:
     def test_slow_worker(self, pair):
         """A slow worker delays nobody else, and a deadline names it."""
         with pair.lane():
-            slow(pair, 1, 1.0)
+            slow(pair, 1, 2.0)
             try:
                 calls = [pair.call("add", i) for i in range(4)]
+                assert by_lane(pair.at(worker=0).call("pid", collect=())) > 0  # behind those four
                 with pytest.raises(CallTimeoutError) as caught:
                     calls[-1].result(timeout=0.2)
                 assert [worker.rank for worker in caught.value.late] == [1]

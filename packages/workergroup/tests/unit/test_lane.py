@@ -140,10 +140,12 @@ def open_group(*, early: bool = False) -> Iterator[Group]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     made = Group(2, port, early=early)
-    yield made
-    made.gate.set()
-    made.lane.stop()
-    made.lane.close(20)
+    try:
+        yield made
+    finally:
+        made.gate.set()
+        made.lane.stop()
+        made.lane.close(20)
     assert made.released == [True]
 
 

@@ -6,6 +6,7 @@ import contextvars
 import os
 import pickle
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -30,11 +31,13 @@ class Connection:
         self.answers: list[tuple[int, int, object]] = []
         self.ended = False
         self.readable = os.eventfd(1)
+        self.deadline = time.monotonic() + 20
 
     def files(self) -> list[int]:
         return [self.readable]
 
     def look(self, timeout_ms: int) -> bool:
+        assert time.monotonic() < self.deadline, "a call has not been answered"
         return False
 
     def take(self) -> tuple | None:
@@ -73,7 +76,7 @@ def serve(monkeypatch):
             served = overlap.serve_overlapping(None, methods.__getitem__, name_task)
             return [stored async for stored in served]
 
-        stored = asyncio.run(asyncio.wait_for(collect(), 20))
+        stored = asyncio.run(collect())
         assert connection.ended
         return connection, stored
 
@@ -135,6 +138,21 @@ class TestCalls:
         connection, stored = serve({**METHODS, "make": make}, make_call(1, "make"), make_call(2, "echo", 5))
         assert stored == []
         assert [answer[:2] for answer in connection.answers] == [(ERROR, 1), (VALUE, 2)]
+
+    def test_error_that_does_not_pickle(self, serve):
+        """An error that cannot be pickled is told by its text, and later calls are answered."""
+
+        class UnwillingError(Exception):
+            def __reduce__(self):
+                raise ValueError("never")
+
+        async def fail():
+            raise UnwillingError("here")
+
+        connection, _ = serve({**METHODS, "fail": fail}, make_call(1, "fail"), make_call(2, "echo", 5))
+        (kind, call, error), after = connection.answers
+        assert (kind, call, after) == (ERROR, 1, (VALUE, 2, 5))
+        assert "UnwillingError: here" in str(error)
 
     def test_answer_that_is_changed_afterwards(self):
         """An answer that is sent again has the content that the method returned."""

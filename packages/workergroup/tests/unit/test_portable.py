@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the copies of exceptions, which keep their types."""
 
+import copyreg
 import threading
 
 import pytest
@@ -47,6 +48,15 @@ class TestCopies:
         assert copy.__notes__ == [
             "left out on the way from the worker, as it does not pickle: argument 1, attribute 'lock'"
         ]
+
+    def test_references(self, monkeypatch):
+        """A reference is left out without being pickled, which would keep its object for the life of the worker."""
+        pickled = []
+        monkeypatch.setitem(copyreg.dispatch_table, ray.ObjectRef, lambda ref: (str, pickled.append(ref) or ()))
+        reference = ray.ObjectRef(b"r" * 28)
+        copy = make_copy(HoldingError("text", [reference]))
+        assert (type(copy), copy.text, copy.args, pickled) == (HoldingError, "text", ("text", "<list>"), [])
+        assert "argument 1 (holds a reference), attribute 'lock' (holds a reference)" in copy.__notes__[0]
 
     def test_what_cannot_be_copied(self):
         """An exception that cannot be copied stays unchanged."""

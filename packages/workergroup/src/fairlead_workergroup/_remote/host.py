@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 
 from .describe import load
-from .lane import LaneConfig, serve
+from .lane import LaneConfig, dump, has_references, serve
 from .overlap import serve_overlapping
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
@@ -492,14 +492,19 @@ def make_portable(error: BaseException) -> None:
     """Change an exception so that its pickled copy has its class, its text and its attributes.
 
     If its own way of pickling fails to do that, the copy is made without a call of `__init__`, and without values that
-    do not pickle; a note on the exception names these. If that fails too, the exception is not changed.
+    do not pickle; a note on the exception names these. If that fails too, the exception is not changed. References and
+    actor handles do not pickle here: Ray pickles exceptions apart from their task, and would keep the objects for the
+    life of the worker.
     """
     for member in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         make_portable(member)
     if _survives_pickling(error):
         return
-    left_out = [f"argument {at}" for at, value in enumerate(error.args) if not _pickles(value)]
-    left_out += [f"attribute {name!r}" for name, value in vars(error).items() if not _pickles(value)]
+    parts = [(f"argument {at}", value) for at, value in enumerate(error.args)]
+    parts += [(f"attribute {name!r}", value) for name, value in vars(error).items()]
+    left_out = [
+        f"{name} (holds a reference)" if has_references(value) else name for name, value in parts if not _pickles(value)
+    ]
     if left_out:
         error.add_note(f"left out on the way from the worker, as it does not pickle: {', '.join(left_out)}")
     args = tuple(value if _pickles(value) else f"<{type(value).__qualname__}>" for value in error.args)
@@ -527,8 +532,9 @@ def _pickles(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a pickled copy of a value; None if it cannot be pickled."""
+    """Return a pickled copy of a value; None if it cannot be pickled or holds references or actor handles."""
     try:
-        return ray.cloudpickle.loads(ray.cloudpickle.dumps(value))
+        frames = dump(value)
+        return None if frames is None else ray.cloudpickle.loads(frames[0], buffers=frames[1:])
     except Exception:  # noqa: BLE001  classes of the user may raise anything
         return None

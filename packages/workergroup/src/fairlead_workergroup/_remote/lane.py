@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 # The content of a message follows its header in the same frame, because each frame costs time, and the header says
 # whether frames follow, because asking the socket costs as much as receiving one.
@@ -146,8 +146,14 @@ def make_error(name: str, error: BaseException) -> Answer:
     text = "".join(traceback.format_exception(type(error), error, inner))
     # Where Ray does not run, asking for the address would start it.
     address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-    shown = RayTaskError(name, text, error, pid=os.getpid(), ip=address)
-    frames = dump(shown)
+    where = {"pid": os.getpid(), "ip": address}
+    try:
+        shown = RayTaskError(name, text, error, **where)
+        frames = dump(shown)
+    except Exception as problem:  # noqa: BLE001  how a class of the user pickles may raise anything
+        plain = RayError(f"{type(error).__qualname__} cannot be pickled: {type(problem).__qualname__}: {problem}")
+        shown = RayTaskError(name, text, plain, **where)
+        frames = dump(shown)
     if frames is None:
         return Answer(STORED_REFERENCES, stored=(shown,))
     if len(frames) > 1 or len(frames[0]) > INLINE_BYTES:
