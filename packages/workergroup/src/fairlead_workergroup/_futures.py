@@ -39,7 +39,10 @@ class Carrier(Protocol):
         """Receive messages until a condition holds; return whether it does within the time."""
 
     def attend(self, count: int) -> None:
-        """Add to the number of futures that an event loop waits for, so that nobody receives their messages."""
+        """Add to the number of futures that an event loop waits for.
+
+        As long as there are any, the carrier receives their messages itself.
+        """
 
     def cancel(self, task: bytes) -> None:
         """Drop a request that has not been sent, or cancel a coroutine that runs."""
@@ -260,6 +263,52 @@ class LaneStream:
             _set(one, None)
 
 
+class StoredItems:
+    """The items of a generator method of a lane as ObjectRefs. It is iterated as Ray's `ObjectRefGenerator` is.
+
+    Args:
+        stream: the items as they arrive.
+    """
+
+    def __init__(self, stream: LaneStream) -> None:
+        self._stream = stream
+
+    def next_ready(self) -> bool:
+        """Return whether the next item, or the end, has arrived."""
+        return self._stream.is_ready
+
+    def __iter__(self) -> "StoredItems":
+        return self
+
+    def __next__(self) -> ObjectRef[Any]:
+        """Wait for the next item, and return a reference to it.
+
+        Raises:
+            Exception: the error of the worker, at the place where Ray yields a reference to it.
+        """
+        item = next(self._stream, None)
+        if item is None:
+            self._stream.completed().get()
+            raise StopIteration
+        return item.store(None)
+
+    def __aiter__(self) -> "StoredItems":
+        return self
+
+    async def __anext__(self) -> ObjectRef[Any]:
+        """Wait for the next item without blocking the event loop; otherwise as `__next__`."""
+        item = await anext(self._stream, None)
+        if item is None:
+            self._stream.completed().get()
+            raise StopAsyncIteration
+        return item.store(None)
+
+
+def references_of(stream: Any) -> Any:
+    """Return an iterator of the ObjectRefs of the items of a generator method."""
+    return StoredItems(stream) if isinstance(stream, LaneStream) else stream
+
+
 def _load_error(frames: Sequence[bytes]) -> BaseException:
     """Return the error that a worker has sent; Ray's substitute if its class is not known here."""
     try:
@@ -370,9 +419,13 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
             failures, has_failed = now, any(future.failed for future in waiting)
         return has_failed or not waiting
 
-    for carrier in carriers:
-        own = None if ended is None else max(0.0, ended - time.monotonic())
-        carrier.run(is_enough, own)
+    alone = len(carriers) == 1
+    while True:
+        for carrier in carriers:
+            rest = None if ended is None else max(0.0, ended - time.monotonic())
+            carrier.run(is_enough, rest if alone else min(TURN_S, TURN_S if rest is None else rest))
+        if alone or is_enough() or (ended is not None and time.monotonic() >= ended):
+            break
     for future in waiting:
         if future.failed:
             future.get()

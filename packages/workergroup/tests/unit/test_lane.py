@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the messages of a lane, with workers that are threads of this process, and without Ray."""
 
+import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -20,11 +22,11 @@ from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 from fairlead_workergroup import _futures as futures_of  # noqa: E402
 from fairlead_workergroup._calls.lane import open_lane  # noqa: E402
 from fairlead_workergroup._calls.sender import Request  # noqa: E402
-from fairlead_workergroup._lane.lane import Lane  # noqa: E402
+from fairlead_workergroup._lane.lane import SLICE_S, Lane  # noqa: E402
 from fairlead_workergroup._lane.router import Router  # noqa: E402
 from fairlead_workergroup._lane.session import WINDOW  # noqa: E402
-from fairlead_workergroup._remote.lane import serve  # noqa: E402
-from fairlead_workergroup.exceptions import LaneError  # noqa: E402
+from fairlead_workergroup._remote.lane import INLINE, ITEM, STORED, VALUE, serve  # noqa: E402
+from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa: E402
 
 
 class Handle:
@@ -72,6 +74,7 @@ class Serving:
 class Member:
     def __init__(self, rank: int, handle: Handle) -> None:
         self.rank, self.handle = rank, handle
+        self.failure, self.restarting = None, False
 
 
 class Members(list):
@@ -105,7 +108,7 @@ class Group:
         self.released: list[bool] = []
         self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True))
         self.early: list = self.send("add", 0) if early else []
-        self.lane.open(self.members, 20)
+        self.lane.open(20)
 
     def methods(self, rank: int) -> dict:
         def echo(*args, **kwargs):
@@ -126,7 +129,12 @@ class Group:
         def fail(text):
             raise KeyError(text)
 
-        return {"echo": echo, "add": add, "items": items, "items_and_note": items_and_note, "fail": fail}
+        def items_and_fail():
+            yield 1
+            raise KeyError("after an item")
+
+        methods = (echo, add, items, items_and_note, items_and_fail, fail)
+        return {method.__name__: method for method in methods}
 
     def send(self, method: str, *args, ranks=None, **kwargs) -> list:
         ranks = range(len(self.members)) if ranks is None else ranks
@@ -455,14 +463,14 @@ class Resources:
 def sender(monkeypatch):
     """Return a sender whose lanes do nothing."""
 
-    def make_lane(*_):
-        return SimpleNamespace(holders=1, detour=None, open=lambda *_: None, stop=lambda: None, close=lambda _: None)
+    def make_lane(sender, _):
+        return SimpleNamespace(holders=1, detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
 
     monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
     roster = SimpleNamespace(connected=True, ending=False, detour=None)
     roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
-    restarter = SimpleNamespace(turn=threading.RLock(), describe_wait=lambda: "A restart goes on.")
-    return SimpleNamespace(roster=roster, lane=None, restarter=restarter)
+    restarter = SimpleNamespace(turn=threading.RLock(), describe_wait=lambda advice: f"A restart goes on. {advice}")
+    return SimpleNamespace(roster=roster, lane=None, restarter=restarter, opens=lambda _: None)
 
 
 class TestOpening:
@@ -564,3 +572,265 @@ class TestKeys:
             stranger.send(b"x")
             for i in range(20):
                 assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
+
+
+class _Items:
+    """A generator of stored answers, none of which has arrived."""
+
+    def next_ready(self) -> bool:
+        return False
+
+
+class TestEnds:
+    """What happens to calls when a worker, the lane or Ray ends."""
+
+    def test_answers_before_the_end(self, group):
+        """The answers that have arrived are handed out although the worker is dead, also to a caller of one of them."""
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(3)]
+        session, receive = group.lane._sessions[0], group.router.receive
+        with group.lane._hold():
+            group.gate.set()
+            messages: list = []
+            deadline = time.monotonic() + 20
+            while len(messages) < 3 and time.monotonic() < deadline:
+                group.router._socket.poll(100)
+                messages += receive()
+            group.router.receive = lambda: iter(messages)
+            group.lane._ended.append((session, ActorDiedError()))
+            group.lane._receive(lambda: sent[0].done)
+            group.router.receive = receive
+        assert futures_of.get(sent, 10) == [0, 1, 2]
+
+    def test_answers_behind_a_lost_one(self, group):
+        """A small answer that waits behind a large one is handed out when the large one is lost with its worker."""
+        with group.lane._hold():
+            session = group.lane._sessions[0]
+            session.items = _Items()
+        group.gate.clear()
+        large, small = (group.send("add", i, ranks=[0])[0] for i in range(2))
+        (stream,) = group.send("items", 2, ranks=[0])
+        with group.lane._hold():
+            pendings = list(session._calls.values())
+            content = [pickle.dumps("content")]
+            session._arrived.extend([(pendings[0], VALUE, STORED, ()), (pendings[1], VALUE, INLINE, content)])
+            session._arrived.extend([(pendings[2], ITEM, STORED, ()), (pendings[2], ITEM, INLINE, content)])
+            session._calls.clear()
+            group.lane._by_identity.pop(session.identity)
+            session.end(ActorDiedError())
+        assert small.get() == "content"
+        for lost in (large, stream.completed()):
+            with pytest.raises(ActorDiedError):
+                lost.get()
+        assert next(stream, None) is None  # and no item without the one before
+
+    def test_call_of_a_closed_lane(self, group):
+        """A call of a lane that has been closed is refused, instead of never being answered."""
+        group.lane.stop()
+        group.lane.close(20)
+        with pytest.raises(WorkerGroupError, match="has been closed"):
+            group.send("add", 1)
+
+    def test_shutdown_during_a_detour(self, group, eventually):
+        """The lane does not close itself while a thread is about to let the workers serve it again."""
+        group.lane._roster.ending = True
+        with group.lane.detour([0, 1]):
+            assert eventually(lambda: not group.lane._by_identity)
+            assert not eventually(lambda: group.lane._closed, 2 * SLICE_S)
+        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+
+    def test_end_of_ray(self, group, monkeypatch, eventually):
+        """The lane's own thread drops references only while it keeps other threads from shutting Ray down."""
+        blocked, seen = threading.local(), []
+
+        @contextlib.contextmanager
+        def block():
+            blocked.now = True
+            yield
+            blocked.now = False
+
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.block_shutdown", block)
+        group.gate.clear()
+        sent = group.send("add", 1)
+        for future in sent:
+            future.add_callback(lambda _: seen.append(getattr(blocked, "now", False)))
+        group.lane._roster.connected = False
+        assert eventually(lambda: group.lane._closed)
+        assert eventually(lambda: seen == [True, True])
+
+    def test_late_worker_that_has_left(self, group):
+        """The error about a worker that did not follow names it also if it has left the group meanwhile."""
+        group.gate.clear()
+        group.send("add", 1)
+        group.lane.stop()
+        left = list(group.members)
+        group.members.clear()
+        with pytest.raises(LaneError, match=r"did not close within 0\.05 s") as caught:
+            group.lane.close(0.05)
+        assert caught.value.ranks == (0, 1)
+        group.members.extend(left)
+
+    def test_dead_worker_while_opening(self, group, monkeypatch):
+        """A worker that is dead is not among those that did not follow in time."""
+        with group.lane._hold():
+            session = group.lane._sessions[0]
+            session.greeted = False
+            session.end(ActorDiedError())
+            late = group.lane._sessions[1]
+            late.greeted = False
+            monkeypatch.setattr(type(late), "accept", lambda *_: None)
+        group.members.clear()
+        monkeypatch.setattr(group.lane, "_keeper", SimpleNamespace(start=lambda: None, join=group.lane._keeper.join))
+        with pytest.raises(LaneError, match=r"because 1 worker\(s\) did not follow") as caught:
+            group.lane.open(0.05)
+        assert caught.value.ranks == (1,)
+        monkeypatch.undo()
+        late.greeted = True
+        group.lane._by_identity.pop(session.identity)
+
+
+class TestChains:
+    """Calls whose arguments are answers that arrive, or fail, in any order."""
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_stored_argument(self, group, monkeypatch, first):
+        """A call is sent at once when the large answer that is its argument is handed out, in any order of workers."""
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
+        source = futures_of.LaneFuture(group.lane, bytes(24))
+        with group.lane._hold():
+            waits, gives = group.lane._sessions[first], group.lane._sessions[1 - first]
+
+            def hand_out():
+                source.resolve([pickle.dumps(5)])
+
+            gives.hand_out = hand_out
+        sent = group.send("echo", source, ranks=[first])
+        with group.lane._hold():
+            group.lane._busy = _InOrder([waits, gives])
+            group.lane._receive(bool)
+            group.lane._busy = {waits, gives}
+            assert not waits.backlog
+        assert futures_of.get(sent, 20) == [((5,), {})]
+
+    @pytest.mark.parametrize("last", [0, 1])
+    def test_failed_arguments(self, group, last):
+        """The failure of an argument reaches the calls of all workers that depend on it at once."""
+        source = futures_of.LaneFuture(group.lane, bytes(24))
+        (middle,) = group.send("echo", source, ranks=[1 - last])
+        (end,) = group.send("echo", middle, ranks=[last])
+        with group.lane._hold():
+            source.resolve(error=ActorDiedError())
+            group.lane._pump()
+            assert middle.failed
+            assert end.failed
+
+    def test_cancelled_argument(self, group):
+        """The cancellation of a call that waits fails a call that depends on it at once."""
+        source = futures_of.LaneFuture(group.lane, bytes(24))
+        (made,) = group.send("echo", source, ranks=[0])
+        (sent,) = group.send("echo", made, ranks=[1])
+        made.cancel()
+        assert made.failed
+        assert sent.failed
+        source.resolve([pickle.dumps(5)])
+
+    def test_two_lanes(self, group, monkeypatch):
+        """The answers of two lanes are received as they arrive, whichever of them comes last."""
+        with open_group() as other, monkeypatch.context() as patch:
+            patch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
+            for slow, fast in ((group, other), (other, group)):
+                slow.gate.clear()
+                sent = [*slow.send("add", 1, ranks=[0]), *fast.send("add", 2, ranks=[0])]
+                threading.Timer(0.3, slow.gate.set).start()
+                began = time.monotonic()
+                assert futures_of.get(sent, 50) == [1, 2]
+                assert time.monotonic() - began < 30
+
+
+class _InOrder(list):
+    """A list in the place of a set, with a known order."""
+
+    def __isub__(self, others):
+        return _InOrder(one for one in self if one not in others)
+
+    def add(self, one) -> None:
+        if one not in self:
+            self.append(one)
+
+    def discard(self, one) -> None:
+        if one in self:
+            self.remove(one)
+
+
+class TestReferences:
+    def test_items(self, group, monkeypatch):
+        """The items of a generator call are references, and its error is raised by the iteration."""
+        monkeypatch.setattr(futures_of.ray, "put", lambda value: ("stored", value))
+        streams = group.send("items", 3)
+        assert [list(futures_of.references_of(stream)) for stream in streams] == [[("stored", i) for i in range(3)]] * 2
+
+        async def take(stream) -> list:
+            return [ref async for ref in futures_of.references_of(stream)]
+
+        assert asyncio.run(take(group.send("items", 3)[0])) == [("stored", i) for i in range(3)]
+        (failed,) = group.send("items_and_fail", ranks=[0])
+        refs = futures_of.references_of(failed)
+        assert next(refs) == ("stored", 1)
+        with pytest.raises(KeyError, match="after an item"):
+            next(refs)
+
+
+class TestAddress:
+    def test_port_in_use(self, group):
+        """A port that another process has taken is named, with what to do."""
+        port = int(group.router.address.rpartition(":")[2])
+        with pytest.raises(LaneError, match=rf"cannot listen at tcp://127\.0\.0\.1:{port}: .*port_range_low"):
+            Router("127.0.0.1", port)
+
+
+class TestTurns:
+    """Another thread holds the turn of the group, because it restarts workers."""
+
+    @contextlib.contextmanager
+    def _restart(self, sender) -> Iterator[threading.Event]:
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with sender.restarter.turn:
+                held.set()
+                release.wait(60)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        assert held.wait(20)
+        yield release
+        release.set()
+        other.join(20)
+
+    def test_closing(self, sender, eventually):
+        """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
+        resources = Resources()
+        lane = open_lane(sender, resources, 0.1)
+        lane.__enter__()
+        with self._restart(sender):
+            began = time.monotonic()
+            with pytest.raises(LaneError, match=r"did not close within 0\.1 s\. A restart goes on\. The lane closes"):
+                lane.__exit__(None, None, None)
+            assert time.monotonic() - began < 15
+            assert sender.lane is not None
+        assert eventually(lambda: resources.published == [True, False])
+        assert sender.lane is None
+
+    def test_publishing(self, sender, eventually):
+        """Opening ends at its timeout also if a restart begins while the workers follow, and leaves no lane open."""
+        resources, restart = Resources(), contextlib.ExitStack()
+
+        def open_and_restart(_):
+            restart.enter_context(self._restart(sender))
+
+        sender.opens = open_and_restart
+        began = time.monotonic()
+        with restart, pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on\. Open the lane"):
+            open_lane(sender, resources, 0.1).__enter__()
+        assert time.monotonic() - began < 15
+        assert eventually(lambda: sender.lane is None)

@@ -14,7 +14,7 @@ from fairlead_sharding import NamedSharding
 from .._arguments import Answer, Arguments, Gathered, PassedOn
 from .._deadline import Deadline, check_timeout
 from .._display import table_html
-from .._futures import LaneFuture, is_message, wait
+from .._futures import LaneFuture, is_message, references_of, wait
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
 from .errors import short_traceback
@@ -169,12 +169,13 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     def refs(self) -> list[Any]:
         """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators.
 
-        The results of a call that went by a lane are waited for, until the deadline of the call, and stored.
+        The results of a call that went by a lane are waited for, until the deadline of the call, and stored. Items of a
+        generator are stored when they are taken, and its error is raised by the iteration.
 
         Raises:
             Exception: as `result` does, for a call that went by a lane.
         """
-        refs = self._answers
+        refs = [references_of(answer) for answer in self._answers]
         if any(isinstance(ref, LaneFuture) for ref in refs):
             deadline = self._execution.order.deadline
             self._execution.result()
@@ -348,7 +349,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         execution = self._execution
         if execution.yields_items and return_generators_as_proxies:
             execution.check_open()
-            return self._answers
+            return self.refs
         values: Any = self.result()
         values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values

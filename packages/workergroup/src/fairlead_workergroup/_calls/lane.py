@@ -3,14 +3,17 @@
 
 import contextlib
 import importlib.util
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import ray
 
 from fairlead_placement import RayVirtualCluster, Slot, lease_ports
+from fairlead_placement.spi import never_connect
 
 from .._deadline import Deadline
 from .._lane.lane import Lane
@@ -20,6 +23,8 @@ from .._members import Roster
 from .._ray_private import refuse_methods
 from ..exceptions import LaneError
 from .sender import Sender
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -43,10 +48,8 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
             "A lane needs pyzmq, which is not installed here. Install fairlead-workergroup[lane], and pyzmq in the "
             "Python of the workers if they have one of their own."
         )
-    deadline, turn = Deadline.after(timeout_s), sender.restarter.turn
-    if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-        raise LaneError(f"The lane did not open within {timeout_s:g} s. {sender.restarter.describe_wait()}")
-    try:
+    deadline = Deadline.after(timeout_s)
+    with _take_turn(sender, deadline, timeout_s):
         now = sender.roster.check_alive()
         lane = sender.lane
         if lane is not None:
@@ -54,11 +57,9 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
             return lane
         sender.lane = lane = _make_lane(sender, now.members[0].slot)
         sender.roster.detour = lane.detour
-    finally:
-        turn.release()
     try:
-        lane.open([member for member in now.members if member.failure is None], deadline.left() or 0.0)
-        with turn:
+        lane.open(deadline.left() or 0.0)
+        with _take_turn(sender, deadline, timeout_s):
             _publish(sender, resources)
     except BaseException:
         with contextlib.suppress(LaneError):
@@ -68,15 +69,60 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
 
 
 def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -> None:
+    deadline = Deadline.after(timeout_s)
+    if not _acquire_turn(sender, deadline):
+        work = partial(_give_up_later, sender, resources, lane)
+        threading.Thread(target=work, name="fairlead-lane-end", daemon=True).start()
+        reason = sender.restarter.describe_wait("The lane closes by itself after that.")
+        raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
+    try:
+        is_last = _give_up(sender, resources, lane)
+    finally:
+        sender.restarter.turn.release()
+    if is_last:
+        lane.close(deadline.left() or 0.0)
+
+
+def _give_up(sender: Sender, resources: Resources, lane: Lane) -> bool:
+    """End the use of a lane by one context, with the turn held; return whether that ends the lane."""
+    lane.holders -= 1
+    if lane.holders:
+        return False
+    sender.lane = sender.roster.detour = None
+    lane.stop()
+    if sender.roster.connected and not sender.roster.ending:
+        _publish(sender, resources)
+    return True
+
+
+def _give_up_later(sender: Sender, resources: Resources, lane: Lane) -> None:
+    """End the use of a lane when other threads let go of the turn; the lane closes itself afterwards."""
+    never_connect()
     with sender.restarter.turn:
-        lane.holders -= 1
-        if lane.holders:
-            return
-        sender.lane = sender.roster.detour = None
-        lane.stop()
-        if sender.roster.connected and not sender.roster.ending:
-            _publish(sender, resources)
-    lane.close(timeout_s)
+        try:
+            _give_up(sender, resources, lane)
+        except Exception as error:  # noqa: BLE001  nobody waits for this thread
+            logger.warning("The end of a lane could not be published: %r", error)
+
+
+@contextlib.contextmanager
+def _take_turn(sender: Sender, deadline: Deadline, timeout_s: float) -> Iterator[None]:
+    """Keep other threads from sending calls and restarting workers while this one opens a lane.
+
+    Raises:
+        LaneError: other threads did so until the deadline.
+    """
+    if not _acquire_turn(sender, deadline):
+        reason = sender.restarter.describe_wait("Open the lane again, with a longer timeout.")
+        raise LaneError(f"The lane did not open within {timeout_s:g} s. {reason}")
+    try:
+        yield
+    finally:
+        sender.restarter.turn.release()
+
+
+def _acquire_turn(sender: Sender, deadline: Deadline) -> bool:
+    return sender.restarter.turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0)
 
 
 def _make_lane(sender: Sender, slot: Slot) -> Lane:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
-from .._futures import end_of, get, get_one, is_message, is_stream, task_of_future, wait
+from .._futures import end_of, get, get_one, is_message, is_stream, references_of, task_of_future, wait
 from .._ray_private import actor_id_of_ref, task_of_ref
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, is_not_ready, retrieve_late, short_traceback
@@ -248,7 +248,7 @@ def fetch(
         futures: ObjectRefs, or generators of them; a generator gives one value for each item, at its place.
         silent: futures that are waited for and not fetched.
         group: the futures of the group whose workers make them. Its `call_timeout_s` holds, and errors name ranks.
-        proxies: return generators as they are.
+        proxies: return each generator as it is, an iterator of ObjectRefs.
 
     Raises:
         TypeError: a future is neither an ObjectRef nor a generator.
@@ -285,7 +285,7 @@ def fetch(
     if group is not None:
         group.remove([*streams, *singles])
         group.sender.counters.add_fetched(refs)
-    return [slot if is_stream(slot) else next(values) for slot in slots]
+    return [references_of(slot) if is_stream(slot) else next(values) for slot in slots]
 
 
 # Items that were taken from generators before a deadline passed. The next attempt returns them too.

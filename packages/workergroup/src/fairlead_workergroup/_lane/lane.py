@@ -101,8 +101,10 @@ class Lane:
         self._waking = threading.RLock()
         self._keeper = threading.Thread(target=self._keep, name="fairlead-lane", daemon=True)
 
-    def open(self, members: Iterable[Member], timeout_s: float) -> None:
-        """Let workers serve the lane, and wait until all of them do.
+    def open(self, timeout_s: float) -> None:
+        """Let the workers serve the lane, and wait until all of them do.
+
+        It leaves out lost workers, and those that another thread restarts: their first call lets them serve the lane.
 
         Raises:
             LaneError: a worker did not follow in time, or cannot.
@@ -110,12 +112,16 @@ class Lane:
         _raise_file_limit(len(self._roster.snapshot().members))
         self._keeper.start()
         with self._order:
-            for member in members:
-                self._session(member)  # which another thread may have started, with its first call
-        sessions = list(self._sessions.values())
+            # Another thread may have started sessions with its first calls, also after a restart.
+            for member in self._roster.snapshot().members:
+                if member.failure is None and not member.restarting:
+                    self._session(member)
+            sessions = list(self._sessions.values())
         if not self.run(lambda: all(one.greeted or one.over for one in sessions), timeout_s):
-            late = [one.rank for one in sessions if not one.greeted]
-            raise self._late_error(f"The lane did not open within {timeout_s:g} s", late, "They are called by Ray.")
+            late = [one.rank for one in sessions if not (one.greeted or one.over)]
+            raise self._late_error(
+                f"The lane did not open within {round(timeout_s, 2):g} s", late, "They are called by Ray."
+            )
         lacking = tuple(sorted(one.rank for one in sessions if isinstance(one.error, ModuleNotFoundError)))
         if lacking:
             raise LaneError(
@@ -142,6 +148,9 @@ class Lane:
 
         Returns:
             The future of each request.
+
+        Raises:
+            WorkerGroupError: the lane has been closed.
         """
         with self._order:
             members = now.members
@@ -183,7 +192,7 @@ class Lane:
             try:
                 yield
             finally:
-                for rank in served:
+                for rank in () if self._closed else served:
                     if now.has([rank]):
                         self._start(now[rank])
                     else:  # it is leaving the group
@@ -204,7 +213,7 @@ class Lane:
         if not self.run(lambda: not self._by_identity, timeout_s):
             late = sorted({one.rank for one in list(self._by_identity.values())})
             raise self._late_error(
-                f"The lane did not close within {timeout_s:g} s",
+                f"The lane did not close within {round(timeout_s, 2):g} s",
                 late,
                 "Their calls go on, and later calls wait behind these.",
             )
@@ -239,6 +248,7 @@ class Lane:
         with self._hold():
             for session in list(self._by_identity.values()):
                 session.cancel(task, error)
+            self._pump()
         self._notify()
 
     def _session(self, member: Member) -> Session:
@@ -252,6 +262,8 @@ class Lane:
         identity = struct.pack("<I", member.rank) + uuid.uuid4().bytes
         # Before the request, so that the lane knows the name when the worker connects.
         with self._hold():
+            if self._closed:
+                raise WorkerGroupError(CLOSED)
             config = self._router.config(identity)
             items = member.handle._fairlead_serve.remote(config)
             actor_id = bytes.fromhex(actor_id_of(member.handle))
@@ -324,21 +336,20 @@ class Lane:
 
     def _receive(self, is_enough: Callable[[], bool]) -> None:
         sessions, busy = self._by_identity, self._busy
+        self._check_sessions()
+        # What these workers sent before their end has arrived, and is taken before they are given up.
+        ended = len(self._ended)
         for identity, first, others in self._router.receive():
             session = sessions.get(identity)
             if session is not None:
                 session.accept(first, others)
                 if session.is_busy:
                     busy.add(session)
-            if is_enough():  # finding out that there are no more messages costs as much as two of them
+            if not ended and is_enough():  # finding out that there are no more messages costs as much as two of them
                 break
         for session in list(busy):
             session.hand_out()
-            session.pump()
-            if not session.is_busy:
-                busy.discard(session)
-        self._check_sessions()
-        for _ in range(len(self._ended)):
+        for _ in range(ended):
             session, error = self._ended.popleft()
             if session.awaits_store and error is None and not session.exhausted:
                 self._ended.append((session, error))
@@ -346,7 +357,18 @@ class Lane:
             session.error = error
             session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
             self._by_identity.pop(session.identity, None)
-            self._busy.discard(session)
+            busy.discard(session)
+        if busy:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Send the calls whose arguments have arrived, also those that were arguments of calls that fail here."""
+        was_dropped = True
+        while was_dropped:
+            was_dropped = False
+            for session in self._busy:
+                was_dropped |= session.pump()
+        self._busy -= {session for session in self._busy if not session.is_busy}
 
     def _check_sessions(self) -> None:
         """Look from time to time for serve calls whose end has not been reported."""
@@ -363,7 +385,9 @@ class Lane:
         seen = -1
         while not self._closed:
             if not self._roster.connected:
-                self._finish(WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"))
+                self._finish(
+                    WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"), frees=True
+                )
                 return
             if self._uses != seen and not self._attended:
                 seen = self._uses
@@ -377,29 +401,35 @@ class Lane:
                     logger.warning("A lane could not take a message: %r", error)
                     time.sleep(SLICE_S)
                 continue
-            if not self._by_identity and (self._closing or self._roster.ending):
-                self._finish(WorkerGroupError(CLOSED))
+            # A thread that sends, or makes way for Ray's calls, is about to start sessions.
+            if (self._closing or self._roster.ending) and self._order.acquire(blocking=False):
+                try:
+                    if not self._by_identity:
+                        self._finish(WorkerGroupError(CLOSED), frees=True)
+                finally:
+                    self._order.release()
 
-    def _finish(self, error: BaseException) -> None:
-        """Close the socket, and fail what has not been answered."""
+    def _finish(self, error: BaseException, *, frees: bool = False) -> None:
+        """Close the socket, and fail what has not been answered; `frees` is as of `_step`."""
         with self._hold():
             with self._waking:
                 if self._closed:
                     return
                 self._closed = True
-            for session in list(self._by_identity.values()):
-                session.end(error)
-            self._by_identity.clear()
-            self._busy.clear()
-            self._sessions.clear()
+            with block_shutdown() if frees else contextlib.nullcontext():
+                while self._by_identity:
+                    self._by_identity.popitem()[1].end(error)
+                self._busy.clear()
+                self._sessions.clear()
+                self._ended.clear()
             self._router.close()
         self._notify()
         with contextlib.suppress(PlacementError):  # the node agent releases the port of a process that has ended
             self._release()
 
     def _late_error(self, what: str, ranks: Sequence[int], then: str) -> LaneError:
-        facts = self._roster.snapshot().facts
-        late = late_workers([facts[rank] for rank in ranks])
+        now = self._roster.snapshot()
+        late = late_workers([now[rank].facts for rank in ranks if now.has([rank])])  # the others have left the group
         return LaneError(f"{what}, because {len(ranks)} worker(s) did not follow. {then}", tuple(ranks), late)
 
 

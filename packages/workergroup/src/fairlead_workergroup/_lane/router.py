@@ -17,6 +17,7 @@ from .._remote.lane import (
     LaneConfig,
     make_socket,
 )
+from ..exceptions import LaneError
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
@@ -29,7 +30,7 @@ class Router:
         port: a port that is leased here.
 
     Raises:
-        OSError: the port cannot be bound.
+        LaneError: the port cannot be bound.
     """
 
     def __init__(self, address: str, port: int) -> None:
@@ -61,9 +62,13 @@ class Router:
         self.address: str = f"tcp://{host}:{port}"
         try:
             self._socket.bind(self.address)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._close_sockets()
-            raise
+            raise LaneError(
+                f"The lane cannot listen at {self.address}: {error}. Another process of this node may have taken the "
+                "port since it was found free. Open the lane again, or give the cluster ports that other processes do "
+                "not use, with its `port_range_low` and `port_range_high`."
+            ) from error
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for source in (self._socket, self._gatekeeper, self._wake):

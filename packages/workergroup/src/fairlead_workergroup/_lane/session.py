@@ -204,24 +204,27 @@ class Session:
         """Whether calls or answers wait here, for a reason that other messages or the object store may remove."""
         return bool(self._waiting or self._arrived)
 
-    def pump(self) -> None:
-        """Send the calls whose turn it is, as far as the window allows."""
+    def pump(self) -> bool:
+        """Send the calls whose turn it is, as far as the window allows; return whether one of them was dropped."""
+        was_dropped = False
         while self._waiting and self.greeted and len(self._calls) < WINDOW:
             first = self._waiting[0]
             if not isinstance(first, _Pending):
                 self._waiting.popleft()
                 self._send(first)
             elif not first.body.is_ready:
-                return
+                break
             else:
                 self._waiting.popleft()
-                self._send_call(first)
+                was_dropped |= not self._send_call(first)
+        return was_dropped
 
-    def _send_call(self, call: _Pending) -> None:
+    def _send_call(self, call: _Pending) -> bool:
+        """Send a call, or fail it because of its arguments; return whether it was sent."""
         # The worker runs also a generator whose items nobody reads any more, because it may do more than yield them.
         target = call.target()
         if target is not None and end_of(target).done:  # cancelled
-            return
+            return False
         if (failed := call.body.failed) is not None:
             # The death of the worker that should have made the argument is not the death of this one.
             error = failed.error
@@ -239,6 +242,8 @@ class Session:
         else:
             self._send(CALL, call.task, call.body.frames())
             self._calls[self._sent] = call
+            return True
+        return False
 
     def cancel(self, task: bytes, error: BaseException) -> None:
         """Drop a call that has not been sent, or ask the worker to cancel it."""
@@ -287,7 +292,8 @@ class Session:
             if form != INLINE:
                 if not self.items.next_ready():
                     return
-                if (ref := next(self.items, None)) is None:
+                ref = next(self.items, None)
+                if ref is None or ref == self.items.completed():  # which holds the error of the serve call
                     self.exhausted = True
                     return
             self._arrived.popleft()
@@ -296,7 +302,14 @@ class Session:
     def end(self, error: BaseException) -> None:
         """Fail all calls that have no answer, because the serve call has ended."""
         self._end_error = error
-        calls = [pending for pending, *_ in self._arrived]
+        lost: dict[bytes, _Pending] = {}
+        for pending, kind, form, frames in self._arrived:
+            # What follows an item that is lost is lost too.
+            if form == INLINE and pending.task not in lost:
+                pending.deliver(kind, form, frames, None)
+            else:
+                lost[pending.task] = pending
+        calls = [*lost.values()]
         calls += [*self._calls.values(), *(call for call in self._waiting if isinstance(call, _Pending))]
         self._arrived.clear()
         self._calls.clear()

@@ -191,15 +191,20 @@ class Restarter:
                 threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
             return self._background
 
-    def describe_wait(self) -> str:
-        """Return why a call could not be sent in time, and what its caller can do."""
+    def describe_wait(self, advice: str = "") -> str:
+        """Return why a call could not be sent in time, and what its caller can do.
+
+        Args:
+            advice: what the caller can do; empty if it is to make the call again.
+        """
         since, ranks = self.began, self._roster.snapshot().restarting
         if since is None:
-            return "Other calls were being sent, or a restart was about to begin. Make the call again."
+            return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
             f"A {what} has been under way for {time.monotonic() - since:.1f} s and goes on; it may take "
-            f"start_timeout_s={self._launcher.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
+            f"start_timeout_s={self._launcher.spec.start_timeout_s:g} s. "
+            f"{advice or 'Make the call again, with a longer timeout.'}"
         )
 
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
