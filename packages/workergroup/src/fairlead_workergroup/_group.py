@@ -344,6 +344,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         that were made meanwhile. Opening it again inside does nothing. Ray's task events and `get_task_id()` do not
         show the calls. Needs the extra `lane`, and pyzmq in the Python of the workers.
 
+        On an event loop, later calls wait behind one that cannot be sent yet: one that leaves the lane and gets an
+        answer that has not arrived, or whose worker has not taken 10,000 earlier calls.
+
         Args:
             timeout: the seconds that opening, and closing, may take.
 
@@ -351,7 +354,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             A context manager.
 
         Raises:
-            LaneError: pyzmq is missing, or a worker did not follow in time; the error names it.
+            LaneError: pyzmq is missing; a worker, which the error names, did not follow in time; another thread
+                restarted workers for so long; or another process has taken the port.
             WorkerGroupError: the group, or its Ray, has been shut down.
 
         >>> with group.lane():  # doctest: +SKIP

@@ -740,7 +740,7 @@ class TestChains:
             patch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
             for slow, fast in ((group, other), (other, group)):
                 slow.gate.clear()
-                sent = [*slow.send("add", 1, ranks=[0]), *fast.send("add", 2, ranks=[0])]
+                sent = [*fast.send("add", 1, ranks=[0]), *slow.send("add", 2, ranks=[0])]
                 threading.Timer(0.3, slow.gate.set).start()
                 began = time.monotonic()
                 assert futures_of.get(sent, 50) == [1, 2]
