@@ -307,7 +307,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
             held[one.node_ids[0]][gpu_id] = one
         yield held
     finally:
-        remove(groups)
+        drop([Reserved(group, (0,), (), ()) for group in groups])
 
 
 def drop(made: Sequence[Reserved]) -> None:
