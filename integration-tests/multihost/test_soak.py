@@ -152,6 +152,10 @@ def test_soak(hosts):
                         faults.explain({*error.ranks}, error)
                     counts["LaneError"] += 1
 
+            # On a slow machine no lane may open once workers die every second.
+            lane.enter_context(group.lane())
+            assert group.call("square", 2).result() == [4] * group.world_size
+            counts["right answer by a lane"] += group.statistics().lane_requests == group.world_size
             end = time.monotonic() + seconds
             changed = switched = time.monotonic()
             with Faults(group, random.Random(seed + 1), counts) as faults:
