@@ -498,25 +498,6 @@ class TestOpening:
             assert resources.published[-1] is True
         assert resources.published[-1] is False
 
-    def test_during_a_restart(self, sender):
-        """A lane that cannot be opened in time, because another thread restarts workers, says so."""
-        held, release = threading.Event(), threading.Event()
-
-        def restart():
-            with sender.restarter.turn:
-                held.set()
-                release.wait(20)
-
-        other = threading.Thread(target=restart)
-        other.start()
-        assert held.wait(20)
-        began = time.monotonic()
-        with pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
-            open_lane(sender, Resources(), 0.1).__enter__()
-        assert time.monotonic() - began < 15
-        release.set()
-        other.join(20)
-
     def test_interrupted_opening(self, sender):
         """Ctrl-C while the state is published leaves no lane open."""
         resources = Resources()
@@ -806,6 +787,14 @@ class TestTurns:
         yield release
         release.set()
         other.join(20)
+
+    def test_opening(self, sender):
+        """A lane that cannot be opened in time, because another thread restarts workers, says so."""
+        with self._restart(sender):
+            began = time.monotonic()
+            with pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
+                open_lane(sender, Resources(), 0.1).__enter__()
+            assert time.monotonic() - began < 15
 
     def test_closing(self, sender, eventually):
         """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
