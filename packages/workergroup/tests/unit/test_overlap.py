@@ -205,6 +205,10 @@ class TestCancel:
             return [repr(error) for error in await asyncio.gather(*others, return_exceptions=True)]
 
         process = os.getpid(), start_tick(os.getpid())
-        cancel_tasks([(process, TASKS[0]), (process, TASKS[3])])
-        connection, _ = serve({"run_others": run_others}, make_call(1, "run_others"), name_task=record.name_task)
+        try:
+            cancel_tasks([(process, TASKS[0]), (process, TASKS[3])])
+            connection, _ = serve({"run_others": run_others}, make_call(1, "run_others"), name_task=record.name_task)
+        finally:  # other tests look for the only record of this process
+            record._page.close()
+            os.close(record._file)
         assert connection.answers == [(VALUE, 1, ["None", "TaskCancelledError()"])]
