@@ -140,7 +140,7 @@ class TestCalls:
         assert [answer[:2] for answer in connection.answers] == [(ERROR, 1), (VALUE, 2)]
 
     def test_error_that_does_not_pickle(self, serve):
-        """An error that cannot be pickled is told by its text, and later calls are answered."""
+        """An error that cannot be pickled is reported by its text, and later calls are answered."""
 
         class UnwillingError(Exception):
             def __reduce__(self):

@@ -93,7 +93,7 @@ def hand_over(sender: Sender, method: str, ranks: Sequence[int], timeout_s: floa
     Raises:
         CallTimeoutError: workers had not finished it in time.
         WorkerFailureError: a worker was lost.
-        Exception: what the method raised.
+        Exception: the exception of the method.
     """
     now, began = sender.roster.snapshot(), time.monotonic()
     values, ends = dict[int, Any](), dict[int, Any]()

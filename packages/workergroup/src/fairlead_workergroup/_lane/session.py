@@ -37,7 +37,7 @@ from ..exceptions import LaneError
 # The calls that are sent to a worker before it has answered the first of them.
 WINDOW = 64
 _REQUEST, _ANSWER = struct.Struct(REQUEST), struct.Struct(ANSWER)
-# The messages after which a worker is told that they have arrived, if no call tells it.
+# After so many messages of a worker an acknowledgement is sent, unless a call carries it.
 ACK_EVERY = 64
 # The address of this process in errors that are made here.
 LOCAL = "127.0.0.1"

@@ -195,7 +195,7 @@ class Restarter:
         """Return why a call could not be sent in time, and what its caller can do.
 
         Args:
-            advice: what the caller can do; empty if it is to make the call again.
+            advice: the advice for the caller; empty for the usual one, to make the call again.
         """
         since, ranks = self.began, self._roster.snapshot().restarting
         if since is None:
