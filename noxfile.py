@@ -309,7 +309,7 @@ def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over their use, and that every public name has a type."""
     # The extra brings the node that runs pyright, so that nothing is downloaded later.
     install(session, "mypy", "pyright[nodejs]", *map(package, SIBLINGS), package("workergroup", "[otel]"))
-    session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests")
+    session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
     for name in SIBLINGS:
         # It fails below 100 %. Its output is shown only then.

@@ -9,6 +9,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 from _measure import Row, table
@@ -62,7 +63,7 @@ def _take_over_rows() -> Iterator[Row]:
 def _time_losses(worker: type) -> tuple[float, float]:
     """Return the medians of the time from a kill to an answer of all ranks, by restarts and by standbys."""
     times: dict[int, list[float]] = {0: [], 1: []}
-    options = {"workers_per_node": [WORKERS], "restart_on_failure": True, "max_restarts": 100}
+    options: dict[str, Any] = {"workers_per_node": [WORKERS], "restart_on_failure": True, "max_restarts": 100}
     with RayVirtualCluster([WORKERS + 1], use_gpus=False) as cluster:
         for _ in range(2):
             for standby, seconds in times.items():

@@ -96,7 +96,7 @@ def _retry_rows() -> Iterator[Row]:
                     file.write(f"{time.time()}\n")
                 if len(times.read_text().split()) == 1:
                     raise ValueError("the first time")
-                return ray.get_runtime_context().get_node_id()
+                return str(ray.get_runtime_context().get_node_id())
 
             path = Path(folder, str(number))
             path.mkdir()

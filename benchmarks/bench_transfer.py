@@ -21,7 +21,7 @@ from fairlead_transfer import Layout, Link, LocalTensor, reshard
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
 
 # The shapes of a Llama with 8 billion parameters, and how FSDP2 on top of tensor parallelism and vLLM shard them.
-FAMILIES = [
+FAMILIES: list[tuple[tuple[int, ...], dict[int, Any], dict[int, Any]]] = [
     ((4096, 4096), {0: ("tp", "dp")}, {0: "tp"}),
     ((4096, 4096), {0: "dp", 1: "tp"}, {1: "tp"}),
     ((4096,), {0: "dp"}, {}),

@@ -144,9 +144,10 @@ def _warm_node_rows() -> Iterator[Row]:
         ray.init(address=cluster.address, logging_level="warning")
         cluster.wait_for_nodes()
 
-        @ray.remote(num_cpus=0)
-        def nothing() -> None:
+        def do_nothing() -> None:
             pass
+
+        nothing = ray.remote(num_cpus=0)(do_nothing)
 
         on_each = [
             nothing.options(scheduling_strategy=NodeAffinitySchedulingStrategy(row["NodeID"], soft=False))

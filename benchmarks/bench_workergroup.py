@@ -61,7 +61,6 @@ class Worker:
         self.__dict__.setdefault("kept", []).append(value)
 
 
-@ray.remote(num_cpus=0)
 class Initializer:
     """An extra actor per worker that creates the worker, as other frameworks do to set its environment."""
 
@@ -256,8 +255,9 @@ def _start_rows() -> Iterator[Row]:
     def initializers() -> None:
         group = placement_group([{"CPU": 1}] * WORKERS)
         ray.get(group.ready())
+        maker_class: Any = ray.remote(num_cpus=0)(Initializer)
         makers = [
-            Initializer.options(runtime_env={"env_vars": {"MAKES": str(rank)}}).remote() for rank in range(WORKERS)
+            maker_class.options(runtime_env={"env_vars": {"MAKES": str(rank)}}).remote() for rank in range(WORKERS)
         ]
         workers = ray.get([maker.create.remote(rank, group) for rank, maker in enumerate(makers)])
         ray.get([worker.nothing.remote() for worker in workers])
@@ -345,6 +345,7 @@ def _start_record_writers() -> Iterator[list[int]]:
     command = [sys.executable, "-c", WRITERS]
     env = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "0"}  # Otherwise a record would start Ray in each process.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
         yield [int(pid) for pid in parent.stdout.readline().split()]
         parent.communicate("", timeout=60)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the benchmark results, and of the figures that README.md quotes from them."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -66,3 +67,17 @@ def test_missed_bounds(tmp_path, ok):
     assert ("batching: bench_batching: 2x, must reach <= 1x" in ran.stderr) is not ok
     assert "bench_sharding: 2x" not in ran.stderr
     assert "## fairlead-workergroup" in (tmp_path / "RESULTS.md").read_text()
+
+
+def test_simulated_cluster(monkeypatch):
+    """The benchmark of a simulated cluster runs, here with 32 workers, and its counts are within their bounds."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bench = importlib.import_module("bench_scale")
+    monkeypatch.setattr(bench, "SIMULATED_NODES", 4)
+    rows = {row.what.strip(): row for row in bench.simulated_rows()}
+    for what in (
+        "simulated: requests that wait for the head at a time",
+        "simulated: a look of the watch at them: requests",
+        "simulated: bytes there and back, per worker",
+    ):
+        assert rows[what].ok, rows[what]
