@@ -157,8 +157,8 @@ def _lane_rows() -> Iterator[Row]:
                     opened.append(time.perf_counter() - began)
             with group.lane():
                 # Several calls in a row, as in a loop: Ray still works for a moment after its calls.
-                interleaved(by_hand, ours, repeats=5, calls=10)  # warm up
-                base, timing = interleaved(by_hand, ours, repeats=30, calls=10)
+                interleaved(by_hand, ours, repeats=2, calls=100)  # warm up
+                base, timing = interleaved(by_hand, ours, repeats=10, calls=100)
                 by_hand_s, ours_s = _cpu_s(by_hand, 300), _cpu_s(ours, 300)
             ratio, cpu_ratio = base.median / timing.median, by_hand_s / ours_s
             yield Row(f"call without arguments to {count} worker(s), by hand", str(base), "", True)

@@ -2,6 +2,7 @@
 """Attaches to a Ray cluster or starts one on this machine, and identifies the one that this process is attached to."""
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -192,5 +193,11 @@ def connection() -> str:
     """
     if not ray.is_initialized():
         return ""
-    here = ray.get_runtime_context()
+    here = _runtime_context()
     return f"{here.get_session_name()} {here.get_worker_id()}"
+
+
+@functools.cache
+def _runtime_context() -> Any:
+    # Ray has one for the life of the process. Asking for it takes longer than asking it, and every call does so.
+    return ray.get_runtime_context()

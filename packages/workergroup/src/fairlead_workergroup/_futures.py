@@ -352,10 +352,8 @@ def is_message(future: Any) -> bool:
 
 def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
-    if is_message(future):
-        task: bytes = future.task
-        return task
-    return task_of_ref(end_of(future))
+    task: bytes = future.task if is_message(future) else task_of_ref(end_of(future))
+    return task
 
 
 def wait(
@@ -401,13 +399,14 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
         GetTimeoutError: they have not arrived in time.
         Exception: the error of a worker.
     """
-    messages = [future for future in futures if is_message(future)]
+    messages = [future for future in futures if isinstance(future, LaneFuture)]
     if not messages:
         values: list[Any] = ray.get(list(futures), timeout=timeout)
         return values
     ended = None if timeout is None else time.monotonic() + timeout
     waiting = list(messages)
-    carriers = list(dict.fromkeys(_carrier(future) for future in messages))
+    carriers = list({future.carrier for future in messages})
+    alone = len(carriers) == 1
     failures, has_failed = -1, False
 
     def is_enough() -> bool:
@@ -415,11 +414,11 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
         while waiting and waiting[-1].done and not waiting[-1].failed:
             waiting.pop()
         # This runs after each message, and must not look at all futures each time.
-        if failures != (now := sum(carrier.failures for carrier in carriers)):
+        now = carriers[0].failures if alone else sum(carrier.failures for carrier in carriers)
+        if failures != now:
             failures, has_failed = now, any(future.failed for future in waiting)
         return has_failed or not waiting
 
-    alone = len(carriers) == 1
     while True:
         for carrier in carriers:
             rest = None if ended is None else max(0.0, ended - time.monotonic())
@@ -451,8 +450,8 @@ def end_of(future: Any) -> Any:
 
 def sizes(futures: Sequence[Any]) -> int:
     """Return the bytes of fetched results, as sent."""
-    of_ray = [future for future in futures if not is_message(future)]
-    of_messages: int = sum(future.size() for future in futures if is_message(future))
+    of_ray = [future for future in futures if not isinstance(future, LaneFuture)]
+    of_messages = sum([future.size() for future in futures if isinstance(future, LaneFuture)])
     return of_messages + (sum(object_sizes(of_ray)) if of_ray else 0)
 
 

@@ -232,7 +232,7 @@ class Snapshot:
 
     def has(self, ranks: Iterable[int]) -> bool:
         """Return whether all of these ranks are in the group now."""
-        return all(rank < len(self.members) for rank in ranks)
+        return max(ranks, default=-1) < len(self.members)
 
     @cached_property
     def facts(self) -> tuple[WorkerFacts, ...]:

@@ -58,9 +58,9 @@ def actor_id_of_ref(ref: ObjectRef) -> str:
 def task_of_ref(ref: ObjectRef) -> bytes:
     """Return the id of the task that creates an object, as the task itself sees it.
 
-    The method is not documented. Without it the id is cut out of the object's id, which begins with it.
+    It is cut out of the object's id, which begins with it, because the method that returns it is not documented.
     """
-    task: bytes = ref.task_id().binary() if hasattr(ref, "task_id") else ref.binary()[:24]
+    task: bytes = ref.binary()[:24]
     return task
 
 

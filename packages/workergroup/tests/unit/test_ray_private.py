@@ -43,17 +43,11 @@ def test_actor_id(attribute):
 
 
 def test_ids_of_a_reference():
-    """Without the method the ids are parts of the object's id, and they are the same."""
-
-    class Ref:
-        """A reference without the method."""
-
-        binary = REF.binary
-
-    for ref in (REF, Ref):
-        assert private.task_of_ref(ref) == TASK
-        assert task_of_future(ref) == TASK
-        assert private.actor_id_of_ref(ref) == ACTOR.hex()
+    """They are parts of the object's id, and Ray's own method returns the same."""
+    assert REF.task_id().binary() == TASK
+    assert private.task_of_ref(REF) == TASK
+    assert task_of_future(REF) == TASK
+    assert private.actor_id_of_ref(REF) == ACTOR.hex()
 
 
 def test_actor_tables(monkeypatch):

@@ -4,7 +4,7 @@
 import logging
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
@@ -72,7 +72,7 @@ class Execution:
     attempt: int = 0
     positions: list[int] = field(init=False)
     others: list[int] = field(init=False)
-    _handed_out: Counter[int] = field(default_factory=Counter)
+    _handed_out: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _counted: set[int] = field(default_factory=set)
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1

@@ -411,14 +411,20 @@ def make_requests(
 def _make_rows(
     method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
 ) -> Iterator[Request]:
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    if recipients.answers is None and not gathers and all(column.index is None for column in columns):
+        values = [column.values[0] for column in columns]
+        positional = len(columns) - len(names)
+        request = Request(method.hosted, values[:positional], dict(zip(names, values[positional:], strict=True)))
+        return itertools.repeat(request, len(recipients.called))
+    return _make_each_row(method, recipients, columns, names, gathers)
+
+
+def _make_each_row(
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str], gathers: bool
+) -> Iterator[Request]:
     hosted, count, answers = method.hosted, len(recipients.called), recipients.answers
     positional = len(columns) - len(names)
-    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
-    if answers is None and not gathers and all(column.index is None for column in columns):
-        values = [column.values[0] for column in columns]
-        request = Request(hosted, values[:positional], dict(zip(names, values[positional:], strict=True)))
-        yield from itertools.repeat(request, count)
-        return
     rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
     for at, row in enumerate(rows):
         name = hosted

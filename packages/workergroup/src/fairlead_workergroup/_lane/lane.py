@@ -53,6 +53,7 @@ CHECK_S = 1.0
 # The method of a host that runs another one and returns nothing.
 SILENT = "_fairlead_silent"
 CLOSED = "the lane has been closed"
+_nothing = contextlib.nullcontext()
 
 
 class Lane:
@@ -165,8 +166,7 @@ class Lane:
                     task = struct.pack("<Q", number) + session.actor_id
                     kind = LaneStream if yields_items and method != SILENT else LaneFuture
                     future = kind(self, task)
-                    session.call(future, body)
-                    if session.is_busy:
+                    if session.call(future, body):
                         self._busy.add(session)
                         body.call_when_ready(self, self._interrupt)
                     futures.append(future)
@@ -178,6 +178,8 @@ class Lane:
 
         Threads that make calls of other workers, or end the lane, do not wait meanwhile.
         """
+        if not self._busy:
+            return True
         sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
         return self.run(lambda: all(one.backlog < MOST_WAITING for one in sessions), timeout_s) or self._closed
 
@@ -229,9 +231,8 @@ class Lane:
             left = SLICE_S if ended is None else min(SLICE_S, ended - time.monotonic())
             self._uses += 1
             with Delay(self._interrupt):
-                self._step(max(0.0, left), is_enough)
-            if is_enough():
-                return True
+                if self._step(max(0.0, left), is_enough) or is_enough():
+                    return True
             if left <= 0 or self._closed:
                 return False
 
@@ -303,23 +304,33 @@ class Lane:
             if not self._closed:
                 self._router.interrupt()
 
-    def _step(self, timeout_s: float, is_enough: Callable[[], bool] = bool, *, frees: bool = False) -> None:
+    def _step(self, timeout_s: float, is_enough: Callable[[], bool] = bool, *, frees: bool = False) -> bool:
         """Receive messages, or wait for the thread that does so.
 
         Args:
             timeout_s: how long to wait for a message.
             is_enough: whether the rest of the messages may wait.
             frees: whether this is a background thread, which must not free references while Ray shuts down.
+
+        Returns:
+            Whether the messages that were received are enough.
         """
         with self._gate:  # a thread in `_hold` comes first
             is_mine = self._socket_lock.acquire(blocking=False)
+        done = False
         if is_mine:
             try:
-                if not self._closed:
+                self._check_sessions()
+                until = time.monotonic() + timeout_s
+                # Until nothing comes, or another thread wants the socket.
+                goes_on = not self._closed
+                while goes_on:
                     waiting = self._ended or any(one.awaits_store for one in self._busy)
-                    self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
-                    with block_shutdown() if frees else contextlib.nullcontext():
-                        self._receive(is_enough)
+                    arrived = self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
+                    with block_shutdown() if frees else _nothing:
+                        done = self._receive(is_enough)
+                    self._notify()
+                    goes_on = arrived and not (done or frees) and (timeout_s := until - time.monotonic()) > 0
             finally:
                 self._socket_lock.release()
             self._notify()
@@ -328,25 +339,28 @@ class Lane:
                 self._followers += 1
                 self._changed.wait(min(timeout_s, FOLLOW_S))
                 self._followers -= 1
+        return done
 
     def _notify(self) -> None:
         if self._followers:
             with self._changed:
                 self._changed.notify_all()
 
-    def _receive(self, is_enough: Callable[[], bool]) -> None:
+    def _receive(self, is_enough: Callable[[], bool]) -> bool:
+        """Take the messages that have arrived, up to those that are enough; return whether they are."""
         sessions, busy = self._by_identity, self._busy
-        self._check_sessions()
         # What these workers sent before their end has arrived, and is taken before they are given up.
         ended = len(self._ended)
+        enough = False
         for identity, first, others in self._router.receive():
             session = sessions.get(identity)
-            if session is not None:
-                session.accept(first, others)
-                if session.is_busy:
-                    busy.add(session)
-            if not ended and is_enough():  # finding out that there are no more messages costs as much as two of them
+            if session is not None and session.accept(first, others):
+                busy.add(session)
+            # Finding out that there are no more messages costs as much as two of them.
+            if not ended and (enough := is_enough()):
                 break
+        if not (ended or busy):
+            return enough
         for session in list(busy):
             session.hand_out()
         for _ in range(ended):
@@ -358,8 +372,8 @@ class Lane:
             session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
             self._by_identity.pop(session.identity, None)
             busy.discard(session)
-        if busy:
-            self._pump()
+        self._pump()
+        return is_enough()
 
     def _pump(self) -> None:
         """Send the calls whose arguments have arrived, also those that were arguments of calls that fail here."""

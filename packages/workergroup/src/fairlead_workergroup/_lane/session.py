@@ -162,14 +162,14 @@ class Session:
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
-    def call(self, future: LaneFuture | LaneStream, body: Body) -> None:
-        """Send a call, or queue it until it is its turn.
+    def call(self, future: LaneFuture | LaneStream, body: Body) -> bool:
+        """Send a call, or queue it until it is its turn; return `is_busy`.
 
         It fails at once if the serve call has ended since the session was found.
         """
         if self._end_error is not None:
             future.resolve(error=self._end_error)
-            return
+            return False
         pending = _Pending(future.task, body, future if isinstance(future, LaneFuture) else weakref.ref(future))
         if self._waiting or not self.greeted or len(self._calls) >= WINDOW or body.sources:
             self._waiting.append(pending)
@@ -177,6 +177,7 @@ class Session:
         else:
             self._send(CALL, pending.task, (body.pickled,))
             self._calls[self._sent] = pending
+        return self.is_busy
 
     def stop(self) -> None:
         """Let the worker end the serve call when it has answered the calls before."""
@@ -253,8 +254,8 @@ class Session:
         if any(call.task == task for call in self._calls.values()):
             self._send(CANCEL, task)
 
-    def accept(self, first: bytes, others: Sequence[bytes]) -> None:
-        """Take a message of the worker: its first frame, and the others."""
+    def accept(self, first: bytes, others: Sequence[bytes]) -> bool:
+        """Take a message of the worker, its first frame and the others; return `is_busy`."""
         kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()
@@ -283,6 +284,7 @@ class Session:
                     self._send_unnumbered(ACK)
         if self._waiting:
             self.pump()
+        return self.is_busy
 
     def hand_out(self) -> None:
         """Hand out the answers that have arrived, up to one whose reference has not."""
