@@ -75,6 +75,8 @@ class Member:
     def __init__(self, rank: int, handle: Handle) -> None:
         self.rank, self.handle = rank, handle
         self.failure, self.restarting = None, False
+        # Rank 0 connects by a Unix socket, and the others by TCP.
+        self.facts = SimpleNamespace(node_id="there" if rank else "here")
 
 
 class Members(list):
@@ -106,7 +108,7 @@ class Group:
         self.members = Members(Member(rank, Handle(self.methods(rank))) for rank in range(size))
         self.router = Router("127.0.0.1", port)
         self.released: list[bool] = []
-        self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True))
+        self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True), node_id="here")
         self.early: list = self.send("add", 0) if early else []
         self.lane.open(20)
 
@@ -513,12 +515,15 @@ class TestOpening:
 
 
 class TestKeys:
+    @pytest.mark.parametrize("is_local", [False, True])
     @pytest.mark.parametrize("keys", ["none", "wrong client", "wrong server", "garbage"])
-    def test_strangers(self, group, keys):
+    def test_strangers(self, group, keys, is_local):
         """Nobody without the keys of the lane is heard, and the calls go on."""
-        config = group.router.config(b"stranger")
+        config = group.router.config(b"stranger", is_local=is_local)
         if keys == "garbage":
-            with socket.create_connection(("127.0.0.1", int(config.address.rpartition(":")[2]))) as stranger:
+            with socket.socket(socket.AF_UNIX if is_local else socket.AF_INET) as stranger:
+                name = config.address.rpartition("@" if is_local else ":")[2]
+                stranger.connect("\0" + name if is_local else ("127.0.0.1", int(name)))
                 stranger.sendall(os.urandom(4096))
                 assert futures_of.get(group.send("echo", 1)) == [((1,), {})] * 2
             return

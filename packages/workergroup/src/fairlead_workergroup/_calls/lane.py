@@ -133,8 +133,8 @@ def _make_lane(sender: Sender, slot: Slot) -> Lane:
     here = replace(slot, node_id=ray.get_runtime_context().get_node_id(), node_ip=ray.util.get_node_ip_address())
     ((lease,),) = lease_ports([here], **bounds)
     try:
-        overlaps = sender.launcher.worker_class.concurrent
-        return Lane(sender.roster, Router(lease.address, lease.port), lease.release, overlaps=overlaps)
+        overlaps, router = sender.launcher.worker_class.concurrent, Router(lease.address, lease.port)
+        return Lane(sender.roster, router, lease.release, node_id=here.node_id, overlaps=overlaps)
     except BaseException:
         lease.release()
         raise

@@ -63,6 +63,7 @@ class Lane:
         roster: the roster of the group.
         router: the socket, which the lane closes.
         release: called when the socket is closed.
+        node_id: the Ray node that this process is on.
         overlaps: whether the workers run Ray's calls also while they serve the lane.
 
     Attributes:
@@ -71,13 +72,14 @@ class Lane:
     """
 
     def __init__(
-        self, roster: Roster, router: Router, release: Callable[[], object], *, overlaps: bool = False
+        self, roster: Roster, router: Router, release: Callable[[], object], *, node_id: str, overlaps: bool = False
     ) -> None:
         self.holders: int = 1
         self.failures: int = 0
         self._roster = roster
         self._router = router
         self._release = release
+        self._node_id = node_id
         self._overlaps = overlaps
         self._sessions: dict[int, Session] = {}
         self._by_identity: dict[bytes, Session] = {}
@@ -265,7 +267,7 @@ class Lane:
         with self._hold():
             if self._closed:
                 raise WorkerGroupError(CLOSED)
-            config = self._router.config(identity)
+            config = self._router.config(identity, is_local=member.facts.node_id == self._node_id)
             items = member.handle._fairlead_serve.remote(config)
             actor_id = bytes.fromhex(actor_id_of(member.handle))
             session = Session(member.rank, member.handle, actor_id, identity, items, self._router.send)

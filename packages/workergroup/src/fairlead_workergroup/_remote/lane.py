@@ -163,6 +163,9 @@ def make_error(name: str, error: BaseException) -> Answer:
 
 def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any]]:
     """Return the name of the host's method, and its positional and keyword arguments, fetched from the object store."""
+    if len(frames) == 1:  # all arguments are in it
+        name, args, kwargs = pickle.loads(frames[0])
+        return name, args, kwargs
     name, args, kwargs, refs = read_request(frames)
     if refs:
         fill(args, kwargs, zip(refs, ray.get(list(refs.values())), strict=True))
@@ -325,9 +328,10 @@ class Connection:
         self._send(message)
 
     def _send(self, message: Sequence[bytes]) -> None:
-        for frame in message[:-1]:
+        *others, last = message
+        for frame in others:
             self._send_frame(frame, SEND_MORE)
-        self._send_frame(message[-1])
+        self._send_frame(last)
 
     def wait_acknowledged(self, most: int = 0, within_s: float | None = None) -> None:
         """Wait until at most so many messages are not acknowledged, or until the time has passed."""
