@@ -8,12 +8,12 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import ray
-from _measure import Row, interleaved, table
+from _measure import Row, Timing, interleaved, table
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
@@ -30,6 +30,11 @@ FAMILIES: list[tuple[tuple[int, ...], dict[int, Any], dict[int, Any]]] = [
     ((128256, 4096), {0: ("tp", "dp")}, {0: "tp"}),
 ]
 
+# The options of the links by NIXL; none where it is not installed.
+NIXL: tuple[dict[str, Any], ...] = ({"transport": "nixl"}, {"transport": "nixl", "commit": "in_place"})
+if importlib.util.find_spec("nixl_cu12") is None:
+    NIXL = ()
+
 
 def rows() -> list[Row]:
     """Return every row of the table. The run takes a minute."""
@@ -37,7 +42,7 @@ def rows() -> list[Row]:
     init_ray(address="local", num_cpus=8)
     try:
         with RayVirtualCluster([8], use_gpus=False) as cluster:
-            results += [*_large_rows(cluster.slots()), *_small_rows(cluster.slots())]
+            results += [row for part in (_large_rows, _contiguous_rows, _small_rows) for row in part(cluster.slots())]
     finally:
         ray.shutdown()
     return results
@@ -112,63 +117,81 @@ class Worker:
             value[...] = full[name][box]
 
 
-def _groups(slots: Any, count: int, shape: tuple[int, int]) -> tuple[RayWorkerGroup, RayWorkerGroup]:
+def _groups(slots: Any, count: int, shape: tuple[int, int], dim: int = 1) -> tuple[RayWorkerGroup, RayWorkerGroup]:
+    """Start a source whose tensors are split along dim 0, and a target whose tensors are split along `dim`."""
     return (
         RayWorkerGroup(slots[:4], RayWorkerBuilder(Worker, count, shape, 0)),
-        RayWorkerGroup(slots[4:], RayWorkerBuilder(Worker, count, shape, 1)),
+        RayWorkerGroup(slots[4:], RayWorkerBuilder(Worker, count, shape, dim)),
     )
 
 
 def _large_rows(slots: Any) -> Iterator[Row]:
     source, target = _groups(slots, 8, (4096, 4096))
     version = itertools.count()
-    has_nixl = importlib.util.find_spec("nixl_cu12") is not None
-    with source, target:
-        with contextlib.ExitStack() as links:
-            kinds: list[dict[str, Any]] = [{"transport": "object_store"}, {"transport": "shared_memory"}]
-            if has_nixl:
-                kinds += [{"transport": "nixl"}, {"transport": "nixl", "commit": "in_place"}]
-            made = [
-                links.enter_context(Link(source, target, source="weights", target="weights", **kind)) for kind in kinds
-            ]
-            store, shared, *by_nixl = made
-            sent = [link.send(next(version)) for link in made]
+    with source, target, contextlib.ExitStack() as links:
 
-            def by_hand() -> None:
-                shards = [worker.shards.remote() for worker in source.workers]
-                full = source.workers[0].gather.remote(*shards)
-                ray.get([worker.take.remote(full) for worker in target.workers])
+        def by_hand() -> None:
+            shards = [worker.shards.remote() for worker in source.workers]
+            full = source.workers[0].gather.remote(*shards)
+            ray.get([worker.take.remote(full) for worker in target.workers])
 
-            by_hand()
-            hand, stored, mapped, copied, *read = interleaved(
-                by_hand,
-                lambda: store.send(next(version)),
-                lambda: shared.send(next(version)),
-                lambda: target.call("copy").result(),
-                *(functools.partial(_send, link, version) for link in by_nixl),
-                repeats=7,
-            )
-            bound = shared.explain().plan.lower_bound
-        moved = {report.bytes_moved for report in sent}
-        yield Row("512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices", str(hand), "", True)
-        ratio = hand.median / stored.median
-        yield Row("  a link through the object store", f"{ratio:.1f}x faster, {stored}", ">= 1.5x faster", ratio >= 1.5)
-        ratio = stored.median / mapped.median
-        what = "  a link through shared memory, against the object store"
-        yield Row(what, f"{ratio:.1f}x faster, {mapped}", ">= 2x faster", ratio >= 2)
-        ratio = copied.median / mapped.median
-        yield Row(
-            "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
+        store, shared, *by_nixl = made = _links(links, source, target, "object_store", "shared_memory", *NIXL)
+        sent = [link.send(next(version)) for link in made]
+        by_hand()
+        hand, stored, mapped, copied, *read = interleaved(
+            by_hand,
+            lambda: store.send(next(version)),
+            lambda: shared.send(next(version)),
+            lambda: target.call("copy").result(),
+            *(functools.partial(_send, link, version) for link in by_nixl),
+            repeats=7,
         )
-        if not has_nixl:
-            yield Row("  a link by NIXL, against the object store", "skipped: nixl-cu12 is not installed", "", True)
-        # The runs are short, so bytes are packed at the source, copied by the kernel, and copied into place. On 2 cores
-        # these three copies alone can take longer than 1.6x allows; a link in place makes two.
-        for how, took in zip(("", ", in place"), read, strict=False):
-            ratio = stored.median / took.median
-            what = f"  a link by NIXL{how}, against the object store"
-            yield Row(what, f"{ratio:.1f}x faster, {took}", ">= 1.6x faster", ratio >= 1.6)
-        yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
+        bound = shared.explain().plan.lower_bound
+    moved = {report.bytes_moved for report in sent}
+    yield Row("512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices", str(hand), "", True)
+    ratio = hand.median / stored.median
+    yield Row("  a link through the object store", f"{ratio:.1f}x faster, {stored}", ">= 1.5x faster", ratio >= 1.5)
+    ratio = stored.median / mapped.median
+    what = "  a link through shared memory, against the object store"
+    yield Row(what, f"{ratio:.1f}x faster, {mapped}", ">= 2x faster", ratio >= 2)
+    ratio = copied.median / mapped.median
+    yield Row(
+        "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
+    )
+    # The runs are of 4 KiB, so bytes are packed at the source, copied by the kernel, and copied into place. On 2 cores
+    # these three copies alone can take longer than 1.6x allows; a link in place makes two.
+    yield from _nixl_rows(stored, read)
+    yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
+
+
+def _contiguous_rows(slots: Any) -> Iterator[Row]:
+    """Measure pieces that are contiguous at both ends, as all of those are that FSDP2 sends to vLLM (FAMILIES)."""
+    source, target = _groups(slots, 8, (4096, 4096), dim=0)
+    version = itertools.count()
+    with source, target, contextlib.ExitStack() as links:
+        made = _links(links, source, target, "object_store", *NIXL)
+        for link in made:
+            link.send(next(version))
+        stored, *read = interleaved(*(functools.partial(_send, link, version) for link in made), repeats=7)
+    yield Row("512 MiB in contiguous pieces, 4 to 4 ranks: a link through the object store", str(stored), "", True)
+    yield from _nixl_rows(stored, read)
+
+
+def _links(
+    stack: contextlib.ExitStack, source: RayWorkerGroup, target: RayWorkerGroup, *kinds: str | dict[str, Any]
+) -> list[Link]:
+    """Open a link of each kind, given by its transport or its options."""
+    options = [{"transport": kind} if isinstance(kind, str) else kind for kind in kinds]
+    return [stack.enter_context(Link(source, target, source="weights", target="weights", **one)) for one in options]
+
+
+def _nixl_rows(stored: Timing, read: Sequence[Timing]) -> Iterator[Row]:
+    if not NIXL:
+        yield Row("  a link by NIXL, against the object store", "skipped: nixl-cu12 is not installed", "", True)
+    for how, took in zip(("", ", in place"), read, strict=False):
+        ratio = stored.median / took.median
+        what = f"  a link by NIXL{how}, against the object store"
+        yield Row(what, f"{ratio:.1f}x faster, {took}", ">= 1.6x faster", ratio >= 1.6)
 
 
 def _send(link: Link, version: Iterator[int]) -> None:
