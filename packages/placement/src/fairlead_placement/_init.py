@@ -2,18 +2,18 @@
 """Attaches to a Ray cluster or starts one on this machine, and identifies the one that this process is attached to."""
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from ._nodes.head import call_within
-from ._ray_private import cluster_file, connect_to_head, find_cluster
+from ._ray_private import cluster_file, connect_to_head, connection_mark, find_cluster
 from .exceptions import HeadTimeoutError, PlacementError
 
 # A local cluster that this function started has a resource of this name, which distinguishes it from others.
@@ -191,13 +191,18 @@ def connection() -> str:
     >>> connection()
     ''
     """
+    global _latest
     if not ray.is_initialized():
         return ""
-    here = _runtime_context()
-    return f"{here.get_session_name()} {here.get_worker_id()}"
+    # Every call of a worker group asks, and Ray's own functions take several times as long as a look at this.
+    mark, latest = connection_mark(), _latest
+    if mark is not None and latest is not None and latest[0]() is mark:
+        return latest[1]
+    here = ray.get_runtime_context()
+    text = f"{here.get_session_name()} {here.get_worker_id()}"
+    _latest = None if mark is None else (weakref.ref(mark), text)
+    return text
 
 
-@functools.cache
-def _runtime_context() -> Any:
-    # Ray has one for the life of the process. Asking for it takes longer than asking it, and every call does so.
-    return ray.get_runtime_context()
+# The mark of the latest connection that was asked for, and its text.
+_latest: tuple[weakref.ref[Any], str] | None = None

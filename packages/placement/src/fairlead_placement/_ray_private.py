@@ -43,6 +43,16 @@ def drain_deadlines() -> dict[str, float]:
         return {}
 
 
+def connection_mark() -> object | None:
+    """Return an object that Ray makes anew for each connection of this process to a cluster.
+
+    Reason: Ray's public ids of a connection have to be fetched and put into text at each look.
+    Fallback: None; callers then compare these ids.
+    """
+    mark: object | None = getattr(ray._private.worker, "_global_node", None)
+    return mark
+
+
 def draining_nodes() -> frozenset[str]:
     """Return the ids of the nodes that are draining: they end soon."""
     return frozenset(drain_deadlines())

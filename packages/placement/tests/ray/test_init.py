@@ -117,6 +117,31 @@ def test_whose_local_ray(server, run_script):
     assert out.splitlines() == ["False", "True"]
 
 
+def test_connection(server, run_script):
+    """Each connection has its own text, also to the same cluster; so it is without Ray's private mark."""
+    address, _ = server
+    out = run_script(
+        """
+        import ray
+        from fairlead_placement import _init, init_ray
+        from fairlead_placement.spi import connection
+
+        mark, seen = _init.connection_mark, []
+        for _init.connection_mark in (mark, lambda: None):
+            for _ in range(2):
+                init_ray()
+                seen.append(connection())
+                assert connection() == seen[-1]
+                ray.shutdown()
+                assert connection() == ""
+        print(len(set(seen)), all(seen))
+        """,
+        RAY_ADDRESS=address,
+        **TOKEN,
+    )
+    assert out.split() == ["4", "True"]
+
+
 def test_a_file_that_outlived_its_cluster(run_script):
     """If something else listens at the address in Ray's file, `init_ray` fails in time and names the file.
 

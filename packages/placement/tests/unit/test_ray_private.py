@@ -111,3 +111,9 @@ def test_without_a_lock_of_ray(monkeypatch):
     monkeypatch.delattr(ray._private.worker, "_connect_or_shutdown_lock")
     with private.block_shutdown():
         assert not ray.is_initialized()
+
+
+def test_connection_mark(monkeypatch):
+    """Without the attribute there is no mark."""
+    monkeypatch.delattr(ray._private.worker, "_global_node")
+    assert private.connection_mark() is None

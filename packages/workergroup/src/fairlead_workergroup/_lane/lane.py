@@ -161,7 +161,7 @@ class Lane:
             futures: list[Any] = []
             number = self._next_task
             self._next_task += len(sessions)
-            with self._hold():
+            with self._hold(), self._router.batch(self._note_lost):
                 for session, (method, body) in zip(sessions, encode(requests), strict=True):
                     number += 1
                     # In the form of Ray's ids: the id of the request, then that of the actor.
@@ -253,6 +253,11 @@ class Lane:
                 session.cancel(task, error)
             self._pump()
         self._notify()
+
+    def _note_lost(self, identity: bytes) -> None:
+        """Note that there is no connection with a worker at present."""
+        if (session := self._by_identity.get(identity)) is not None:
+            session.greeted = False
 
     def _session(self, member: Member) -> Session:
         """Return the connection with the present incarnation of a worker; start one if there is none."""

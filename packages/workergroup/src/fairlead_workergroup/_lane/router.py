@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .._remote.lane import (
@@ -81,6 +81,7 @@ class Router:
                 "port since it was found free. Open the lane again, or give the cluster ports that other processes do "
                 "not use, with its `port_range_low` and `port_range_high`."
             ) from error
+        self._batch: list[tuple[bytes, Sequence[Any]]] | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for source in (self._socket, self._gatekeeper, self._wake):
@@ -122,8 +123,31 @@ class Router:
                 has_more = get_option(RECEIVES_MORE)
             yield identity, first, others
 
+    @contextlib.contextmanager
+    def batch(self, lost: Callable[[bytes], object]) -> Iterator[None]:
+        """Send the messages of a block together at its end.
+
+        The library's own thread takes messages that follow each other at once without going to sleep in between, which
+        saves a switch of threads for each of them.
+
+        Args:
+            lost: called with each name of which there is no connection.
+        """
+        batch: list[tuple[bytes, Sequence[Any]]] = []
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+            for identity, message in batch:
+                if not self.send(identity, message):
+                    lost(identity)
+
     def send(self, identity: bytes, message: Sequence[Any]) -> bool:
-        """Send a message; return whether there is a connection of this name."""
+        """Send a message; return whether there is a connection of this name, as far as it is known."""
+        if self._batch is not None:
+            self._batch.append((identity, message))
+            return True
         try:
             *others, last = identity, *message
             for frame in others:
