@@ -55,6 +55,7 @@ from fairlead_placement.spi import (
     drain_deadlines,
     draining_nodes,
     find_agents,
+    group_pairs,
     head_deadline,
     never_connect,
     number_slots,
@@ -335,6 +336,7 @@ def look_from_outside() -> None:
     assert_type(run_on_agents(len, {agents[0]: ("abc",)}, timeout_s=5.0), dict[Agent, int | Exception])
     assert_type(process_is_alive("worker"), bool | None)
     assert_type(compare_clocks(lambda: 1.0, lambda: 2.0), tuple[float, float] | None)
+    assert_type(group_pairs((agent.node_id, agent) for agent in agents), dict[str, list[Agent]])
 
 
 def show() -> int:

@@ -3,10 +3,13 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar, get_args
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -171,6 +174,18 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
         if (labels.get(key) in values) != wanted:
             return False
     return True
+
+
+def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, keys and values in the order of the pairs.
+
+    >>> group_pairs([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    grouped: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        grouped.setdefault(key, []).append(value)
+    return grouped
 
 
 def check_counts(counts: Any) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ what a dropped object holds.
 """
 
 from ._init import connection
+from ._model import group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.directory import (
     Agent,
@@ -45,6 +46,7 @@ __all__ = [
     "drain_deadlines",
     "draining_nodes",
     "find_agents",
+    "group_pairs",
     "head_deadline",
     "never_connect",
     "number_slots",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ray
 
+from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
 from .agent import ask_living, ask_nodes, new_lease_ids, this_process
@@ -79,9 +80,7 @@ def lease_ports(
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     of_slots = [(slot, new_lease_ids(count)) for slot in slots]
-    asked: dict[str, list[str]] = {}
-    for slot, ids in of_slots:
-        asked.setdefault(slot.node_id, []).extend(ids)
+    asked = group_pairs((slot.node_id, one) for slot, ids in of_slots for one in ids)
     address = {slot.node_id: slot.node_ip for slot in slots}
     port: dict[str, int] = {}
     try:
@@ -120,10 +119,7 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
         PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,
             and those of this node will be if the agent answers later.
     """
-    per_node: dict[str, list[str]] = {}
-    for lease in leases:
-        per_node.setdefault(lease.node_id, []).append(lease.lease_id)
-    _release(per_node, timeout_s)
+    _release(group_pairs((lease.node_id, lease.lease_id) for lease in leases), timeout_s)
 
 
 def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:

@@ -7,7 +7,7 @@ Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from .._model import PRECISION, Ask, Node, check_positive, matches
+from .._model import PRECISION, Ask, Node, check_positive, group_pairs, matches
 from .search import Amounts, Budget, Room, Search, Shape, Undecided, count_units, match
 from .segments import place_blocks
 from .topology import node_place
@@ -168,18 +168,11 @@ class Site:
         """Return the nodes of each group by how many bundles of each shape they hold; 0 if too few."""
         worth = [[units if units >= shape.least else 0 for units in self.fits(shape)[0]] for shape in shapes]
         by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
-        found: list[dict[tuple[int, ...], list[int]]] = [{} for _ in groups]
-        for group, profiles in zip(groups, found, strict=True):
-            for at in group:
-                profiles.setdefault(by_kind[self.kind_of[at]], []).append(at)
-        return found
+        return [group_pairs((by_kind[self.kind_of[at]], at) for at in group) for group in groups]
 
     def group_by_shape(self, asks: Sequence[Ask]) -> dict[Shape, list[int]]:
         """Return the logical nodes of each shape."""
-        members: dict[Shape, list[int]] = {}
-        for ask in asks:
-            members.setdefault(self.shape_of[ask.node_idx], []).append(ask.node_idx)
-        return members
+        return group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
 
     def place_all(self) -> Places | None:
         return self.place(self.asks, range(len(self.nodes)), self.own_nodes)
@@ -263,9 +256,7 @@ class Site:
     def _search(self, asks: Sequence[Ask], positions: Sequence[int], *, own: bool) -> Places | None:
         """Search for any plan with bounded work."""
         members = self.group_by_shape(asks)
-        rooms: dict[Room, list[int]] = {}
-        for at in positions:
-            rooms.setdefault(self.rooms[self.kind_of[at]], []).append(at)
+        rooms = group_pairs((self.rooms[self.kind_of[at]], at) for at in positions)
         largest = [max(column, default=0) for column in zip(*(room[0] for room in rooms), strict=True)]
 
         def size(shape: Shape) -> tuple[float, int, int]:
@@ -298,10 +289,8 @@ class Site:
                 raise ValueError(
                     f"segment_size needs the strategy STRICT_PACK, got {ask.strategy!r} for logical node {ask.node_idx}"
                 )
-        domains: dict[str, list[int]] = {}
-        for at, node in enumerate(self.nodes):
-            if domain := node_place(node)[0]:
-                domains.setdefault(domain, []).append(at)
+        places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
+        domains = group_pairs((domain, at) for domain, at in places if domain)
         profiles = [
             {profile: len(at) for profile, at in of_domain.items()}
             for of_domain in self.profiles(self.shapes, list(domains.values()))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from .._model import group_pairs
 from .search import Budget, match
 
 Profile = tuple[int, ...]
@@ -28,9 +29,7 @@ def place_blocks(
     Raises:
         Undecided: the budget was spent first.
     """
-    kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for at, block in enumerate(blocks):
-        kinds.setdefault(tuple(sorted(Counter(block).items())), []).append(at)
+    kinds = group_pairs((tuple(sorted(Counter(block).items())), at) for at, block in enumerate(blocks))
     counts = _Domains([dict(kind) for kind in kinds], domains, budget).fill([len(at) for at in kinds.values()])
     if counts is None:
         return None

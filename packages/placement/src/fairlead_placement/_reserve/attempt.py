@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .._model import Ask, Node, Request
+from .._model import Ask, Node, Request, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide
 from .._ray_private import autoscaler_is_there
@@ -29,9 +29,7 @@ def examine(request: Request) -> Report:
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
     """Return what the given slots of a reservation hold, and where."""
-    there: dict[int, list[str]] = {}
-    for slot in slots:
-        there.setdefault(slot.node_idx, []).append(slot.node_id)
+    there = group_pairs((slot.node_idx, slot.node_id) for slot in slots)
     where = {node_idx: tuple(node_ids) for node_idx, node_ids in there.items()}
     return Report(
         # A view has some of the slots only.

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._model import Ask, Node, Request
+from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import is_driver
 from .._nodes.head import ask_head, read_holders
 from .._plan.planner import never_fits, plan
@@ -331,11 +331,7 @@ def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: It
     actors = [actor for actor in live if actor.gpus and actor.node_id == node_id]
     holders = [holder for holder in read_holders() if holder.kind == "placement group" and node_id in holder.bundles]
     groups = {holder.holder_id: holder for holder in holders}
-    of_id: dict[str, list[LiveActor]] = {}
-    for actor in actors:
-        for index in actor.gpus:
-            if index < len(names):
-                of_id.setdefault(names[index], []).append(actor)
+    of_id = group_pairs((names[index], actor) for actor in actors for index in actor.gpus if index < len(names))
     idle = {group.holder_id: n for group in groups.values() if (n := _count_idle(group, node_id, actors)) > 0}
     unknown = set(names) - set(of_id) - set(free)
     candidates = [f"placement group {_group(groups[one])}, in which nothing runs" for one in idle]

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._init import connection
-from .._model import Ask, Node, Request
+from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import Monitor, read_usage
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
@@ -215,13 +215,10 @@ class Holding:
 
     def _check_whole(self, wanted: AbstractSet[int]) -> None:
         """Refuse to release a part of a placement group or of a segment."""
-        together: dict[object, set[int]] = {}
-        for slot in self.slots:
-            together.setdefault(slot.placement_group.id, set()).add(slot.node_idx)
+        pairs: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in self.slots]
         if self.request.segment_size:
-            for node_idx, number in self._segments().items():
-                together.setdefault(number, set()).add(node_idx)
-        for nodes in together.values():
+            pairs += [(number, node_idx) for node_idx, number in self._segments().items()]
+        for nodes in map(set, group_pairs(pairs).values()):
             if nodes & wanted and not nodes <= wanted:
                 why = "one placement group" if self.request.unified else "one segment"
                 raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
@@ -378,9 +375,7 @@ class Holding:
 
 def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:
     """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
-    of_logical_node: dict[int, list[Slot]] = {}
-    for slot in reversed(new):
-        of_logical_node.setdefault(slot.node_idx, []).append(slot)
+    of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
     slots = dict(places)
     for place in lost:
         slots[place] = of_logical_node[slots[place].node_idx].pop()

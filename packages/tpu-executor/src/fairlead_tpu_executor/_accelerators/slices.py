@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_placement import Node
+from fairlead_placement.spi import group_pairs
 
 from .tpu_types import TpuType, canonical_name
 
@@ -105,12 +106,9 @@ def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInf
 
 def _group_by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]]:
     """Return the hosts of each slice with at least one host of the type, in the order of the names."""
-    grouped: dict[str, list[Node]] = {}
-    for node in nodes:
-        if TYPE in node.labels:
-            grouped.setdefault(node.labels.get(SLICE_NAME, ""), []).append(node)
+    named = group_pairs((node.labels.get(SLICE_NAME, ""), node) for node in nodes if TYPE in node.labels)
     chosen: dict[str, list[Node]] = {}
-    for name, hosts in grouped.items():
+    for name, hosts in named.items():
         if not any(canonical_name(node.labels[TYPE]) == wanted.name for node in hosts):
             continue
         if wanted.hosts == 1 and (not name or len(hosts) > 1):

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import run_on_nodes
+from fairlead_placement.spi import group_pairs, run_on_nodes
 
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes
@@ -170,9 +170,7 @@ def cancel(calls: Sequence[HostCall], head: Head) -> None:
 
 def _wait_for_processes(calls: Sequence[HostCall], timeout_s: float) -> None:
     """Wait until the processes of calls are gone, with one request to each node."""
-    names: dict[str, list[str]] = {}
-    for call in calls:
-        names.setdefault(call.target.node_id, []).append(call.target.facts["name"])
+    names = group_pairs((call.target.node_id, call.target.facts["name"]) for call in calls)
     # A host that does not answer is probably being lost with its processes; otherwise the next processes there wait.
     run_on_nodes(
         _host.wait_for_end, {node_id: (its, timeout_s) for node_id, its in names.items()}, timeout_s=timeout_s + 1.0

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fairlead_placement.spi import group_pairs
 from fairlead_sharding import NamedSharding
 
 from .._observe.observer import STUCK_AFTER_S
@@ -224,10 +225,7 @@ def _position(worker: SeenWorker) -> tuple[object, ...]:
 
 
 def _by_place(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
-    found: dict[tuple[object, ...], list[SeenWorker]] = {}
-    for worker in workers:
-        found.setdefault((*_position(worker), worker.state == "idle"), []).append(worker)
-    return list(found.values())
+    return list(group_pairs(((*_position(worker), worker.state == "idle"), worker) for worker in workers).values())
 
 
 def _late(late: Sequence[SeenWorker], waiting: Sequence[SeenWorker], axes: tuple[str, ...]) -> Finding:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fairlead_placement.spi import group_pairs
+
 from .._observe.stuck import find_method_frames
 from .groups import SeenWorker
 
@@ -32,9 +34,7 @@ def fold_stacks(workers: Iterable[SeenWorker], *, threads: bool = False) -> list
         workers: the workers, looked at with stacks.
         threads: all threads of each; otherwise the one that runs the method, as far as the method.
     """
-    found: dict[str, list[int]] = {}
-    for worker in workers:
-        found.setdefault(_comparable(worker, threads), []).append(worker.rank)
+    found = group_pairs((_comparable(worker, threads), worker.rank) for worker in workers)
     folded = [FoldedStack(tuple(sorted(ranks)), stacks) for stacks, ranks in found.items()]
     return sorted(folded, key=lambda one: (-len(one.ranks), one.ranks))
 

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fairlead_placement.spi import group_pairs
+
 from .diagnosis import Finding, write_coords
 from .groups import SeenGroup, SeenWorker
 from .stacks import FoldedStack, write_ranks
@@ -92,10 +94,9 @@ def _name_ranks(workers: Sequence[SeenWorker]) -> str:
 
 
 def _fold(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
-    found: dict[tuple[object, ...], list[SeenWorker]] = {}
-    for one in workers:
-        key = (one.state, one.stopped, one.method, one.step, one.message, one.incarnation, one.note)
-        found.setdefault(key, []).append(one)
+    found = group_pairs(
+        ((one.state, one.stopped, one.method, one.step, one.message, one.incarnation, one.note), one) for one in workers
+    )
     return sorted(found.values(), key=lambda alike: alike[0].rank)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fairlead_placement.spi import Agent, compare_clocks, run_on_agents
+from fairlead_placement.spi import Agent, compare_clocks, group_pairs, run_on_agents
 
 from .._remote.outside import read_clock, read_requests, read_timelines
 from .groups import ANSWER_S, RegisteredGroup, RegisteredWorker
@@ -101,10 +101,8 @@ class Timeline:
 
 def read_timeline(group: RegisteredGroup) -> Timeline:
     """Read what a group has done lately. Nodes that do not answer are left out."""
-    by_node: dict[str, list[RegisteredWorker]] = {}
-    for member in group.members:
-        if member.node_id in group.agents and member.pid:
-            by_node.setdefault(member.node_id, []).append(member)
+    there = [member for member in group.members if member.node_id in group.agents and member.pid]
+    by_node = group_pairs((member.node_id, member) for member in there)
     driver = group.driver
     agents = [group.agents[node_id] for node_id in {*by_node, driver["node_id"]} & set(group.agents)]
     clocks = {agent: _compare_clock(agent) for agent in agents}

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, run_on_nodes
+from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, group_pairs, run_on_nodes
 
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of, actors_being_made
@@ -148,9 +148,7 @@ def _end_trees(
     workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], deadline: float
 ) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
-    by_node: dict[str, list[RunningWorker]] = {}
-    for worker in workers:
-        by_node.setdefault(worker.node_id, []).append(worker)
+    by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
     while by_node:
         alive = alive_nodes()

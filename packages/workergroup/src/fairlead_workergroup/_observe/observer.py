@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_placement.spi import alive_nodes, usage_on_nodes
+from fairlead_placement.spi import alive_nodes, group_pairs, usage_on_nodes
 
 from .._display import Records
 from .._members import Roster, WorkerFacts
@@ -41,10 +41,8 @@ class Observer:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
         now = self.roster.check_alive()
         living = alive_nodes()
-        pids: dict[str, list[int]] = {}
-        for member in now.members:
-            if member.facts.node_id in living and member.failure is None:
-                pids.setdefault(member.facts.node_id, []).append(member.facts.pid)
+        there = [one.facts for one in now.members if one.facts.node_id in living and one.failure is None]
+        pids = group_pairs((facts.node_id, facts.pid) for facts in there)
         usage = {}
         for node_id, rows in usage_on_nodes(pids, timeout_s=ANSWER_S).items():
             if isinstance(rows, Exception):

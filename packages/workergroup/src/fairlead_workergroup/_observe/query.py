@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head, run_on_nodes
+from fairlead_placement.spi import alive_nodes, ask_head, group_pairs, run_on_nodes
 
 from .._futures import is_message, task_of_future
 from .._members import Snapshot, WorkerFacts
@@ -58,9 +58,7 @@ def ask_nodes(
     if not workers:
         return results
     deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
-    by_node: dict[str, list[int]] = {}
-    for at, worker in enumerate(workers):
-        by_node.setdefault(worker.node_id, []).append(at)
+    by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
     try:
         living = ask_head("list the nodes", alive_nodes, timeout_s=max(0.0, deadline - time.monotonic()))
     except HeadTimeoutError as error:

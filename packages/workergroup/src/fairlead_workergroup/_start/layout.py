@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_placement import Slot
+from fairlead_placement.spi import group_pairs
 from fairlead_sharding import NamedSharding
 
 from .._members import Place
@@ -108,9 +109,7 @@ def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
         return list(free[:count])
     # In one placement group over all nodes a tied group may span nodes.
     unified = len({slot.placement_group.id for slot in free}) == 1
-    by_node: dict[int, list[Slot]] = {}
-    for slot in free:
-        by_node.setdefault(0 if unified else slot.node_idx, []).append(slot)
+    by_node = group_pairs((0 if unified else slot.node_idx, slot) for slot in free)
     whole = [slot for there in by_node.values() for slot in there[: len(there) // tied * tied]]
     return whole[:count]
 
@@ -148,9 +147,7 @@ def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
     """Return the first slots of each logical node, as many as requested."""
     if workers_per_node is None:
         return list(slots)
-    by_node: dict[int, list[Slot]] = {}
-    for slot in slots:
-        by_node.setdefault(slot.node_idx, []).append(slot)
+    by_node = group_pairs((slot.node_idx, slot) for slot in slots)
     if isinstance(workers_per_node, (list, tuple)):
         wanted = list(workers_per_node)
         if len(wanted) != len(by_node):
