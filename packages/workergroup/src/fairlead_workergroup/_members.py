@@ -434,14 +434,7 @@ class Roster:
         Returns:
             The report of each of these members, which is the first one if its loss was known before.
         """
-        with self._lock:
-            changed = {
-                failure.rank: replace(member, failure=failure)
-                for failure in failures
-                if (member := self._now[failure.rank]).failure is None
-            }
-            self._change(changed, is_broken=True)
-            return tuple(self._now[failure.rank].failure or failure for failure in failures)
+        return self._record_failures(failures, lambda member, _: member.failure is None, is_broken=True)
 
     def mark_repaired(self) -> None:
         """Record that all members have the facts of the present epoch."""
@@ -476,26 +469,26 @@ class Roster:
         Returns:
             The failures to report. For a worker whose loss was known before, it is the first report.
         """
-        with self._lock:
-            changed: dict[int, Member] = {}
-            for failure in failures:
-                member = changed.get(failure.rank, self._now[failure.rank])
-                is_current = (failure.node_id, failure.pid) == (member.facts.node_id, member.facts.pid)
-                if is_current and member.failure is None:
-                    changed[failure.rank] = replace(member, failure=failure)
-            self._change(changed)
-            return tuple(self._now[failure.rank].failure or failure for failure in failures)
+
+        def is_first(member: Member, failure: WorkerFailure) -> bool:
+            is_current = (failure.node_id, failure.pid) == (member.facts.node_id, member.facts.pid)
+            return is_current and member.failure is None
+
+        return self._record_failures(failures, is_first)
 
     def record_failed_restart(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
         """Record why ranks could not be restarted; with `override`, replace the reports of their losses."""
+        self._record_failures(failures, lambda member, _: override or member.failure is None)
+
+    def _record_failures(
+        self, failures: Sequence[WorkerFailure], applies: Callable[[Member, WorkerFailure], bool], **others: Any
+    ) -> tuple[WorkerFailure, ...]:
+        """Record the first failure of each member to which one applies; return what is known of all of them."""
         with self._lock:
-            self._change(
-                {
-                    failure.rank: replace(self._now[failure.rank], failure=failure)
-                    for failure in failures
-                    if override or self._now[failure.rank].failure is None
-                }
-            )
+            rows = [(self._now[failure.rank], failure) for failure in reversed(failures)]
+            changed = {member.rank: replace(member, failure=one) for member, one in rows if applies(member, one)}
+            self._change(changed, **others)
+            return tuple(self._now[failure.rank].failure or failure for failure in failures)
 
     def mark_restarting(self, ranks: Iterable[int], running: bool = True) -> None:
         """Record that a restart of these ranks has begun, or with `running=False` that it has ended."""
