@@ -19,7 +19,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import ray
@@ -27,12 +27,12 @@ import ray
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
-from ._members import WorkerFacts, find_worker
+from ._members import Member, WorkerFacts, direct
 from ._observe.failures import as_failure
 from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
-from ._ray_private import actor_id_of
 from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
+from .spi import read_members
 
 __all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
@@ -49,7 +49,7 @@ def kill(group: RayWorkerGroup, rank: int) -> None:
         IndexError, TypeError: there is no such rank.
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
-    worker = _worker(group, rank)
+    worker = _member(group, rank).facts
     if not _on_node(worker, faults.kill, WITHIN_S):
         raise WorkerGroupError(f"{worker} is still alive {WITHIN_S:g} s after SIGKILL")
 
@@ -114,13 +114,14 @@ def hang(
     """
     if how not in WAYS:
         raise ValueError(f"how must be one of {', '.join(map(repr, WAYS))}, got {how!r}")
-    worker = _worker(group, rank)
+    member = _member(group, rank)
+    worker = member.facts
     if how == "stop":
         if not _on_node(worker, faults.stop, WITHIN_S):
             raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
         return Hang(worker, how)
     token = uuid.uuid4().hex[:8]
-    ref = _run(group, rank, "hang", faults.hang, how, token)
+    ref = _run(member, "hang", faults.hang, how, token)
     deadline = time.monotonic() + timeout_s
     while not _on_node(worker, faults.find_hanging, token):
         if ray.wait([ref], timeout=0.02)[0]:
@@ -148,8 +149,8 @@ def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float =
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
-    worker = _worker(group, rank)
-    _answer(worker, _run(group, rank, "slow", faults.slow, seconds), timeout_s=timeout_s)
+    member = _member(group, rank)
+    _answer(member.facts, _run(member, "slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
 def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
@@ -172,35 +173,27 @@ def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s:
     """
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
         raise ValueError(f"size_bytes must be a whole number of at least 0, got {size_bytes!r}")
-    worker = _worker(group, rank)
-    ref = _run(group, rank, "fill_memory", faults.fill_memory, size_bytes)
+    member = _member(group, rank)
+    ref = _run(member, "fill_memory", faults.fill_memory, size_bytes)
     try:
-        _answer(worker, ref, timeout_s=timeout_s)
+        _answer(member.facts, ref, timeout_s=timeout_s)
     except WorkerFailureError:
         return False
     return True
 
 
-def _worker(group: RayWorkerGroup, rank: Any) -> WorkerFacts:
+def _member(group: RayWorkerGroup, rank: Any) -> Member:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an int, got {rank!r}")
     if not 0 <= rank < group.world_size:
         raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
-    workers = group.workers
-    match = find_worker(actor_id_of(workers[rank])) if workers else None
-    if match is None:
-        raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
-    roster, facts = match
-    roster.check_connected()
-    return facts
+    return read_members(group)[rank]
 
 
-def _run(group: RayWorkerGroup, rank: int, name: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef[Any]:
+def _run(member: Member, name: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef[Any]:
     """Run a function on the host of a worker, in its turn, also while a lane is open."""
-    handle = group.workers[rank]
-    match = find_worker(actor_id_of(handle))
-    with nullcontext() if match is None else match[0].direct([rank]):
-        ref: ray.ObjectRef[Any] = handle._fairlead_run.remote(name, function, *args)
+    with direct(member):
+        ref: ray.ObjectRef[Any] = member.handle._fairlead_run.remote(name, function, *args)
         return ref
 
 
