@@ -40,6 +40,7 @@ from fairlead_placement import (
 )
 from fairlead_placement.spi import (
     Agent,
+    ErrorWithFields,
     Output,
     SlotClaim,
     Waiting,
@@ -301,6 +302,8 @@ def errors(cluster: RayVirtualCluster) -> None:
         for number in (error.count, error.low, error.high, error.leased, error.in_use):
             assert_type(number, int)
         base: PlacementError = error
+        with_fields: ErrorWithFields = base
+        assert_type(with_fields.args, tuple[Any, ...])
         raise base from None
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of this package, one class per situation."""
 
+from dataclasses import dataclass, field, fields
+
 from ._show import Report
 
 __all__ = [
@@ -12,20 +14,31 @@ __all__ = [
 ]
 
 
-class PlacementError(Exception):
+class ErrorWithFields(Exception):
+    """Base of errors that are dataclasses: their fields are their arguments, so that a copy has all of them.
+
+    Defaults come from factories. A default that is an attribute of the class would hide the field's value in the error
+    that Ray makes of this one: it does not run `__init__`, and looks up only what the class does not have.
+    """
+
+    def __post_init__(self) -> None:
+        # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
+        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
+
+
+class PlacementError(ErrorWithFields):
     """Base of the errors that this package raises after it has sent a request to Ray.
 
     Misuse that can be detected before that is a ValueError or a TypeError instead.
     """
 
 
+@dataclass(eq=False, repr=False)
 class _Reported(PlacementError):
     """An error that shows what was requested and what was found."""
 
-    def __init__(self, reason: str, report: Report | None = None) -> None:
-        super().__init__(reason, report)
-        self.reason = reason
-        self.report = report
+    reason: str
+    report: Report | None = field(default_factory=lambda: None)
 
     def __str__(self) -> str:
         return self.reason if self.report is None else f"{self.reason}\n\n{self.report}"
@@ -64,6 +77,7 @@ class HeadTimeoutError(PlacementTimeoutError):
     """
 
 
+@dataclass(eq=False, repr=False)
 class PortUnavailableError(PlacementError):
     """Too few ports of a range could be leased on a node. Nothing stays leased.
 
@@ -76,14 +90,12 @@ class PortUnavailableError(PlacementError):
         in_use: how many ports of the range other processes have bound.
     """
 
-    def __init__(self, node_ip: str, count: int, low: int, high: int, leased: int, in_use: int) -> None:
-        super().__init__(node_ip, count, low, high, leased, in_use)
-        self.node_ip = node_ip
-        self.count = count
-        self.low = low
-        self.high = high
-        self.leased = leased
-        self.in_use = in_use
+    node_ip: str
+    count: int
+    low: int
+    high: int
+    leased: int
+    in_use: int
 
     def __str__(self) -> str:
         return (

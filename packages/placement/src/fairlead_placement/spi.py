@@ -28,9 +28,11 @@ from ._reserve.groups import number_slots, place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._show import Waiting
 from ._terminal import Output, add_command, attach, run_command
+from .exceptions import ErrorWithFields
 
 __all__ = [
     "Agent",
+    "ErrorWithFields",
     "Output",
     "SlotClaim",
     "Waiting",

@@ -4,6 +4,10 @@
 The exceptions of a user's function are raised as they are.
 """
 
+from dataclasses import dataclass
+
+from fairlead_placement.spi import ErrorWithFields
+
 from ._accelerators.slices import SliceLack
 
 __all__ = [
@@ -17,13 +21,14 @@ __all__ = [
 ]
 
 
-class TpuExecutorError(RuntimeError):
+class TpuExecutorError(ErrorWithFields, RuntimeError):
     """Base of all errors that this package raises after its first request to Ray.
 
     Misuse that is found without Ray is a ValueError or a TypeError instead.
     """
 
 
+@dataclass(eq=False, repr=False)
 class InsufficientSlicesError(TpuExecutorError):
     """Too few whole slices were free within the scale timeout; nothing stays reserved.
 
@@ -35,15 +40,11 @@ class InsufficientSlicesError(TpuExecutorError):
         waited_s: how long the pool waited, in seconds.
     """
 
-    def __init__(
-        self, kind: str, wanted: tuple[int, ...], found: int, missing: tuple[SliceLack, ...], waited_s: float
-    ) -> None:
-        super().__init__(kind, wanted, found, missing, waited_s)
-        self.kind = kind
-        self.wanted = wanted
-        self.found = found
-        self.missing = missing
-        self.waited_s = waited_s
+    kind: str
+    wanted: tuple[int, ...]
+    found: int
+    missing: tuple[SliceLack, ...]
+    waited_s: float
 
     def __str__(self) -> str:
         sizes = " or ".join(map(str, self.wanted))
@@ -55,6 +56,7 @@ class InsufficientSlicesError(TpuExecutorError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class HeadUnreachableError(TpuExecutorError):
     """Ray's head (its GCS) has not answered for `head_timeout_s`.
 
@@ -64,9 +66,7 @@ class HeadUnreachableError(TpuExecutorError):
         silent_s: how long the head has not answered, in seconds.
     """
 
-    def __init__(self, silent_s: float) -> None:
-        super().__init__(silent_s)
-        self.silent_s = silent_s
+    silent_s: float
 
     def __str__(self) -> str:
         return (
@@ -78,6 +78,7 @@ class HeadUnreachableError(TpuExecutorError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class JaxUnavailableError(TpuExecutorError):
     """`initialize_jax` was called outside of a run, or jax is not installed where it was called.
 
@@ -85,11 +86,10 @@ class JaxUnavailableError(TpuExecutorError):
         reason: which of the two happened, and what to do.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
 
 
+@dataclass(eq=False, repr=False)
 class SliceLostError(TpuExecutorError):
     """Hosts of a slice were lost, or could not start their accelerators, while something ran on it.
 
@@ -101,15 +101,14 @@ class SliceLostError(TpuExecutorError):
         reason: the errors, one per host.
     """
 
-    def __init__(self, slices: tuple[str, ...], reason: str) -> None:
-        super().__init__(slices, reason)
-        self.slices = slices
-        self.reason = reason
+    slices: tuple[str, ...]
+    reason: str
 
     def __str__(self) -> str:
         return f"Slice(s) {', '.join(self.slices)} were lost: {self.reason}. Run again on replacements."
 
 
+@dataclass(eq=False, repr=False)
 class PreemptedTooOftenError(TpuExecutorError):
     """Slices were lost more often than `max_retries_preemption` allows.
 
@@ -120,12 +119,10 @@ class PreemptedTooOftenError(TpuExecutorError):
         last: the last loss.
     """
 
-    def __init__(self, name: str, preemptions: int, limit: int, last: str) -> None:
-        super().__init__(name, preemptions, limit, last)
-        self.name = name
-        self.preemptions = preemptions
-        self.limit = limit
-        self.last = last
+    name: str
+    preemptions: int
+    limit: int
+    last: str
 
     def __str__(self) -> str:
         return (
@@ -134,6 +131,7 @@ class PreemptedTooOftenError(TpuExecutorError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class PoolBusyError(TpuExecutorError):
     """Something runs in the pool, and the time to queue for it is over.
 
@@ -144,10 +142,8 @@ class PoolBusyError(TpuExecutorError):
         waited_s: how long this run waited, in seconds.
     """
 
-    def __init__(self, running: str, waited_s: float) -> None:
-        super().__init__(running, waited_s)
-        self.running = running
-        self.waited_s = waited_s
+    running: str
+    waited_s: float
 
     def __str__(self) -> str:
         return (

@@ -6,8 +6,10 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
+
+from fairlead_placement.spi import ErrorWithFields
 
 __all__ = [
     "BrokenEpochError",
@@ -34,20 +36,8 @@ FailureKind = Literal[
 ]
 
 
-class WorkerGroupError(Exception):
+class WorkerGroupError(ErrorWithFields):
     """Base of all errors that this package raises after it has launched something."""
-
-
-class _Described(WorkerGroupError):
-    """An error that is a dataclass: its fields are its arguments, so that a copy has all of them.
-
-    Defaults come from factories. A default that is an attribute of the class would hide the field's value in the error
-    that Ray makes of this one: it does not run `__init__`, and looks up only what the class does not have.
-    """
-
-    def __post_init__(self) -> None:
-        # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
-        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class WorkerFailure:
 
 
 @dataclass(eq=False, repr=False)
-class WorkerFailureError(_Described):
+class WorkerFailureError(WorkerGroupError):
     """Workers were lost: their process, their node, or their group is gone.
 
     Attributes:
@@ -134,7 +124,7 @@ class BrokenEpochError(WorkerFailureError):
 
 
 @dataclass(eq=False, repr=False)
-class EpochError(_Described):
+class EpochError(WorkerGroupError):
     """A view, or a call that waited to be sent, belongs to an epoch of the group that has ended.
 
     Attributes:
@@ -150,7 +140,7 @@ class EpochError(_Described):
 
 
 @dataclass(eq=False, repr=False)
-class ResizeTimeoutError(_Described, TimeoutError):
+class ResizeTimeoutError(WorkerGroupError, TimeoutError):
     """A resize or a replacement could not begin in time. Nothing has changed.
 
     Attributes:
@@ -201,7 +191,7 @@ class LateWorker:
 
 
 @dataclass(eq=False, repr=False)
-class CallTimeoutError(_Described, TimeoutError):
+class CallTimeoutError(WorkerGroupError, TimeoutError):
     """Workers had not finished a call by its deadline, or in the time that its caller wanted to wait.
 
     The call continues and nothing is lost: you can ask for its result again. You do not get this error when a worker is
@@ -233,7 +223,7 @@ class CallTimeoutError(_Described, TimeoutError):
 
 
 @dataclass(eq=False, repr=False)
-class CallCancelledError(_Described):
+class CallCancelledError(WorkerGroupError):
     """A call was cancelled before all of its workers had finished it.
 
     Attributes:
@@ -251,7 +241,7 @@ class CallCancelledError(_Described):
 
 
 @dataclass(eq=False, repr=False)
-class LaneError(_Described):
+class LaneError(WorkerGroupError):
     """A lane could not be opened, closed or used in this way.
 
     Attributes:
@@ -310,7 +300,7 @@ class WorkerStartError(WorkerGroupError):
 
 
 @dataclass(eq=False, repr=False)
-class RemoteError(_Described):
+class RemoteError(WorkerGroupError):
     """A worker raised an exception that cannot be raised in the driver.
 
     The driver cannot import its class or cannot copy it; or it is a KeyboardInterrupt, which would look like one of the
