@@ -258,6 +258,7 @@ class LaneError(WorkerGroupError):
         return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason
 
 
+@dataclass(eq=False, repr=False)
 class WorkerStartError(WorkerGroupError):
     """A group did not start. All its workers have been ended, and everything that it held has been released.
 
@@ -271,22 +272,12 @@ class WorkerStartError(WorkerGroupError):
         others: the states of the other workers.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        rank: int = -1,
-        coords: Mapping[str, int] | None = None,
-        node_id: str = "",
-        remote_traceback: str = "",
-        others: str = "",
-    ) -> None:
-        super().__init__(reason, rank, coords, node_id, remote_traceback, others)
-        self.reason = reason
-        self.rank = rank
-        self.coords: dict[str, int] = dict(coords or {})
-        self.node_id = node_id
-        self.remote_traceback = remote_traceback
-        self.others = others
+    reason: str
+    rank: int = field(default_factory=lambda: -1)
+    coords: dict[str, int] = field(default_factory=dict)
+    node_id: str = field(default_factory=str)
+    remote_traceback: str = field(default_factory=str)
+    others: str = field(default_factory=str)
 
     def __str__(self) -> str:
         parts = [self.reason]

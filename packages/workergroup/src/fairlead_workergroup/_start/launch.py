@@ -236,4 +236,4 @@ def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: 
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
         others += f", {len(waiting)} had not (ranks {ranks})"
-    return WorkerStartError(reason, plan.place.rank, plan.coords, plan.place.slot.node_id, trace, others)
+    return WorkerStartError(reason, plan.place.rank, dict(plan.coords), plan.place.slot.node_id, trace, others)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a group: which slot each rank lives in, and its name. Pure."""
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import group_pairs
+from fairlead_placement.spi import group_pairs, number_slots
 from fairlead_sharding import NamedSharding
 
 from .._members import Place
@@ -47,22 +46,7 @@ def lay_out(
         rows = [(slot, number, 0, (slot.node_idx, [slot.bundle_index])) for number, slot in enumerate(chosen)]
     else:
         rows = _tie(slots, bundle_indices_list)
-    return tuple(
-        Place(
-            rank=rank,
-            slot=slot,
-            name=f"{prefix}-grp{group}-{within}"
-            if len(bundles[1]) > 1
-            else f"{prefix}-{slot.node_idx}-{slot.bundle_index}",
-            tied_group=group,
-            tied_rank=within,
-            tied_bundles=bundles,
-            **on_node,
-        )
-        for rank, ((slot, group, within, bundles), on_node) in enumerate(
-            zip(rows, _number_on_nodes([slot for slot, *_ in rows]), strict=True)
-        )
-    )
+    return _number_on_nodes([_make_place(rank, *row, prefix=prefix) for rank, row in enumerate(rows)])
 
 
 def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Place, ...]:
@@ -70,11 +54,11 @@ def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Pla
     new = [slots.get(place.rank, place.slot) for place in places]
     bundle = {(place.tied_group, place.tied_rank): slot.bundle_index for place, slot in zip(places, new, strict=True)}
     moved = []
-    for place, slot, on_node in zip(places, new, _number_on_nodes(new), strict=True):
+    for place, slot in zip(places, new, strict=True):
         node_idx, bundles = place.tied_bundles
         tied_bundles = node_idx, [bundle[place.tied_group, within] for within in range(len(bundles))]
-        moved.append(replace(place, slot=slot, tied_bundles=tied_bundles, **on_node))
-    return tuple(moved)
+        moved.append(replace(place, slot=slot, tied_bundles=tied_bundles))
+    return _number_on_nodes(moved)
 
 
 def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, prefix: str) -> tuple[Place, ...]:
@@ -91,12 +75,9 @@ def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, 
     for at, slot in enumerate(slots):
         group, within = places[-1].tied_group + 1 + at // tied, at % tied
         mine = slots[at - within : at - within + tied]
-        name = f"{prefix}-grp{group}-{within}" if tied > 1 else f"{prefix}-{slot.node_idx}-{slot.bundle_index}"
         bundles = mine[0].node_idx, [one.bundle_index for one in mine]
-        added.append(Place(len(places) + at, slot, name, group, within, bundles, 0, 0, 0))
-    all_places = [*places[:size], *added]
-    numbers = _number_on_nodes([place.slot for place in all_places])
-    return tuple(replace(place, **on_node) for place, on_node in zip(all_places, numbers, strict=True))
+        added.append(_make_place(len(places) + at, slot, group, within, bundles, prefix=prefix))
+    return _number_on_nodes([*places[:size], *added])
 
 
 def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
@@ -114,19 +95,22 @@ def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
     return whole[:count]
 
 
-def _number_on_nodes(slots: Sequence[Slot]) -> list[dict[str, Any]]:
-    """Return for each slot the number of its node, its own number there, and how many slots the node has."""
-    sizes = Counter(slot.node_id for slot in slots)  # it keeps the order of the nodes
-    numbers = {node_id: at for at, node_id in enumerate(sizes)}
-    local_ranks = {node_id: itertools.count() for node_id in sizes}
-    return [
-        {
-            "node_rank": numbers[slot.node_id],
-            "local_rank": next(local_ranks[slot.node_id]),
-            "local_world_size": sizes[slot.node_id],
-        }
-        for slot in slots
-    ]
+def _make_place(
+    rank: int, slot: Slot, group: int, within: int, bundles: tuple[int, list[int]], *, prefix: str
+) -> Place:
+    """Name the place of a rank by its tied group, or by its slot if it is alone in the group."""
+    tied = len(bundles[1]) > 1
+    name = f"{prefix}-grp{group}-{within}" if tied else f"{prefix}-{slot.node_idx}-{slot.bundle_index}"
+    return Place(rank, slot, name, group, within, bundles, 0, 0, 0)
+
+
+def _number_on_nodes(places: Sequence[Place]) -> tuple[Place, ...]:
+    """Set for each place the number of its node, its own number there, and how many places the node has."""
+    sizes = Counter(place.slot.node_id for place in places)
+    return tuple(
+        replace(place, node_rank=one.node_rank, local_rank=one.local_rank, local_world_size=sizes[one.node_id])
+        for place, one in zip(places, number_slots(place.slot for place in places), strict=True)
+    )
 
 
 def _check_numbers(slots: Sequence[Slot]) -> None:
