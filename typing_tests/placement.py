@@ -8,6 +8,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, assert_type
 
@@ -70,9 +71,11 @@ from fairlead_placement.spi import (
     release_when_dropped,
     remove_placement_groups,
     run_command,
+    run_in_thread,
     run_on_agents,
     run_on_nodes,
     usage_on_nodes,
+    wait_until,
     withdraw,
 )
 
@@ -340,6 +343,8 @@ def look_from_outside() -> None:
     assert_type(process_is_alive("worker"), bool | None)
     assert_type(compare_clocks(lambda: 1.0, lambda: 2.0), tuple[float, float] | None)
     assert_type(group_pairs((agent.node_id, agent) for agent in agents), dict[str, list[Agent]])
+    assert_type(run_in_thread("lengths", len, "abc"), Future[int])
+    assert_type(wait_until(agents.copy, 5.0, longest_s=1.0), bool)
 
 
 def show() -> int:

@@ -19,7 +19,7 @@ from ._nodes.directory import (
     run_on_agents,
     withdraw,
 )
-from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes
+from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes, run_in_thread, wait_until
 from ._ray_private import autoscaler_is_there, block_shutdown, drain_deadlines, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
@@ -62,8 +62,10 @@ __all__ = [
     "release_when_dropped",
     "remove_placement_groups",
     "run_command",
+    "run_in_thread",
     "run_on_agents",
     "run_on_nodes",
     "usage_on_nodes",
+    "wait_until",
     "withdraw",
 ]

@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from ._nodes.agent import AGENT_NAME_PREFIX, NodeAgent, known_agents
+from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
 from .exceptions import PlacementError
 
@@ -36,9 +37,8 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
         AssertionError: something is new or missing. The message lists it.
     """
     session = _session()
-    deadline = time.monotonic() + timeout_s
-    while session and not _is_settled() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    if session:
+        wait_until(_is_settled, time.monotonic() + timeout_s)
     before = _snapshot() if session else None
     yield
     if before is None or _session() != session:

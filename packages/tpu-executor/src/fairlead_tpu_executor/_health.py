@@ -7,7 +7,6 @@ go through `Head`, which gives them a deadline.
 
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
+from fairlead_placement.spi import alive_nodes, draining_nodes, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
@@ -88,17 +87,7 @@ class Head:
 
         It has its own thread: nothing interrupts it while the head is silent.
         """
-        request: Future[_T] = Future()
-
-        def run() -> None:
-            never_connect()
-            try:
-                request.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - `result` raises it
-                request.set_exception(error)
-
-        threading.Thread(target=run, name="fairlead-head", daemon=True).start()
-        return request
+        return run_in_thread("fairlead-head", function, *args)
 
     def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for a request that `start` returned, and return its result.

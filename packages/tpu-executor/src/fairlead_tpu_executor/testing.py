@@ -10,6 +10,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from fairlead_placement.spi import wait_until
+
 from ._pool import ClosesOnExit
 
 __all__ = ["PretendSlices"]
@@ -157,11 +159,8 @@ class PretendSlices(ClosesOnExit):
 
 def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
-        time.sleep(0.05)
+    if not wait_until(holds, time.monotonic() + timeout_s):
+        raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
 
 
 @contextlib.contextmanager

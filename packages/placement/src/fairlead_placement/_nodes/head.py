@@ -7,6 +7,7 @@ thread of its own, which may outlive the call.
 
 import contextlib
 import contextvars
+import functools
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,8 @@ _T = TypeVar("_T")
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
 LEAST_S = 5.0
+# The first pause of a wait for a change.
+POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
 
 
@@ -102,20 +105,7 @@ def call_within(
         Exception: any exception of the function.
     """
     answer: Future[_T] = Future()
-
-    def run() -> None:
-        never_connect()
-        try:
-            value = function(*args)
-        except BaseException as error:  # noqa: BLE001  raised below, unless nobody waits any more
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(error)
-            return
-        if answer.set_running_or_notify_cancel():
-            answer.set_result(value)
-        elif undo is not None:
-            undo(value)
-
+    run = functools.partial(_answer, answer, undo, function, *args)
     thread = threading.Thread(target=run, name="fairlead-head", daemon=True)
     until = time.monotonic() + timeout_s
     try:
@@ -135,6 +125,52 @@ def call_within(
     if answer.cancel():
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     return answer.result()
+
+
+def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
+    """Call a function on a thread of its own that never starts a Ray, and return what it will return.
+
+    Args:
+        name: the name of the thread. It does not keep the process alive.
+        function: the function.
+        args: its arguments.
+    """
+    answer: Future[_T] = Future()
+    run = functools.partial(_answer, answer, None, function, *args)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def _answer(answer: Future[_T], undo: Callable[[_T], object] | None, function: Callable[..., _T], *args: Any) -> None:
+    """Call a function and set what it returns or raises; revert it if nobody waits any more."""
+    never_connect()
+    try:
+        value = function(*args)
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        if answer.set_running_or_notify_cancel():
+            answer.set_exception(error)
+        return
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(value)
+    elif undo is not None:
+        undo(value)
+
+
+def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
+    """Wait until a condition holds, with pauses that double, and return whether it does.
+
+    Args:
+        done: returns whether it holds. Looking at Ray's tables takes a few milliseconds.
+        deadline: when to stop waiting, as of `time.monotonic`.
+        longest_s: the longest pause in seconds.
+    """
+    pause = POLL_S
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest_s)
+    return True
 
 
 # Callers that can do without an answer wait no longer.

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .._init import connection
 from .._model import PRECISION, Ask, Request, Strategy
 from .._nodes.agent import guard_groups, is_driver, this_process
-from .._nodes.head import ask_head, read_nodes
+from .._nodes.head import ask_head, read_nodes, wait_until
 from .._nodes.owners import owned_name
 from .._plan.topology import accelerator_order
 from .._ray_private import free_per_node, never_connect
@@ -41,8 +41,6 @@ BUNDLE_S = 0.01
 CREATED_AT_ONCE = 16
 # Up to so many groups are looked up one by one, and more of them in the table of all groups.
 ASKED_ALONE = 16
-# The first pause of a wait for Ray's tables, which takes a few milliseconds.
-POLL_S = 0.01
 # A bundle: the id of its node, and what it holds there.
 Pinned = tuple[str, Mapping[str, float]]
 
@@ -260,7 +258,7 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
 
     # Nodes report the resources of a new group within a second.
     ask_head("remove placement groups", _remove, groups, connection(), min(deadline, time.monotonic() + 1.0))
-    return _poll(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
+    return wait_until(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
 
 
 def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float) -> None:
@@ -268,7 +266,7 @@ def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float)
     ids = {group.id.hex() for group in groups}
     try:
         # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.
-        _poll(lambda: _are_shown(ids), shown_by)
+        wait_until(lambda: _are_shown(ids), shown_by)
     finally:
         for group in groups:
             while connection() == reserved_on:
@@ -320,16 +318,6 @@ def _are_shown(ids: AbstractSet[str]) -> bool:
         for row in placed
         for node_id in alive.intersection(row["bundles_to_node_id"].values())
     )
-
-
-def _poll(done: Callable[[], bool], deadline: float) -> bool:
-    pause = POLL_S
-    while not done():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return True
 
 
 # A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:

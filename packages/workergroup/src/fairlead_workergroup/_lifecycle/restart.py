@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import PlacementError, RayVirtualCluster, Slot
-from fairlead_placement.spi import alive_nodes, never_connect
+from fairlead_placement.spi import alive_nodes, run_in_thread
 
 from .._deadline import NEVER, Deadline
 from .._members import Snapshot
@@ -186,9 +185,7 @@ class Restarter:
         """Return the restart that runs on a thread of its own; start one if none is running."""
         with self._lock:
             if self._background is None:
-                self._background = Future()
-                work = partial(self._run, self._background, methods)
-                threading.Thread(target=work, name="fairlead-restart", daemon=True).start()
+                self._background = run_in_thread("fairlead-restart", self._restart_once, methods)
             return self._background
 
     def describe_wait(self, advice: str = "") -> str:
@@ -241,17 +238,13 @@ class Restarter:
         if any(now[rank].slot.node_id not in alive for rank in ranks):
             self._find_new_slots(lost, deadline)
 
-    def _run(self, future: Future[list[int]], methods: UserMethods) -> None:
-        never_connect()
+    def _restart_once(self, methods: UserMethods) -> list[int]:
+        """Restart in the background, so that whoever learns of the outcome can begin the next restart."""
         try:
-            ranks = self.restart(methods)
-        except BaseException as error:  # noqa: BLE001  the calls that wait for the restart raise it
-            outcome: Callable[[], None] = partial(future.set_exception, error)
-        else:
-            outcome = partial(future.set_result, ranks)
-        with self._lock:
-            self._background = None
-        outcome()
+            return self.restart(methods)
+        finally:
+            with self._lock:
+                self._background = None
 
     def _restart(self, methods: UserMethods) -> list[int]:
         roster = self._roster

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, group_pairs, run_on_nodes
+from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, group_pairs, run_on_nodes, wait_until
 
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of, actors_being_made
@@ -128,11 +128,7 @@ def _wait_until_created(workers: Collection[RunningWorker]) -> None:
     process behind. That process holds the slot, and the next worker in the slot waits for ever.
     """
     ours = {actor_id_of(worker.handle) for worker in workers}
-    deadline = time.monotonic() + MADE_S
-    pause = 0.02
-    while ours & actors_being_made() and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+    wait_until(lambda: not ours & actors_being_made(), time.monotonic() + MADE_S, longest_s=0.5)
 
 
 def _draining_nodes() -> Collection[str]:
