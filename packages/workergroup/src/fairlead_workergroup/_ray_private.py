@@ -6,7 +6,7 @@ import re
 import signal
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
@@ -46,8 +46,7 @@ def actor_id_of(handle: Any) -> str:
 
     Handles have no public attribute for it. Without the first attribute another one, from older versions, is read.
     """
-    actor_id: str = (handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex()
-    return actor_id
+    return str((handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex())
 
 
 def actor_id_of_ref(ref: ObjectRef) -> str:
@@ -83,7 +82,7 @@ def dead_actors() -> frozenset[str]:
     `ray.util.state.list_actors` is public but needs the dashboard. Without this API the result is empty, and the next
     request to a dead worker reveals its death.
     """
-    return _actors_in("DEAD")
+    return frozenset(_read_actors("DEAD"))
 
 
 def actors_being_made() -> frozenset[str]:
@@ -92,15 +91,16 @@ def actors_being_made() -> frozenset[str]:
     The API is private for the same reason as that of `dead_actors`. Without it the result is empty, and actors are
     killed while Ray creates them.
     """
-    return _actors_in("DEPENDENCIES_UNREADY") | _actors_in("PENDING_CREATION")
+    return frozenset(_read_actors("DEPENDENCIES_UNREADY")).union(_read_actors("PENDING_CREATION"))
 
 
-def _actors_in(state: str) -> frozenset[str]:
+def _read_actors(state: str, job_id: str = "") -> Mapping[str, Any]:
+    """Return Ray's rows of the actors of a job, or of this one, that are in some state, by actor id."""
     read_table = getattr(ray._private.state.state, "actor_table", None)
     if read_table is None:
-        return frozenset()
-    job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
-    return frozenset(read_table(None, job, state))
+        return {}
+    job = ray.JobID(bytes.fromhex(job_id or ray.get_runtime_context().get_job_id()))
+    return dict(read_table(None, job, state))
 
 
 def death_causes(job_id: str) -> dict[str, str]:
@@ -109,11 +109,7 @@ def death_causes(job_id: str) -> dict[str, str]:
     `ray.util.state.list_actors` is public but needs the dashboard. Without this call a death is known only from the
     worker's process, without a cause.
     """
-    read_table = getattr(ray._private.state.state, "actor_table", None)
-    if read_table is None:
-        return {}
-    table = read_table(None, ray.JobID(bytes.fromhex(job_id)), "DEAD")
-    return {actor_id: _cause_of(row.get("DeathCause")) for actor_id, row in table.items()}
+    return {actor_id: _cause_of(row.get("DeathCause")) for actor_id, row in _read_actors("DEAD", job_id).items()}
 
 
 def _cause_of(cause: Any) -> str:
@@ -153,8 +149,7 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
     """
     reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
     if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):
-        pickled: bytes = ray.cloudpickle.dumps(value)
-        return pickled
+        return bytes(ray.cloudpickle.dumps(value))
 
     class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:

@@ -29,8 +29,7 @@ OTHERS_S = 10.0
 @cache
 def pickle_function(function: Callable[..., Any]) -> bytes:
     """Return a function of `_remote` as it travels to workers."""
-    pickled: bytes = ray.cloudpickle.dumps(function)
-    return pickled
+    return bytes(ray.cloudpickle.dumps(function))
 
 
 def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: bool, within_s: float) -> ObjectRef:

@@ -134,7 +134,7 @@ def undecorate(worker: Any) -> type:
     """Return a class without `@ray.remote`."""
     cls = getattr(worker, "__ray_actor_class__", worker)
     if not isinstance(cls, type):
-        raise TypeError(f"a worker must be a class, got {worker!r}")
+        raise TypeError(f"a worker must be a class or its full name, got {worker!r}")
     return cls
 
 

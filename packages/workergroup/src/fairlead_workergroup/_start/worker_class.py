@@ -193,9 +193,7 @@ def full_name(worker: Any) -> str:
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             raise ValueError(f"the name of a worker class must be 'package.module.Class', got {worker!r}")
         return worker
-    cls = getattr(worker, "__ray_actor_class__", worker)
-    if not isinstance(cls, type):
-        raise TypeError(f"a worker must be a class or its full name, got {worker!r}")
+    cls = undecorate(worker)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -211,8 +209,7 @@ def make_target(worker: Any) -> str | bytes:
     if cls.__module__ != "__main__" and (imported is worker or imported is cls):
         return name
     # Workers cannot import a class from __main__, a notebook or a function.
-    pickled: bytes = ray.cloudpickle.dumps(worker)
-    return pickled
+    return bytes(ray.cloudpickle.dumps(worker))
 
 
 def describe_class(
