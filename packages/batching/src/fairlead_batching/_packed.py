@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import _microbatches
+from . import _microbatches, _planner
 from ._args import as_int
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
@@ -115,10 +115,7 @@ def pack(
         raise ValueError(f"There is nothing to pack: the batch has {size} samples, and the leaves of sequences {keys}.")
     widths = {name: int(batch[name].shape[1]) for name in keys}
     for name, width in widths.items():
-        if (wrong := np.flatnonzero((lengths < 0) | (lengths > width))).size:
-            raise ValueError(
-                f"{key!r} says that sample {wrong[0]} has {lengths[wrong[0]]} tokens; {name!r} has width {width}."
-            )
+        _planner.check_lengths(lengths, width, name, key)
     if unknown := set(pad_values) - set(keys):
         raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; the leaves of sequences are {keys}.")
     taken_up = -(-lengths // multiple) * multiple

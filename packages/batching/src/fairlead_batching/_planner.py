@@ -65,7 +65,7 @@ def plan_shards(
         return ShardPlan(tuple(piece.ravel() for piece in pieces), lengths=numbers)
     if numbers is None:
         raise ValueError(f"Microbatches are planned from the length of each sample; found only their number, {size}.")
-    _check_lengths(numbers, width, args)
+    check_lengths(numbers, width, args.input_key, args.input_lengths_key)
     if isinstance(args, DynamicBatchingArgs):
         return _plan_dynamic(numbers, width, group, shards, args)
     return _plan_packed(numbers, group, shards, args)
@@ -124,14 +124,13 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
     return group
 
 
-def _check_lengths(lengths: IntArray, width: int | None, args: DynamicBatchingArgs | SequencePackingArgs) -> None:
+def check_lengths(lengths: IntArray, width: int | None, key: str, lengths_key: str) -> None:
+    """Refuse lengths that are negative, or larger than the width of the leaf of sequences, if that is known."""
     wrong = lengths < 0 if width is None else (lengths < 0) | (lengths > width)
     if wrong.any():
         index = int(np.flatnonzero(wrong)[0])
-        expected = "lengths are at least 0" if width is None else f"{args.input_key!r} has width {width}"
-        raise ValueError(
-            f"{args.input_lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}."
-        )
+        expected = "lengths are at least 0" if width is None else f"{key!r} has width {width}"
+        raise ValueError(f"{lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}.")
 
 
 def _check_longest(
