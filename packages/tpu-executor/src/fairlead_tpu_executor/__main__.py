@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead_placement import Holder, Node, PlacementError, init_ray
-from fairlead_placement.spi import read_holders, read_nodes
+from fairlead_placement.spi import add_command, read_holders, read_nodes
 
 from ._accelerators.slices import TOPOLOGY, TYPE, SliceLack, assess_slices
 from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
@@ -22,10 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    status = commands.add_parser("status", help="show the slices of a cluster and their users")
-    status.add_argument(
-        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
-    )
+    add_command(commands, "status", "show the slices of a cluster and their users", epilog="", json=False)
     address: str = parser.parse_args(argv).address
     try:
         init_ray(address=address)
