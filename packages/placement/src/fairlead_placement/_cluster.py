@@ -103,7 +103,7 @@ class RayVirtualCluster:
         self.name = name
 
         wanted = check_gpu_ids(gpu_ids, counts, use_gpus, placement_group_strategy, segment_size)
-        self._backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
+        self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         # One for each logical node, also for those that are not in use.
         self._models = _model.make_asks(
@@ -170,11 +170,6 @@ class RayVirtualCluster:
     def port_range(self) -> tuple[int, int]:
         """First and last port that is leased on its nodes, both included."""
         return self.port_range_low, self.port_range_high
-
-    @property
-    def communication_backend(self) -> Literal["nccl", "gloo"]:
-        """The backend that workers are to communicate with: "nccl" or "gloo"."""
-        return self._backend
 
     def world_size(self) -> int:
         """Return the number of all bundles. Reserves nothing."""

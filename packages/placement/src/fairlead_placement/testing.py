@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import AGENT_NAME_PREFIX, NodeAgent, known_agents
+from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes, nodes_with_agents
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
-from .exceptions import PlacementError
 
 __all__ = ["assert_no_leaks"]
 
@@ -79,6 +78,9 @@ def _snapshot() -> _Snapshot:
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
+    # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
+    answers = ask_nodes("leased", dict.fromkeys(nodes_with_agents(), ()), ANSWER_S)
+    leased = {node_id: ports for node_id, ports in answers.items() if not isinstance(ports, Exception)}
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
@@ -91,16 +93,8 @@ def _snapshot() -> _Snapshot:
             for group_id, row in placement_group_table().items()
             if row["state"] != "REMOVED"
         ),
-        "leased port": frozenset(f"{agent.node_id[:8]}: {port}" for agent in known_agents() for port in _leased(agent)),
+        "leased port": frozenset(f"{node_id[:8]}: {port}" for node_id, ports in leased.items() for port in ports),
     }
-
-
-def _leased(agent: NodeAgent) -> list[int]:
-    try:
-        return agent.leased()
-    except PlacementError:
-        # The node is dying, and with it what its agent held. A node that is alive is read again.
-        return []
 
 
 def _difference(before: _Snapshot, now: _Snapshot, waited: float) -> str:

@@ -416,13 +416,13 @@ def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> P
     return error
 
 
-def known_agents() -> list[NodeAgent]:
-    """Return the agents that this process uses and whose nodes are alive."""
+def nodes_with_agents() -> list[str]:
+    """Return the nodes that are alive and have an agent that this process uses."""
     context = ray.get_runtime_context()
     here = (context.get_session_name(), context.get_job_id())
     alive = alive_nodes()
     with _lock:
-        return [NodeAgent(node_id) for *where, node_id in _handles if tuple(where) == here and node_id in alive]
+        return [node_id for *where, node_id in _handles if tuple(where) == here and node_id in alive]
 
 
 class Monitor:
