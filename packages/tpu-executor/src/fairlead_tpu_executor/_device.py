@@ -2,7 +2,7 @@
 """Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import ray
@@ -84,6 +84,7 @@ class DeviceClass(_OnDevices):
         return DeviceInstances(self.work.function, actors, claim, self.pool, give_back)
 
 
+@dataclass(eq=False, repr=False)
 class DeviceInstances(ClosesOnExit):
     """An instance on every host: `instances.method(...)` calls it on all, and returns the values in order.
 
@@ -91,16 +92,11 @@ class DeviceInstances(ClosesOnExit):
     When a host is lost, so is its state: values and references raise Ray's errors. Close the instances and make others.
     """
 
-    def __init__(
-        self,
-        cls: Callable[..., Any],
-        actors: list[list[Any]],
-        claim: SlotClaim,
-        pool: SlicePool,
-        give_back: Callable[[], object] | None = None,
-    ) -> None:
-        self._cls, self._actors, self._claim, self._pool = cls, actors, claim, pool
-        self._give_back = give_back
+    _cls: Callable[..., Any]
+    _actors: list[list[Any]]
+    _claim: SlotClaim
+    _pool: SlicePool
+    _give_back: Callable[[], object] | None
 
     def __getattr__(self, method: str) -> "_Method":
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
