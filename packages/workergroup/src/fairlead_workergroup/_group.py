@@ -196,7 +196,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
         self._teardown = Teardown(self._launcher, self._watches)
         self._standbys = Standbys(self._launcher, standby)
-        restarter = Restarter(self._launcher, verdicts, policy, self._standbys, slots=slots)
+        restarter = Restarter(self._launcher, verdicts, policy, self._standbys, slots)
         self._sender = Sender(
             self._roster,
             self._launcher,

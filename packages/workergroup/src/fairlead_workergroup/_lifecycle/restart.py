@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -91,6 +91,7 @@ class RestartPolicy:
         return tuple(failure for failure in now.lost.values() if together or failure.rank in called)
 
 
+@dataclass(eq=False, repr=False)
 class Restarter:
     """Restart lost workers of a group.
 
@@ -109,29 +110,22 @@ class Restarter:
         began: when the change that holds `turn` began; None if there is none.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        verdicts: Verdicts,
-        policy: RestartPolicy,
-        standbys: Standbys,
-        *,
-        slots: Sequence[Slot],
-    ) -> None:
-        self._standbys = standbys
-        self.policy = policy
-        self.changing: threading.RLock = threading.RLock()
-        self.turn: threading.RLock = threading.RLock()
-        self.began: float | None = None
-        self._launcher = launcher
-        self._resources = launcher.resources
-        self._roster = launcher.resources.roster
-        self._verdicts = verdicts
-        self._slots = slots
-        self._group_restarts = 0
-        self._lock = threading.Lock()
-        # The restart on a thread of its own, for calls with a deadline.
-        self._background: Future[list[int]] | None = None
+    _launcher: Launcher
+    _verdicts: Verdicts
+    policy: RestartPolicy
+    _standbys: Standbys
+    _slots: Sequence[Slot]
+    changing: threading.RLock = field(default_factory=threading.RLock)
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    began: float | None = None
+    _group_restarts: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # The restart on a thread of its own, for calls with a deadline.
+    _background: Future[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self._resources = self._launcher.resources
+        self._roster = self._launcher.resources.roster
 
     def restart(self, methods: UserMethods) -> list[int]:
         """Restart the dead workers; see `RayWorkerGroup.restart_failed_workers`.
