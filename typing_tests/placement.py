@@ -199,6 +199,7 @@ def slot(group: PlacementGroup) -> None:
     assert_type(slot.labels, Mapping[str, str])
     assert_type(slot.worker_resources, Mapping[str, float])
     assert_type(slot.capacity, int)
+    assert_type(slot.key, tuple[str, int])
     assert_type(slot.env, Mapping[str, str])
 
 

@@ -38,3 +38,8 @@ class Slot:
     worker_resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     capacity: int = 1
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The bundle, as the id of its placement group and its index there."""
+        return self.placement_group.id.hex(), self.bundle_index

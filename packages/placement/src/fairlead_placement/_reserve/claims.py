@@ -61,7 +61,7 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     Raises:
         ResourceInsufficientError: a slot is full. The message names its holders.
     """
-    claim = SlotClaim(holder, frozenset(map(_key, slots)), group)
+    claim = SlotClaim(holder, frozenset(slot.key for slot in slots), group)
     if (full := _enter(claim, slots)) is not None:
         wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
         full = _enter(claim, slots)
@@ -74,12 +74,12 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
     """Register a claim in every slot, or return the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
-            if _key(slot) in _closed:
+            if slot.key in _closed:
                 return ResourceInsufficientError(
                     f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     "logical node has been released (release_nodes). Take the present slots() of the cluster."
                 )
-            there = _held.get(_key(slot), [])
+            there = _held.get(slot.key, [])
             if len(there) >= slot.capacity:
                 return ResourceInsufficientError(_full(slot, claim.holder, there))
         for key in claim._keys:
@@ -116,7 +116,7 @@ def close_slots(slots: Sequence[Slot]) -> list[str]:
 
 
 def _close(slots: Sequence[Slot]) -> list[str]:
-    keys = [_key(slot) for slot in slots]
+    keys = [slot.key for slot in slots]
     with _lock:
         names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, [])))
         if not names:
@@ -127,10 +127,6 @@ def _close(slots: Sequence[Slot]) -> list[str]:
 def groups_on(slots: Sequence[Slot]) -> list[object]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
-        there = {id(claim._group()) for slot in slots for claim in _held.get(_key(slot), [])}
+        there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, [])}
         known = [group_of() for group_of in _groups.values()]
     return [group for group in known if group is not None and id(group) in there]
-
-
-def _key(slot: Slot) -> _Key:
-    return slot.placement_group.id.hex(), slot.bundle_index

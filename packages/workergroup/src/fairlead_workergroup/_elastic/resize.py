@@ -14,7 +14,6 @@ from .._calls.sender import Sender
 from .._deadline import Deadline
 from .._lifecycle.delivery import deliver, drain, wait_for, wait_until_idle
 from .._lifecycle.launcher import Launcher
-from .._lifecycle.resources import key_of
 from .._members import Change, Member, Resize, Snapshot
 from .._start.layout import choose_slots, resize_places
 from ..exceptions import BrokenEpochError, WorkerGroupError
@@ -160,9 +159,9 @@ class Resizer:
         """
         if count <= 0:
             return []
-        used = {key_of(slot) for slot in (*(place.slot for place in now.places), *self._resources.standby_slots())}
+        used = {slot.key for slot in (*(place.slot for place in now.places), *self._resources.standby_slots())}
         if slots is not None:
-            if taken := [slot for slot in slots if key_of(slot) in used]:
+            if taken := [slot for slot in slots if slot.key in used]:
                 raise ValueError(
                     f"bundle {taken[0].bundle_index} of logical node {taken[0].node_idx} has a worker of this group "
                     "already; give slots that it does not use"

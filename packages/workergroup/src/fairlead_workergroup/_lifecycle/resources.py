@@ -62,15 +62,15 @@ class Resources:
         """
         free: list[Slot] = []
         for slot in slots:
-            if key_of(slot) not in self._claims and len(choose_slots(free, count, tied=tied)) < count:
+            if slot.key not in self._claims and len(choose_slots(free, count, tied=tied)) < count:
                 with contextlib.suppress(ResourceInsufficientError):  # other groups fill it
                     self.claim_slots([slot])
                     free.append(slot)
         chosen = choose_slots(free, count, tied=tied)
-        kept = {key_of(slot) for slot in chosen} if len(chosen) == count else set()
+        kept = {slot.key for slot in chosen} if len(chosen) == count else set()
         for slot in free:
-            if key_of(slot) not in kept:
-                self._claims.pop(key_of(slot)).release()
+            if slot.key not in kept:
+                self._claims.pop(slot.key).release()
         return chosen
 
     def claim_slots(self, slots: Iterable[Slot]) -> None:
@@ -79,7 +79,7 @@ class Resources:
         Raises:
             ResourceInsufficientError: a slot has no room for another group.
         """
-        new = {key_of(slot): slot for slot in slots if key_of(slot) not in self._claims}
+        new = {slot.key: slot for slot in slots if slot.key not in self._claims}
         made: dict[tuple[str, int], SlotClaim] = {}
         try:
             for key, slot in new.items():
@@ -92,7 +92,7 @@ class Resources:
 
     def keep_slots(self, slots: Iterable[Slot]) -> None:
         """Release the claims of all slots except these and those of standbys."""
-        kept = {key_of(slot) for slot in (*slots, *self.standby_slots())}
+        kept = {slot.key for slot in (*slots, *self.standby_slots())}
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
@@ -177,11 +177,6 @@ class Resources:
             f"{len(self._workers)} worker(s) are ended in the background. Use the group in a with statement, or call "
             "shutdown()."
         )
-
-
-def key_of(slot: Slot) -> tuple[str, int]:
-    """Return what identifies a slot."""
-    return slot.placement_group.id.hex(), slot.bundle_index
 
 
 def _lease(place: Place, ports: tuple[int, int] | None) -> PortLease:

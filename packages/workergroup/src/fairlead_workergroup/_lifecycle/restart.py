@@ -24,7 +24,6 @@ from .._start.layout import move_places
 from ..exceptions import MOST_SHOWN, ResizeTimeoutError, WorkerFailure, WorkerFailureError, WorkerStartError
 from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
-from .resources import key_of
 from .standbys import Standby, Standbys
 
 logger = logging.getLogger(__name__)
@@ -440,8 +439,8 @@ class Restarter:
         now = sorted((slot for slot in cluster.slots() if slot.node_idx in mine), key=lambda slot: slot.node_idx)
         there = {slot.node_idx for slot in now}
         before = sorted((slot for slot in self._slots if slot.node_idx in there), key=lambda slot: slot.node_idx)
-        instead = dict(zip(map(key_of, before), now, strict=True))
-        moved = move_places(places, {place.rank: instead.get(key_of(place.slot), place.slot) for place in places})
+        instead = dict(zip((slot.key for slot in before), now, strict=True))
+        moved = move_places(places, {place.rank: instead.get(place.slot.key, place.slot) for place in places})
         if gone := [place.rank for place in moved if place.slot.node_id not in alive_nodes()]:
             raise WorkerFailureError(
                 lost,
