@@ -2,7 +2,6 @@
 """Tests of a lane: its order, references, faults, keys, and the calls that leave it."""
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -21,6 +20,7 @@ from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, Wo
 from fairlead_workergroup.testing import hang, kill
 
 from ..calling import store_used
+from ..lanes import connect_stranger
 
 
 class Worker:
@@ -358,25 +358,11 @@ class TestKeys:
     @pytest.mark.parametrize("keys", ["none", "wrong client", "wrong server"])
     def test_strangers(self, lane, keys):
         """Nobody without the keys of the lane is heard, and the group goes on."""
-        zmq = pytest.importorskip("zmq")
         config = lane._sender.lane._router.config(b"stranger")
-        public, secret = zmq.curve_keypair()
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            if keys != "none":
-                socket.curve_publickey, socket.curve_secretkey = public, secret
-                socket.curve_serverkey = config.server_key if keys == "wrong client" else public
-            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            try:
-                socket.connect(config.address)
-                with contextlib.suppress(zmq.Again):  # the handshake may have failed already
-                    socket.send(b"x" * 100, zmq.NOBLOCK)
-                for i in range(20):
-                    assert lane.call("echo", i).result() == [i] * 8
-                assert not monitor.poll(500)
-            finally:
-                socket.disable_monitor()
-                monitor.close(0)
+        with connect_stranger(config, keys) as monitor:
+            for i in range(20):
+                assert lane.call("echo", i).result() == [i] * 8
+            assert not monitor.poll(500)
 
     def test_garbage_and_replay(self, lane):
         """Bytes that are not of the protocol, and messages that have been sent before, change nothing."""

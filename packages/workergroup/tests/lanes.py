@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes for tests: workers that are threads of this process, without Ray, and sockets that do not belong to a lane."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairlead_workergroup._calls.sender import Request
+from fairlead_workergroup._lane.lane import Lane
+from fairlead_workergroup._lane.router import Router
+from fairlead_workergroup._remote.lane import LaneConfig, serve
+
+
+class Handle:
+    """An actor whose serve calls run in threads, one after the other, as Ray runs them."""
+
+    def __init__(self, methods: dict) -> None:
+        self._actor_id = b"\x01" * 16
+        self.methods = methods
+        self.turn = threading.Lock()
+        self.held = threading.Event()
+        self.held.set()
+        self._fairlead_serve = self
+
+    def remote(self, config) -> "Serving":
+        return Serving(self, config)
+
+
+class Serving:
+    """A serve call, in place of its generator."""
+
+    def __init__(self, handle: Handle, config) -> None:
+        self.ended: Future = Future()
+        started = threading.Event()
+
+        def run() -> None:
+            with handle.turn:
+                started.set()
+                try:
+                    list(serve(config, handle.methods.__getitem__, lambda read: None))
+                except BaseException as error:  # noqa: BLE001  reported as Ray does
+                    self.ended.set_exception(error)
+                else:
+                    self.ended.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()
+        started.wait(0.2)
+
+    def completed(self) -> "Serving":
+        return self
+
+    def future(self) -> Future:
+        return self.ended
+
+
+class Member:
+    def __init__(self, rank: int, handle: Handle) -> None:
+        self.rank, self.handle = rank, handle
+        self.failure, self.restarting = None, False
+        # Rank 0 connects by a Unix socket, and the others by TCP.
+        self.facts = SimpleNamespace(node_id="there" if rank else "here")
+
+
+class Members(list):
+    @property
+    def members(self):
+        return self
+
+    def has(self, ranks) -> bool:
+        return all(rank < len(self) for rank in ranks)
+
+
+class Roster:
+    connected, ending = True, False
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def snapshot(self) -> Members:
+        return self._members
+
+
+class Group:
+    """A lane with workers that are threads; with `early`, the first call is made before the lane opens."""
+
+    def __init__(self, size: int, port: int, *, early: bool = False) -> None:
+        self.ran: list[list] = [[] for _ in range(size)]
+        self.gate = threading.Event()
+        self.gate.set()
+        self.members = Members(Member(rank, Handle(self.methods(rank))) for rank in range(size))
+        self.router = Router("127.0.0.1", port)
+        self.released: list[bool] = []
+        self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True), node_id="here")
+        self.early: list = self.send("add", 0) if early else []
+        self.lane.open(20)
+
+    def methods(self, rank: int) -> dict:
+        def echo(*args, **kwargs):
+            return args, kwargs
+
+        def add(value):
+            self.gate.wait(20)
+            self.ran[rank].append(value)
+            return value
+
+        def items(count):
+            yield from range(count)
+
+        def items_and_note(count):
+            self.ran[rank].append(("items", count))
+            yield from range(count)
+
+        def fail(text):
+            raise KeyError(text)
+
+        def items_and_fail():
+            yield 1
+            raise KeyError("after an item")
+
+        methods = (echo, add, items, items_and_note, items_and_fail, fail)
+        return {method.__name__: method for method in methods}
+
+    def send(self, method: str, *args, ranks=None, **kwargs) -> list:
+        ranks = range(len(self.members)) if ranks is None else ranks
+        requests = [Request(method, list(args), kwargs) for _ in ranks]
+        return self.lane.send(self.members, ranks, requests, yields_items=method.startswith("items"))
+
+
+@contextlib.contextmanager
+def open_group(*, early: bool = False) -> Iterator[Group]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = Group(2, port, early=early)
+    try:
+        yield made
+    finally:
+        made.gate.set()
+        made.lane.stop()
+        made.lane.close(20)
+    assert made.released == [True]
+
+
+class Resources:
+    """Resources whose registration publishes to a list; `hold` runs when a thread is about to publish no lane."""
+
+    def __init__(self, hold=lambda: None) -> None:
+        self.published: list[bool] = []
+        self.registration = self
+        self._hold = hold
+
+    def __setattr__(self, name, value):
+        if name == "lane" and not value:
+            self._hold()
+        object.__setattr__(self, name, value)
+
+    def publish(self):
+        self.published.append(self.lane)
+
+
+@contextlib.contextmanager
+def connect_stranger(config: LaneConfig, keys: str, *, identity: bytes = b"") -> Iterator[Any]:
+    """Connect a socket to a lane and send a message.
+
+    Args:
+        config: where the lane listens, and its keys.
+        keys: those of the socket: "none", "wrong client" or "wrong server".
+        identity: the name of the socket; empty for one that zmq chooses.
+
+    Yields:
+        The monitor of the socket, which has a message if a handshake succeeds.
+    """
+    zmq: Any = pytest.importorskip("zmq")
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        if identity:
+            stranger.routing_id = identity
+        if keys != "none":
+            stranger.curve_publickey, stranger.curve_secretkey = public, secret
+            stranger.curve_serverkey = config.server_key if keys == "wrong client" else public
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            stranger.connect(config.address)
+            with contextlib.suppress(zmq.Again):  # the handshake may have failed already
+                stranger.send(b"x" * 100, zmq.NOBLOCK)
+            yield monitor
+        finally:
+            stranger.disable_monitor()
+            monitor.close(0)

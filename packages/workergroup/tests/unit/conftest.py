@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes that tests without Ray share."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from ..lanes import Group, open_group
+
+
+@pytest.fixture
+def group(monkeypatch, request) -> Iterator[Group]:
+    """Yield a lane with two workers; with a parameter that is true, a call is made before it opens."""
+    monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+    with open_group(early=getattr(request, "param", False)) as made:
+        yield made
+
+
+@pytest.fixture
+def sender(monkeypatch):
+    """Return a sender whose lanes do nothing."""
+    pytest.importorskip("zmq")
+
+    def make_lane(sender, _):
+        return SimpleNamespace(holders=1, detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
+
+    monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
+    roster = SimpleNamespace(connected=True, ending=False, detour=None)
+    roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
+    restarter = SimpleNamespace(turn=threading.RLock(), describe_wait=lambda advice: f"A restart goes on. {advice}")
+    return SimpleNamespace(roster=roster, lane=None, restarter=restarter, opens=lambda _: None)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of a lane that is opened or closed while another thread holds the turn of the group, without Ray."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fairlead_workergroup._calls.lane import open_lane
+from fairlead_workergroup.exceptions import LaneError
+
+from ..lanes import Resources
+
+
+class TestTurns:
+    """Another thread holds the turn of the group, because it restarts workers."""
+
+    @contextlib.contextmanager
+    def _restart(self, sender) -> Iterator[threading.Event]:
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with sender.restarter.turn:
+                held.set()
+                release.wait(60)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        assert held.wait(20)
+        yield release
+        release.set()
+        other.join(20)
+
+    def test_opening(self, sender):
+        """A lane that cannot be opened in time, because another thread restarts workers, says so."""
+        with self._restart(sender):
+            began = time.monotonic()
+            with pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
+                open_lane(sender, Resources(), 0.1).__enter__()
+            assert time.monotonic() - began < 15
+
+    def test_closing(self, sender, eventually):
+        """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
+        resources = Resources()
+        lane = open_lane(sender, resources, 0.1)
+        lane.__enter__()
+        with self._restart(sender):
+            began = time.monotonic()
+            with pytest.raises(LaneError, match=r"did not close within 0\.1 s\. A restart goes on\. The lane closes"):
+                lane.__exit__(None, None, None)
+            assert time.monotonic() - began < 15
+            assert sender.lane is not None
+        assert eventually(lambda: resources.published == [True, False])
+        assert sender.lane is None
+
+    def test_publishing(self, sender, eventually):
+        """Opening ends at its timeout also if a restart begins while the workers follow, and leaves no lane open."""
+        resources, restart = Resources(), contextlib.ExitStack()
+
+        def open_and_restart(_):
+            restart.enter_context(self._restart(sender))
+
+        sender.opens = open_and_restart
+        began = time.monotonic()
+        with restart, pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on\. Open the lane"):
+            open_lane(sender, resources, 0.1).__enter__()
+        assert time.monotonic() - began < 15
+        assert eventually(lambda: sender.lane is None)
