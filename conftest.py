@@ -105,6 +105,21 @@ def local_ray(shared_ray: LocalRay) -> None:
     shared_ray.ensure()
 
 
+@pytest.fixture(scope="module")
+def shared_cluster(local_ray: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Yield a logical node for the tests of a module; its `SLOTS` is the number of CPU slots."""
+    from fairlead_placement import RayVirtualCluster
+
+    with RayVirtualCluster([request.module.SLOTS], use_gpus=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slots(shared_cluster: Any) -> Any:
+    """Return the slots of `shared_cluster`."""
+    return shared_cluster.slots()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that a test that uses Ray neither loses nor leaks resources."""

@@ -4,20 +4,15 @@
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_transfer import Link
 from fairlead_venvs import VenvSpec
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 
 from ..plain import Columns
 
+SLOTS = 6
+
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def slots(local_ray):
-    with RayVirtualCluster([6], use_gpus=False) as cluster:
-        yield cluster.slots()
 
 
 @pytest.fixture(autouse=True, scope="module")

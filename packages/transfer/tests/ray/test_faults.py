@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, TransferError
 from fairlead_transfer.testing import fail_at
@@ -15,13 +14,9 @@ from fairlead_workergroup.testing import hang, kill
 from ..faults import CASES, REPEATS, check_fault
 from ..holders import Holder, two_groups
 
+SLOTS = 6
+
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-
-@pytest.fixture(scope="module")
-def slots(local_ray):
-    with RayVirtualCluster([6], use_gpus=False) as cluster:
-        yield cluster.slots()
 
 
 @pytest.fixture

@@ -10,25 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LayoutMismatchError, Link, TransferError
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 
 from ..holders import AsyncHolder, Holder
 
+SLOTS = 12
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-
-@pytest.fixture(scope="module")
-def cluster(local_ray):
-    with RayVirtualCluster([12], use_gpus=False) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def slots(cluster):
-    return cluster.slots()
 
 
 @pytest.fixture(scope="module")

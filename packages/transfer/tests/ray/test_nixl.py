@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_transfer import LayoutMismatchError, Link, TransferError
 from fairlead_transfer._remote.agent import explain_missing
 from fairlead_transfer.testing import fail_at
@@ -16,6 +15,8 @@ from fairlead_workergroup.testing import hang, kill
 
 from ..faults import check_fault
 from ..holders import Holder, two_groups
+
+SLOTS = 5
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 if explain_missing():
@@ -83,12 +84,6 @@ class Plain(Large):
     def __init__(self, dims, scale=0.0):
         sys.modules.update(dict.fromkeys(("nixl_cu12", "nixl_cu13")))
         super().__init__(dims, scale)
-
-
-@pytest.fixture(scope="module")
-def slots(local_ray):
-    with RayVirtualCluster([5], use_gpus=False) as cluster:
-        yield cluster.slots()
 
 
 @pytest.fixture

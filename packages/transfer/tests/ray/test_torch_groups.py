@@ -3,10 +3,11 @@
 
 import pytest
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+
+SLOTS = 8
 
 pytest.importorskip("torch", reason="needs torch")
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(400)]
@@ -95,12 +96,6 @@ class Generator:
             name: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().tobytes()
             for name, value in self.parameters.items()
         }
-
-
-@pytest.fixture(scope="module")
-def slots(local_ray):
-    with RayVirtualCluster([8], use_gpus=False) as cluster:
-        yield cluster.slots()
 
 
 @pytest.fixture(scope="module", params=[{"dp": 2, "tp": 2}, {"dp": 4}], ids=["fsdp-tp", "fsdp"])

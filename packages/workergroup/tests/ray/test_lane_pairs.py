@@ -30,6 +30,7 @@ from fairlead_workergroup._lane.session import WINDOW
 from fairlead_workergroup.testing import kill, slow
 
 MB = 1_000_000
+SLOTS = 4
 
 
 class Worker:
@@ -77,12 +78,6 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def cluster(local_ray):
-    with RayVirtualCluster([4], use_gpus=False) as reserved:
-        yield reserved
-
-
-@pytest.fixture(scope="module")
 def pair(local_ray):
     """Return a group of two workers, which tests leave as it was."""
     with (
@@ -99,9 +94,9 @@ def by_lane(call):
 
 
 class TestMembership:
-    def test_resize(self, cluster):
+    def test_resize(self, shared_cluster):
         """Calls in flight, and those of another thread, run once each while the group grows and shrinks."""
-        slots, axes = cluster.slots(), NamedSharding.from_shape(dp=2)
+        slots, axes = shared_cluster.slots(), NamedSharding.from_shape(dp=2)
         stop = threading.Event()
 
         def call_often(group):
@@ -131,10 +126,10 @@ class TestMembership:
             seen = [*range(100), "rejoin", *range(100, 200), "rejoin"]
             assert by_lane(group.call("take_seen")) == [seen]
 
-    def test_replace_and_standby(self, cluster, eventually):
+    def test_replace_and_standby(self, shared_cluster, eventually):
         """A rank that moves, and one that a standby takes over, join the lane; calls in flight end before."""
         options = {"on_handover": "save", "on_restart": "load", "workers_per_node": [2], "standby": 1}
-        with RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), **options) as group, group.lane():
+        with RayWorkerGroup(shared_cluster, RayWorkerBuilder(Worker, []), **options) as group, group.lane():
             assert eventually(lambda: group.standby == 1, 60)
             before = group.call("pid").result(timeout=60)
             calls = [group.call("add", i, seconds=0.002) for i in range(100)]
@@ -237,10 +232,10 @@ class TestOtherProcesses:
 
 
 class TestFaults:
-    def test_kill(self, cluster, eventually):
+    def test_kill(self, shared_cluster, eventually):
         """The calls of a killed worker say so, the others' are answered, and the restarted worker joins the lane."""
         options = {"restart_on_failure": True, "max_restarts": 10, "memory_limit": "600MB", "workers_per_node": [2]}
-        with RayWorkerGroup(cluster, Worker, **options) as group:
+        with RayWorkerGroup(shared_cluster, Worker, **options) as group:
             pids = group.call("pid").result(timeout=60)
 
             def check_recovery():
