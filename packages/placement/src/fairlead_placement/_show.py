@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ._model import Ask, Node
+from ._model import Ask, Node, group_pairs
 from ._slot import Slot
 
 _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", "starting": "yellow"}
@@ -76,15 +76,9 @@ def count_noun(number: int, thing: str) -> str:
 
 def _cells(slots: Sequence[Slot]) -> tuple[dict[tuple[int, int], tuple[int, int]], dict[int, dict[str, str]]]:
     """Return the cell of each bundle (a row's cells are in physical order), and the nodes of each logical node."""
-    cell_of: dict[tuple[int, int], tuple[int, int]] = {}
-    place: dict[int, dict[str, str]] = {}
-    filled: dict[int, int] = {}
-    for slot in slots:
-        at = filled.get(slot.node_idx, 0)
-        filled[slot.node_idx] = at + 1
-        cell_of[slot.node_idx, slot.bundle_index] = (slot.node_idx, at)
-        place.setdefault(slot.node_idx, {})[slot.node_id] = slot.node_ip
-    return cell_of, place
+    rows = group_pairs((slot.node_idx, slot) for slot in slots)
+    cell_of = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
+    return cell_of, {row: {slot.node_id: slot.node_ip for slot in there} for row, there in rows.items()}
 
 
 def _legend(kind: str, slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
