@@ -42,18 +42,16 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: two batches have different values.
     """
-    joined: dict[str, Any] = {}
-    first: dict[str, int] = {}
+    first: dict[str, tuple[int, Any]] = {}
     for number, meta in enumerate(metas):
         for key, value in meta.items():
-            if key in joined and not operations.is_same(joined[key], value):
+            earlier, known = first.setdefault(key, (number, value))
+            if not operations.is_same(known, value):
                 raise ValueError(
-                    f"Batches {first[key]} and {number} have different meta[{key!r}]: {joined[key]!r:.100} and "
+                    f"Batches {earlier} and {number} have different meta[{key!r}]: {known!r:.100} and "
                     f"{value!r:.100}. Set it to one value, or delete it, before joining."
                 )
-            joined.setdefault(key, value)
-            first.setdefault(key, number)
-    return joined
+    return {key: value for key, (_, value) in first.items()}
 
 
 def _check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
