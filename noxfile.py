@@ -124,27 +124,33 @@ def tests(session: nox.Session, name: str) -> None:
     session.run("pytest", f"packages/{name}", *session.posargs, env=TEST_ENV)
 
 
-@nox.session
+# In an environment that exists, only this repository's packages are installed again.
+@nox.session(reuse_venv=True)
 def unit(session: nox.Session) -> None:
     """Run the tests of all packages that need neither Ray nor uv; the answer comes within seconds.
 
     Random tests try half as many examples as in `tests`.
     """
-    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis", "torch")
-    # Two halves of the same length at once. Only the first one imports torch.
+    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis", "torch", "pyzmq")
+    # All at once. Only the first part imports torch; the second mostly waits, for threads and processes.
     paths = {name: package(name, "/tests/unit") for name in SIBLINGS}
-    first = [paths.pop("batching"), paths.pop("transfer")]
-    with_torch = f"{paths['workergroup']}/test_describe.py::test_options_of_plain_methods[torch]"
-    halves = [*first, with_torch], [*paths.values(), f"--deselect={with_torch.removeprefix('./')}"]
+    workers = paths.pop("workergroup")
+    rendezvous, described = f"{workers}/test_torch.py", f"{workers}/test_describe.py"
+    with_torch = f"{described}::test_options_of_plain_methods[torch]"
+    parts = (
+        [paths.pop("batching"), paths.pop("transfer"), rendezvous, with_torch],
+        [workers, f"--ignore={rendezvous}", f"--deselect={with_torch.removeprefix('./')}"],
+        [*paths.values()],
+    )
 
-    def run_half(half: list[str]) -> None:
+    def run_part(part: list[str]) -> None:
         # 5: none of them has a name that was asked for (-k).
         env = {**RAY_ENV, "FAIRLEAD_EXAMPLES": "50"}
-        output = session.run("pytest", *half, *session.posargs, env=env, silent=True, success_codes=[0, 5])
+        output = session.run("pytest", *part, *session.posargs, env=env, silent=True, success_codes=[0, 5])
         print(output, flush=True)
 
-    with ThreadPoolExecutor(len(halves)) as pool:
-        list(pool.map(run_half, halves))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(run_part, parts))
 
 
 @nox.session
