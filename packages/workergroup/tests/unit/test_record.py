@@ -33,6 +33,9 @@ from fairlead_workergroup._remote.progress import (
     write_cancelled,
 )
 
+# Looks at a process that writes all the time: a sample of the moments at which a look can come.
+LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
+
 
 @pytest.fixture
 def record(monkeypatch):
@@ -248,7 +251,7 @@ def check_state(state):
 def test_read_during_writes(writer):
     """Another process finds the record by pid and reads complete states; the record ends with the writer."""
     file = open_record(writer.pid)
-    assert sum(check_state(read_record(file)) for _ in range(20_000)) > 100
+    assert sum(check_state(read_record(file)) for _ in range(2 * LOOKS)) > 100
     os.close(file)
     writer.kill()
     writer.wait()
@@ -261,7 +264,7 @@ def test_read_during_a_stop(writer):
     """A reader gets complete states wherever the writer was stopped."""
     file = open_record(writer.pid)
     busy = 0
-    for _ in range(10_000):
+    for _ in range(LOOKS):
         os.kill(writer.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
         busy += check_state(read_record(file))
