@@ -32,18 +32,10 @@ CLOSED = OPEN.replace("unreleased", "2026-06-05")
 
 
 class Tree:
-    """A committed copy of the files that bump and test_versions.py read."""
+    """A copy of the files that bump and test_versions.py read, in a git repository."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for folder in ("packages", "scripts", ".github"):
-            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "build", "dist"))
-        for file in ("noxfile.py", "conftest.py", "pyproject.toml", "README.md", "RELEASING.md", "LICENSE"):
-            shutil.copy(ROOT / file, root)
-        (root / "integration-tests").mkdir()
-        shutil.copy(ROOT / "integration-tests/test_versions.py", root / "integration-tests")
-        self.git("init", "--quiet")
-        self.commit()
 
     def git(self, *arguments: str) -> str:
         who = "-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false"
@@ -77,9 +69,26 @@ class Tree:
         return re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def unchanged_tree(tmp_path_factory):
+    """Return a committed tree that the tests share and leave unchanged."""
+    root = tmp_path_factory.mktemp("tree")
+    for folder in ("packages", "scripts", ".github"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "build", "dist"))
+    for file in ("noxfile.py", "conftest.py", "pyproject.toml", "README.md", "RELEASING.md", "LICENSE"):
+        shutil.copy(ROOT / file, root)
+    (root / "integration-tests").mkdir()
+    shutil.copy(ROOT / "integration-tests/test_versions.py", root / "integration-tests")
+    made = Tree(root)
+    made.git("init", "--quiet")
+    made.commit()
+    return made
+
+
 @pytest.fixture
-def tree(tmp_path):
-    return Tree(tmp_path)
+def tree(unchanged_tree, tmp_path):
+    """Return a committed tree of the test's own."""
+    return Tree(shutil.copytree(unchanged_tree.root, tmp_path / "tree"))
 
 
 def test_docstring_examples():
@@ -194,10 +203,10 @@ def test_release(tree):
         (("--tag", "placement"), "no package ''"),
     ],
 )
-def test_invalid_arguments(tree, arguments, message):
+def test_invalid_arguments(unchanged_tree, arguments, message):
     """Invalid arguments are rejected before any file is written."""
-    assert message in tree.bump(*arguments)
-    assert tree.list_changed_files() == []
+    assert message in unchanged_tree.bump(*arguments)
+    assert unchanged_tree.list_changed_files() == []
 
 
 @pytest.mark.parametrize("file", PLACEMENT)
