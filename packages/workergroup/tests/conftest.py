@@ -24,6 +24,22 @@ settings.register_profile(
 settings.load_profile("fairlead-workergroup")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the modules that use the shared Ray first, so that it starts once and not seven times.
+
+    A module whose first test does not use it shuts it down, so those whose later tests use it come before all others.
+    """
+    modules: dict[pytest.Module | None, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.getparent(pytest.Module), []).append(item)
+
+    def place(tests: list[pytest.Item]) -> int:
+        uses = ["local_ray" in getattr(item, "fixturenames", ()) for item in tests]
+        return 1 if uses[0] else 0 if any(uses) else 2
+
+    items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
+
+
 @pytest.fixture
 def cluster(local_ray: None) -> Iterator[object]:
     """Yield one logical node with eight CPU slots."""
