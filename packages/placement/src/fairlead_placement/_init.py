@@ -101,8 +101,8 @@ def attach_to(named: str | None, **options: Any) -> Any | None:
     if address is None or not _answers(address):
         if named:
             raise PlacementError(
-                f"No Ray cluster answers at {named}. Start one with `ray start --head`, correct the address (also "
-                "RAY_ADDRESS), or leave it out to start a local one."
+                f"No Ray cluster answers at {named}. Start one with `ray start --head`, or correct the address (also "
+                "RAY_ADDRESS)."
             )
         return None
     try:

@@ -67,7 +67,7 @@ def dead_address():
 
 def test_a_dead_address(dead_address, monkeypatch):
     """An address at which nothing answers is refused in seconds, given or in RAY_ADDRESS."""
-    message = f"No Ray cluster answers at {dead_address}. Start one with `ray start --head`, correct the address"
+    message = f"No Ray cluster answers at {dead_address}. Start one with `ray start --head`, or correct the address"
     began = time.monotonic()
     with pytest.raises(PlacementError, match=message):
         init_ray(address=dead_address)

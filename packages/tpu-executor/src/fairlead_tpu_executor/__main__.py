@@ -6,34 +6,39 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement import Holder, Node, PlacementError, init_ray
-from fairlead_placement.spi import add_command, read_holders, read_nodes
+from fairlead_placement import Holder, Node
+from fairlead_placement.spi import Output, add_command, attach, read_holders, read_nodes, run_command
 
 from ._accelerators.slices import TOPOLOGY, TYPE, SliceLack, assess_slices
 from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
+
+_EPILOG = """\
+exit status:
+  0  the slices are shown
+  2  the arguments are wrong
+  3  the cluster cannot be reached, wants another token, or did not answer
+  130 after Ctrl-C, 141 if the reader of the output has gone
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    add_command(commands, "status", "show the slices of a cluster and their users", epilog="", json=False)
+    add_command(commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG, json=False)
     address: str = parser.parse_args(argv).address
-    try:
-        init_ray(address=address)
-    except (PlacementError, ValueError) as error:
-        print(error, file=sys.stderr)  # noqa: T201 - this is a program
-        return 1
-    try:
-        Console().print(make_table(slice_statuses(read_nodes(), read_holders())))
-    finally:
-        ray.shutdown()
-    return 0
+
+    def command() -> int:
+        output = Output()
+        with attach(address):
+            output.print(make_table(slice_statuses(read_nodes(), read_holders())))
+        return 0
+
+    return run_command(command)
 
 
 @dataclass(frozen=True)

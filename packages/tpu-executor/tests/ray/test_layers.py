@@ -308,5 +308,5 @@ def test_status(slices):
     assert re.fullmatch(r"placement group fairlead-slice-1-\w{8} \(job \w{8}\): 8 TPU", rows[0][5])
     assert rows[1][5] == "nobody"
     nowhere = subprocess.run([*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=60, env=env)
-    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert (nowhere.returncode, nowhere.stdout) == (3, "")
     assert "No Ray cluster answers at 127.0.0.1:1" in nowhere.stderr
