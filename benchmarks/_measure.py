@@ -31,14 +31,21 @@ class Timing(NamedTuple):
         return f"{mid} {unit} ({low} to {high})"
 
 
-def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1) -> list[Timing]:
+def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0) -> list[Timing]:
     """Return the time of one call of each function.
 
     The functions are called in turns, so that a busy moment of the machine affects all of them equally.
+
+    Args:
+        functions: the functions.
+        repeats: the number of turns of each of them.
+        calls: the number of calls in a turn.
+        pause_s: the seconds between two turns, in which Ray ends what it still does after the calls of a turn.
     """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, seconds in zip(functions, times, strict=True):
+            time.sleep(pause_s)
             start = time.perf_counter()
             for _ in range(calls):
                 function()

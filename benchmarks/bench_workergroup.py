@@ -39,6 +39,7 @@ WORKERS = 8
 # How many times faster a call by the lane has to be than hand-written Ray, by the number of workers.
 LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 4.5, 64: 4.5}
 LANE_CPU_RATIO = 5.0
+PAUSE_S = 2.0
 
 
 class Worker:
@@ -156,9 +157,9 @@ def _lane_rows() -> Iterator[Row]:
                 with group.lane():
                     opened.append(time.perf_counter() - began)
             with group.lane():
-                # Several calls in a row, as in a loop: Ray still works for a moment after its calls.
-                interleaved(by_hand, ours, repeats=2, calls=100)  # warm up
-                base, timing = interleaved(by_hand, ours, repeats=10, calls=100)
+                # About a second of calls in a row, as in a loop. Ray writes the events of its calls for some time after.
+                calls = min(3_000, 8_000 // count)
+                base, timing = interleaved(by_hand, ours, repeats=5, calls=calls, pause_s=PAUSE_S)
                 by_hand_s, ours_s = _cpu_s(by_hand, 300), _cpu_s(ours, 300)
             ratio, cpu_ratio = base.median / timing.median, by_hand_s / ours_s
             yield Row(f"call without arguments to {count} worker(s), by hand", str(base), "", True)
@@ -175,6 +176,7 @@ def _lane_rows() -> Iterator[Row]:
 
 def _cpu_s(function: Callable[[], None], repeats: int) -> float:
     """Return the CPU time of this process for one call of a function."""
+    time.sleep(PAUSE_S)
     began = time.process_time()
     for _ in range(repeats):
         function()
