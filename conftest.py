@@ -56,12 +56,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
     The modules of torch and Ray and the tests themselves live to the end of the run: there is nothing to collect.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 class LocalRay:

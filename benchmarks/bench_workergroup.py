@@ -157,7 +157,7 @@ def _lane_rows() -> Iterator[Row]:
                 with group.lane():
                     opened.append(time.perf_counter() - began)
             with group.lane():
-                # About a second of calls in a row, as in a loop. Ray writes the events of its calls for some time after.
+                # About a second of calls in a row, as in a loop. Ray writes the events of its calls for some time.
                 calls = min(3_000, 8_000 // count)
                 base, timing = interleaved(by_hand, ours, repeats=5, calls=calls, pause_s=PAUSE_S)
                 by_hand_s, ours_s = _cpu_s(by_hand, 300), _cpu_s(ours, 300)

@@ -4,6 +4,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,19 +26,24 @@ settings.load_profile("fairlead-workergroup")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the modules that use the shared Ray first, so that it starts once and not seven times.
+    """Run the modules of this package that use the shared Ray before its others, so that it starts once.
 
     A module whose first test does not use it shuts it down, so those whose later tests use it come before all others.
+    Tests of other packages keep their places.
     """
+    here = Path(__file__).parent
+    places = [at for at, item in enumerate(items) if here in item.path.parents]
     modules: dict[pytest.Module | None, list[pytest.Item]] = {}
-    for item in items:
+    for item in [items[at] for at in places]:
         modules.setdefault(item.getparent(pytest.Module), []).append(item)
 
     def place(tests: list[pytest.Item]) -> int:
         uses = ["local_ray" in getattr(item, "fixturenames", ()) for item in tests]
         return 1 if uses[0] else 0 if any(uses) else 2
 
-    items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
+    ordered = [item for tests in sorted(modules.values(), key=place) for item in tests]
+    for at, item in zip(places, ordered, strict=True):
+        items[at] = item
 
 
 @pytest.fixture

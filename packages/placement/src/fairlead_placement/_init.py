@@ -192,10 +192,10 @@ def connection() -> str:
     ''
     """
     global _latest
-    if not ray.is_initialized():
-        return ""
     # Every call of a worker group asks, and Ray's own functions take several times as long as a look at this.
     mark, latest = connection_mark(), _latest
+    if not ray.is_initialized():
+        return ""
     if mark is not None and latest is not None and latest[0]() is mark:
         return latest[1]
     here = ray.get_runtime_context()
@@ -204,5 +204,5 @@ def connection() -> str:
     return text
 
 
-# The mark of the latest connection that was asked for, and its text.
+# The mark of the latest connection that `connection` has described, and its text.
 _latest: tuple[weakref.ref[Any], str] | None = None

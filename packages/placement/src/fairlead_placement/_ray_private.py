@@ -44,7 +44,7 @@ def drain_deadlines() -> dict[str, float]:
 
 
 def connection_mark() -> object | None:
-    """Return an object that Ray makes anew for each connection of this process to a cluster.
+    """Return the object that Ray makes for each connection of this process to a cluster.
 
     Reason: Ray's public ids of a connection have to be fetched and put into text at each look.
     Fallback: None; callers then compare these ids.

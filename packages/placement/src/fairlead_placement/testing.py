@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group_table
 from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes, nodes_with_agents
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
+from .exceptions import PlacementError
 
 __all__ = ["assert_no_leaks"]
 
@@ -78,9 +79,14 @@ def _snapshot() -> _Snapshot:
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
     answers = ask_nodes("leased", dict.fromkeys(nodes_with_agents(), ()), ANSWER_S)
-    leased = {node_id: ports for node_id, ports in answers.items() if not isinstance(ports, Exception)}
+    leased = {}
+    for node_id, ports in answers.items():
+        if not isinstance(ports, Exception):
+            leased[node_id] = ports
+        elif not isinstance(ports, PlacementError):
+            raise ports
+        # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
     return {
         "free resource": frozenset(free),
         "actor": frozenset(

@@ -118,7 +118,7 @@ def test_whose_local_ray(server, run_script):
 
 
 def test_connection(server, run_script):
-    """Each connection has its own text, also to the same cluster; so it is without Ray's private mark."""
+    """Each connection has its own text, also to the same cluster, with and without Ray's private mark."""
     address, _ = server
     out = run_script(
         """

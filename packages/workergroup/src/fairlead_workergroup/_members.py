@@ -483,7 +483,16 @@ class Roster:
     def _record_failures(
         self, failures: Sequence[WorkerFailure], applies: Callable[[Member, WorkerFailure], bool], **others: Any
     ) -> tuple[WorkerFailure, ...]:
-        """Record the first failure of each member to which one applies; return what is known of all of them."""
+        """Record the first failure that applies to each member.
+
+        Args:
+            failures: the failures.
+            applies: whether a failure applies to a member.
+            others: further fields of the next snapshot.
+
+        Returns:
+            For each failure, the report that its member has now.
+        """
         with self._lock:
             rows = [(self._now[failure.rank], failure) for failure in reversed(failures)]
             changed = {member.rank: replace(member, failure=one) for member, one in rows if applies(member, one)}

@@ -4,6 +4,7 @@
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +95,16 @@ class TestAddress:
         port = int(group.router.address.rpartition(":")[2])
         with pytest.raises(LaneError, match=rf"cannot listen at tcp://127\.0\.0\.1:{port}: .*port_range_low"):
             Router("127.0.0.1", port)
+
+    def test_no_unix_sockets(self, group, monkeypatch):
+        """Where a Unix socket cannot be bound, workers of this node connect by TCP too."""
+        taken = group.router.local_address.rpartition("-")[2]
+        monkeypatch.setattr("fairlead_workergroup._lane.router.uuid.uuid4", lambda: SimpleNamespace(hex=taken))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        router = Router("127.0.0.1", port)
+        try:
+            assert router.config(b"", is_local=True).address == f"tcp://127.0.0.1:{port}"
+        finally:
+            router.close()

@@ -25,10 +25,10 @@ from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa:
 from ..lanes import Group, open_group  # noqa: E402
 
 
-def _bind_again(group: Group) -> bool:
+def _bind_again(group: Group, address: str) -> bool:
     with group.lane._hold():
         try:
-            group.router._socket.bind(group.router.address)
+            group.router._socket.bind(address)
         except zmq.ZMQError:
             return False
     return True
@@ -124,6 +124,25 @@ class TestMessages:
         (sent,) = group.send("echo", 1, ranks=[0])
         assert sent.future().result(10) == ((1,), {})
 
+    def test_thread_that_frees_references(self, group, monkeypatch, eventually):
+        """The lane's own thread keeps `ray.shutdown()` waiting while it looks at the ends of the serve calls."""
+        blocked, seen = [], []
+
+        @contextlib.contextmanager
+        def block_shutdown():
+            blocked.append(True)
+            yield
+            blocked.pop()
+
+        def find_ended(streams):
+            seen.append((threading.current_thread().name, bool(blocked)))
+            return {}
+
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.block_shutdown", block_shutdown)
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", find_ended)
+        assert eventually(lambda: len(seen) >= 2)
+        assert set(seen) == {("fairlead-lane", True)}
+
     def test_order_and_detour(self, group):
         """The calls after a detour run after those before it."""
         for i in range(200):
@@ -176,17 +195,48 @@ class TestMessages:
         assert not any(thread.is_alive() for thread in threads)
         assert not wrong
 
-    def test_reconnect(self, group, eventually):
-        """After the loss of the connections each call still runs once."""
+    def test_reconnect(self, group, eventually, monkeypatch):
+        """After the loss of the connections, by both kinds of sockets, each call still runs once."""
+        send, lost = group.router.send, set()
+
+        def note(identity, message):
+            if not (sent := send(identity, message)):
+                lost.add(identity)
+            return sent
+
+        monkeypatch.setattr(group.router, "send", note)
+        addresses = group.router.address, group.router.local_address
         for i in range(100):
             group.send("add", i)
             if i % 10 == 5:
                 with group.lane._hold():
-                    group.router._socket.unbind(group.router.address)
-                assert eventually(lambda: _bind_again(group))
+                    for address in addresses:
+                        group.router._socket.unbind(address)
+                for address in addresses:
+                    assert eventually(lambda address=address: _bind_again(group, address))
         last = group.send("add", 100)
         assert futures_of.wait(last, num_returns=2, timeout=20)[1] == []
         assert group.ran == [list(range(101))] * 2
+        assert lost == {session.identity for session in group.lane._sessions.values()}
+
+    def test_lost_message(self, group, monkeypatch):
+        """A call to a worker without a connection is sent again when the worker has greeted."""
+        send, dropped = group.router.send, []
+        session = group.lane._sessions[0]
+
+        def drop_first(identity, message):
+            if not dropped and group.router._batch is None and identity == session.identity:
+                dropped.append(message)
+                return False
+            return send(identity, message)
+
+        monkeypatch.setattr(group.router, "send", drop_first)
+        sent = group.send("add", 1)
+        assert dropped
+        assert not session.greeted
+        assert futures_of.get(sent, 20) == [1, 1]
+        assert session.greeted
+        assert group.ran == [[1]] * 2
 
     def test_duplicates(self, group):
         """A message that is sent again changes nothing."""
@@ -233,18 +283,18 @@ class TestMessages:
 class TestSignals:
     """Handlers of signals raise between two steps of the code, and must not leave a message half-sent or half-read."""
 
-    def test_while_sending(self, group):
+    def test_while_sending(self, group, monkeypatch):
         """The call has been sent to all workers when Ctrl-C is raised."""
         send, hits = group.router.send, []
 
         def interrupted(*message):
-            if not hits and threading.current_thread() is threading.main_thread():  # not the lane's own thread
+            is_sent_now = group.router._batch is None
+            if not hits and is_sent_now and threading.current_thread() is threading.main_thread():
                 hits.append(message)
                 signal.raise_signal(signal.SIGINT)
             return send(*message)
 
-        for session in group.lane._sessions.values():
-            session.send_frames = interrupted
+        monkeypatch.setattr(group.router, "send", interrupted)
         group.gate.clear()
         with pytest.raises(KeyboardInterrupt):
             group.send("add", 1)

@@ -157,18 +157,22 @@ def _answer(answer: Future[_T], undo: Callable[[_T], object] | None, function: C
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
-    """Wait until a condition holds, with pauses that double, and return whether it does.
+    """Wait until a condition holds, with pauses that double.
 
     Args:
         done: returns whether it holds. Looking at Ray's tables takes a few milliseconds.
         deadline: when to stop waiting, as of `time.monotonic`.
         longest_s: the longest pause in seconds.
+
+    Returns:
+        Whether the condition holds. It is looked at once more at the deadline.
     """
-    pause = POLL_S
+    pause = min(POLL_S, longest_s)
     while not done():
-        if time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             return False
-        time.sleep(pause)
+        time.sleep(min(pause, left))
         pause = min(2 * pause, longest_s)
     return True
 

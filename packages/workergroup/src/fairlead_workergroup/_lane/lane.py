@@ -327,17 +327,17 @@ class Lane:
         done = False
         if is_mine:
             try:
-                self._check_sessions()
                 until = time.monotonic() + timeout_s
-                # Until nothing comes, or another thread wants the socket.
+                # The loop ends when enough has come, when nothing comes, or when another thread wants the socket.
                 goes_on = not self._closed
                 while goes_on:
                     waiting = self._ended or any(one.awaits_store for one in self._busy)
                     arrived = self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
                     with block_shutdown() if frees else _nothing:
                         done = self._receive(is_enough)
-                    self._notify()
                     goes_on = arrived and not (done or frees) and (timeout_s := until - time.monotonic()) > 0
+                    if goes_on:  # otherwise when others can use the socket
+                        self._notify()
             finally:
                 self._socket_lock.release()
             self._notify()
@@ -354,8 +354,13 @@ class Lane:
                 self._changed.notify_all()
 
     def _receive(self, is_enough: Callable[[], bool]) -> bool:
-        """Take the messages that have arrived, up to those that are enough; return whether they are."""
+        """Take the messages that have arrived, up to those that are enough.
+
+        Returns:
+            Whether they are enough.
+        """
         sessions, busy = self._by_identity, self._busy
+        self._check_sessions()
         # What these workers sent before their end has arrived, and is taken before they are given up.
         ended = len(self._ended)
         enough = False

@@ -69,11 +69,8 @@ class Router:
         self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.ROUTER, options)
         host = f"[{address}]" if ":" in address else address
         self.address: str = f"tcp://{host}:{port}"
-        # An abstract socket, which ends with the process.
-        self.local_address: str = f"ipc://@fairlead-lane-{uuid.uuid4().hex}"
         try:
             self._socket.bind(self.address)
-            self._socket.bind(self.local_address)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise LaneError(
@@ -81,6 +78,12 @@ class Router:
                 "port since it was found free. Open the lane again, or give the cluster ports that other processes do "
                 "not use, with its `port_range_low` and `port_range_high`."
             ) from error
+        # An abstract socket, which ends with the process.
+        self.local_address: str = f"ipc://@fairlead-lane-{uuid.uuid4().hex}"
+        try:
+            self._socket.bind(self.local_address)
+        except zmq.ZMQError:  # a sandbox may forbid such sockets
+            self.local_address = self.address
         self._batch: list[tuple[bytes, Sequence[Any]]] | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
@@ -97,9 +100,11 @@ class Router:
         os.eventfd_write(self._wake, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for messages or an interruption, and let workers connect meanwhile; return whether messages are there.
+        """Wait for messages or an interruption, and let workers connect meanwhile.
 
-        After an interruption it returns False, so that the caller lets the thread that caused it use the socket.
+        Returns:
+            Whether messages are there; False after an interruption, so that the caller lets the thread that caused it
+            use the socket.
         """
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._gatekeeper in ready:

@@ -163,9 +163,12 @@ class Session:
     _end_error: BaseException | None = None
 
     def call(self, future: LaneFuture | LaneStream, body: Body) -> bool:
-        """Send a call, or queue it until it is its turn; return `is_busy`.
+        """Send a call, or queue it until it is its turn.
 
         It fails at once if the serve call has ended since the session was found.
+
+        Returns:
+            Whether calls or answers wait here, as `is_busy`.
         """
         if self._end_error is not None:
             future.resolve(error=self._end_error)
@@ -255,7 +258,11 @@ class Session:
             self._send(CANCEL, task)
 
     def accept(self, first: bytes, others: Sequence[bytes]) -> bool:
-        """Take a message of the worker, its first frame and the others; return `is_busy`."""
+        """Take a message of the worker: its first frame, and the others.
+
+        Returns:
+            Whether calls or answers wait here, as `is_busy`.
+        """
         kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()

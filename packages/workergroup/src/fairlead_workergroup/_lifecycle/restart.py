@@ -114,13 +114,13 @@ class Restarter:
     policy: RestartPolicy
     _standbys: Standbys
     _slots: Sequence[Slot]
-    changing: threading.RLock = field(default_factory=threading.RLock)
-    turn: threading.RLock = field(default_factory=threading.RLock)
-    began: float | None = None
-    _group_restarts: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+    turn: threading.RLock = field(default_factory=threading.RLock, init=False)
+    began: float | None = field(default=None, init=False)
+    _group_restarts: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     # The restart on a thread of its own, for calls with a deadline.
-    _background: Future[list[int]] | None = None
+    _background: Future[list[int]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._resources = self._launcher.resources
