@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -48,13 +48,6 @@ class Carrier(Protocol):
         """Drop a request that has not been sent, or cancel a coroutine that runs."""
 
 
-class _TaskId(NamedTuple):
-    task: bytes
-
-    def binary(self) -> bytes:
-        return self.task
-
-
 class LaneFuture:
     """The answer of one worker that arrives as a message.
 
@@ -84,10 +77,6 @@ class LaneFuture:
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.carrier: Carrier = carrier
         self.task: bytes = task
-
-    def task_id(self) -> _TaskId:
-        """Return the id of the request."""
-        return _TaskId(self.task)
 
     def binary(self) -> bytes:
         """Return the id of the answer."""
@@ -199,10 +188,6 @@ class LaneStream:
         self._items: deque[LaneFuture] = deque()
         self._end = LaneFuture(carrier, task)
         self._waiting: list[Future[None]] = []
-
-    def task_id(self) -> _TaskId:
-        """Return the id of the request."""
-        return _TaskId(self.task)
 
     def completed(self) -> LaneFuture:
         """Return the future of the end."""
