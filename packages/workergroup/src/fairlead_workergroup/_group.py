@@ -170,7 +170,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         )
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
-        self._resources = Resources(self._roster)
+        self._resources = Resources(self._roster, getattr(cluster, "port_range", None))
         self._counters = Counters()
         resources, verdicts = self._resources, Verdicts(self._roster, limit)
         self._observer = Observer(self._roster, verdicts)

@@ -23,7 +23,7 @@ def sender(monkeypatch):
     """Return a sender whose lanes do nothing."""
     pytest.importorskip("zmq")
 
-    def make_lane(sender, _):
+    def make_lane(sender, *_):
         return SimpleNamespace(holders=1, detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
 
     monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from fairlead_placement import RayVirtualCluster, Slot, lease_ports
+from fairlead_placement import Slot
 from fairlead_placement.spi import never_connect
 
 from .._deadline import Deadline
@@ -55,7 +55,7 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
         if lane is not None:
             lane.holders += 1
             return lane
-        sender.lane = lane = _make_lane(sender, now.members[0].slot)
+        sender.lane = lane = _make_lane(sender, resources, now.members[0].slot)
         sender.roster.detour = lane.detour
     try:
         lane.open(deadline.left() or 0.0)
@@ -125,13 +125,10 @@ def _acquire_turn(sender: Sender, deadline: Deadline) -> bool:
     return sender.restarter.turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0)
 
 
-def _make_lane(sender: Sender, slot: Slot) -> Lane:
+def _make_lane(sender: Sender, resources: Resources, slot: Slot) -> Lane:
     """Return a lane with a socket at a leased port of this node."""
-    cluster = sender.launcher.spec.cluster
-    ports = cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
-    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
     here = replace(slot, node_id=ray.get_runtime_context().get_node_id(), node_ip=ray.util.get_node_ip_address())
-    ((lease,),) = lease_ports([here], **bounds)
+    lease = resources.lease_port(here)
     try:
         overlaps, router = sender.launcher.worker_class.concurrent, Router(lease.address, lease.port)
         return Lane(sender.roster, router, lease.release, node_id=here.node_id, overlaps=overlaps)

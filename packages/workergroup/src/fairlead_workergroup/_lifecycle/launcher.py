@@ -174,7 +174,7 @@ class Launcher:
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         actors = self._create_actors(plan, ranks, processes or {})
         with self._clock.phase("agents"):
-            lease = self.resources.lease_port(plan.workers[0].place, self._port_range)
+            lease = self.resources.lease_master_port(plan.workers[0].place.slot)
         started = self._construct(plan, actors, lease, epoch=epoch)
         self.master = lease.address, lease.port
         self._roster.record_start(started, epoch=epoch)
@@ -190,7 +190,7 @@ class Launcher:
             WorkerStartError, WorkerGroupError: as of `start`.
         """
         actors = self._create_actors(plan, ranks, {})
-        lease = self.resources.lease_next_port(plan.workers[0].place, self._port_range)
+        lease = self.resources.lease_next_port(plan.workers[0].place.slot)
         started = self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
         self._limit_memory(started, deadline)
         return started
@@ -234,11 +234,6 @@ class Launcher:
         if self._arguments is None:
             raise self._roster.ended_error()
         return self._arguments
-
-    @property
-    def _port_range(self) -> tuple[int, int] | None:
-        cluster = self.spec.cluster
-        return cluster.port_range if isinstance(cluster, RayVirtualCluster) else None
 
     def _time_left(self, deadline: Deadline) -> float:
         """Return how long a part of a start may take, in seconds."""

@@ -12,7 +12,7 @@ import ray
 from fairlead_placement import PlacementError, PortLease, ResourceInsufficientError, Slot, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots
 
-from .._members import Place, Roster
+from .._members import Roster
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
 from .shutdown import RunningWorker, kill_and_wait
@@ -26,6 +26,7 @@ class Resources:
 
     Attributes:
         roster: the roster of the group.
+        ports: the first and the last port of the cluster; None for any ports.
         lease: the lease of the master port.
         next_lease: the lease of the master port of the next epoch, while a resize starts it.
         registration: what the group publishes about itself.
@@ -35,6 +36,7 @@ class Resources:
     """
 
     roster: Roster
+    ports: tuple[int, int] | None = None
     lease: PortLease | None = None
     next_lease: PortLease | None = None
     registration: Registration | None = None
@@ -96,15 +98,21 @@ class Resources:
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
-    def lease_port(self, place: Place, ports: tuple[int, int] | None) -> PortLease:
-        """Return the lease of the master port; lease one on the node of a place if there is none."""
+    def lease_port(self, slot: Slot) -> PortLease:
+        """Lease a port of the cluster on the node of a slot; the caller releases it."""
+        bounds = {} if self.ports is None else {"low": self.ports[0], "high": self.ports[1]}
+        ((lease,),) = lease_ports([slot], **bounds)
+        return lease
+
+    def lease_master_port(self, slot: Slot) -> PortLease:
+        """Return the lease of the master port; lease one on the node of a slot if there is none."""
         if self.lease is None:
-            self.lease = _lease(place, ports)
+            self.lease = self.lease_port(slot)
         return self.lease
 
-    def lease_next_port(self, place: Place, ports: tuple[int, int] | None) -> PortLease:
-        """Lease the master port of the next epoch on the node of a place, beside the present one."""
-        self.next_lease = _lease(place, ports)
+    def lease_next_port(self, slot: Slot) -> PortLease:
+        """Lease the master port of the next epoch on the node of a slot, beside the present one."""
+        self.next_lease = self.lease_port(slot)
         return self.next_lease
 
     def take_next_port(self) -> PortLease:
@@ -177,9 +185,3 @@ class Resources:
             f"{len(self._workers)} worker(s) are ended in the background. Use the group in a with statement, or call "
             "shutdown()."
         )
-
-
-def _lease(place: Place, ports: tuple[int, int] | None) -> PortLease:
-    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
-    ((lease,),) = lease_ports([place.slot], **bounds)
-    return lease
