@@ -8,7 +8,6 @@ are handled in one place.
 import asyncio
 import pickle
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
+from ._deadline import Deadline
 from ._ray_private import object_sizes, task_of_ref
 
 # How long one kind of future is waited for before the other kind is looked at, if a wait has both.
@@ -353,7 +353,7 @@ def wait(
         return ready_of_ray
     of_ray = [future for future in futures if not is_message(future)]
     messages = [future for future in futures if is_message(future)]
-    ended = None if timeout is None else time.monotonic() + timeout
+    deadline = Deadline.after(timeout)
     ready: set[Any] = set()
     left = list(messages)
 
@@ -367,12 +367,11 @@ def wait(
     while True:
         if of_ray:
             ready = set(ray.wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
-        alone = len(carriers) == 1 and not of_ray
-        rest = None if ended is None else max(0.0, ended - time.monotonic())
+        turn_s = None if len(carriers) == 1 and not of_ray else TURN_S
         for carrier in carriers:
-            carrier.run(is_enough, rest if alone else min(TURN_S, TURN_S if rest is None else rest))
+            carrier.run(is_enough, deadline.left(turn_s))
         done = [one for one in futures if (one in ready if not is_message(one) else one.is_ready)]
-        if len(done) >= num_returns or (ended is not None and time.monotonic() >= ended):
+        if len(done) >= num_returns or deadline.passed:
             chosen = set(done[:num_returns])
             return done[:num_returns], [one for one in futures if one not in chosen]
 
@@ -388,7 +387,7 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     if not messages:
         values: list[Any] = ray.get(list(futures), timeout=timeout)
         return values
-    ended = None if timeout is None else time.monotonic() + timeout
+    deadline = Deadline.after(timeout)
     waiting = list(messages)
     carriers = list({future.carrier for future in messages})
     alone = len(carriers) == 1
@@ -406,9 +405,8 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
 
     while True:
         for carrier in carriers:
-            rest = None if ended is None else max(0.0, ended - time.monotonic())
-            carrier.run(is_enough, rest if alone else min(TURN_S, TURN_S if rest is None else rest))
-        if alone or is_enough() or (ended is not None and time.monotonic() >= ended):
+            carrier.run(is_enough, deadline.left(None if alone else TURN_S))
+        if alone or is_enough() or deadline.passed:
             break
     for future in waiting:
         if future.failed:
@@ -418,8 +416,7 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     if len(messages) == len(futures):
         return [future.get() for future in messages]
     of_ray = [future for future in futures if not is_message(future)]
-    rest = None if ended is None else max(0.0, ended - time.monotonic())
-    fetched = iter(ray.get(of_ray, timeout=rest))
+    fetched = iter(ray.get(of_ray, timeout=deadline.left()))
     return [future.get() if is_message(future) else next(fetched) for future in futures]
 
 
