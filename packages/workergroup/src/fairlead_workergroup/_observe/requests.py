@@ -55,7 +55,7 @@ class RequestLog:
             self._open[tasks[0]] = (self._written, (began, *values))
             if len(self._open) > KEPT:
                 self._open.popitem(last=False)
-            self._write(self._written, 2 * self._written, began, 0.0, False, values)
+            self._write(self._written, began, 0.0, False, values)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -65,7 +65,7 @@ class RequestLog:
         with self._lock:
             self._written += 1
             number = self._written
-            self._write(number, 2 * number, began, 0.0, False, values)
+            self._write(number, began, 0.0, False, values)
         failed = True
         try:
             yield
@@ -73,14 +73,14 @@ class RequestLog:
         finally:
             with self._lock:
                 if number > self._written - KEPT:
-                    self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+                    self._write(number, began, time.monotonic(), failed, values)
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
         now = time.monotonic()
         with self._lock:
             self._written += 1
-            self._write(self._written, 2 * self._written + 1, now, now, True, (0, name.encode()[:64], b""))
+            self._write(self._written, now, now, True, (0, name.encode()[:64], b""))
 
     def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
@@ -92,12 +92,10 @@ class RequestLog:
                 if (task := task_of_future(future)[:8]) in self._open:
                     number, (began, *values) = self._open.pop(task)
                     if number > self._written - KEPT:
-                        self._write(number, 2 * number + 1, began, time.monotonic(), failed, values)
+                        self._write(number, began, time.monotonic(), failed, values)
 
-    def _write(
-        self, number: int, version: int, began: float, ended: float, failed: bool, values: Sequence[Any]
-    ) -> None:
-        at = number % KEPT * self._layout.size
+    def _write(self, number: int, began: float, ended: float, failed: bool, values: Sequence[Any]) -> None:
+        at, version = number % KEPT * self._layout.size, 2 * number + bool(ended)
         self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)
 
 
