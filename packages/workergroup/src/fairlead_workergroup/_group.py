@@ -206,8 +206,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             RequestLog(token),
             save_trace=TraceSaver(self._read_timeline).save_for,
             call_timeout_s=call_timeout_s,
-            methods=hooks.methods,
         )
+        restarter.methods = hooks.methods(self._sender)
         self._classic_futures = ClassicFutures(self._sender)
         self._resizer = Resizer(self._sender, self._launcher)
         self._replacer = Replacer(self._sender, self._launcher, self._standbys)

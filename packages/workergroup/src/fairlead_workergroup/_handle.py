@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -231,10 +231,6 @@ class _NoRestarts:
         return REMEDY
 
 
-def _no_methods(sender: Sender) -> NoReturn:
-    raise WorkerGroupError("Only the process that made a group restarts its workers.")
-
-
 @dataclass(eq=False, repr=False)
 class _ClientSender(Sender):
     """The sender of a process that has not made the group.
@@ -320,7 +316,6 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
         RequestLog(f"of-a-client-{uuid.uuid4().hex}"),
         save_trace=TraceSaver(read).save_for,
         call_timeout_s=None,
-        methods=_no_methods,
         identity=identity,
         group=group,
     )

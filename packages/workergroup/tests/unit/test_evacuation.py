@@ -63,12 +63,12 @@ def evacuate(monkeypatch):
         monkeypatch.setattr(replace, "wait_until_idle", wait_until_idle)
         roster = Roster()
         free = [make_slot("b", index) for index in range(2)]
-        methods = SimpleNamespace(on_handover=on_handover)
         restarter = SimpleNamespace(
             change=lambda *_: contextlib.nullcontext(),
             take_turn=lambda *_: contextlib.nullcontext(),
             find_lost=dict,
-            replace=lambda ranks, use, methods, values: moved.append((ranks, sorted(use()), values)),
+            replace=lambda ranks, use, values: moved.append((ranks, sorted(use()), values)),
+            methods=SimpleNamespace(on_handover=on_handover),
         )
         resources = SimpleNamespace(claim_free=lambda slots, count: slots[:count], keep_slots=lambda slots: None)
         spec = SimpleNamespace(start_timeout_s=START_S, cluster=free, concurrent=False)
@@ -78,7 +78,7 @@ def evacuate(monkeypatch):
             take=lambda places, *, avoid: {},
             start_in=start_in,
         )
-        sender = SimpleNamespace(restarter=restarter, roster=roster, methods=lambda sender: methods)
+        sender = SimpleNamespace(restarter=restarter, roster=roster)
         launcher = SimpleNamespace(spec=spec, resources=resources)
         replace.Replacer(sender, launcher, standbys).evacuate([0, 1], notice_s)
         return left, moved

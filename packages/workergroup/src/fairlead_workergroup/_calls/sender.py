@@ -24,7 +24,7 @@ from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
-from .._lifecycle.restart import Restarter, RestartPolicy, UserMethods
+from .._lifecycle.restart import Restarter, RestartPolicy
 from .._members import Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
@@ -135,7 +135,6 @@ class Sender:
         log: the latest calls of the group.
         save_trace: adds a trace of the group to an error, if that is wanted.
         call_timeout_s: the timeout of calls without one of their own.
-        methods: returns the user's methods that run when the membership changes.
         queue: the calls that wait to be sent.
         overlapping: the calls of a group whose async methods overlap.
         lane: the open lane; None if all calls go by Ray.
@@ -149,7 +148,6 @@ class Sender:
     log: RequestLog
     save_trace: Callable[[BaseException], None]
     call_timeout_s: float | None
-    methods: Callable[["Sender"], UserMethods]
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     lane: Lane | None = None
@@ -172,7 +170,7 @@ class Sender:
 
     def restart(self) -> list[int]:
         """Restart the dead workers; return their ranks."""
-        return self.restarter.restart(self.methods(self))
+        return self.restarter.restart()
 
     def check_retries(self, retries: int) -> None:
         """Refuse retries in a group that does not restart workers.
@@ -308,7 +306,7 @@ class Sender:
                 self.restart()
                 continue
             # A restart may take longer than this call may wait, and must run to its end.
-            restart = self.restarter.restart_in_background(self.methods(self))
+            restart = self.restarter.restart_in_background()
             if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
                 raise self.unsent_error(order)
             restart.result()

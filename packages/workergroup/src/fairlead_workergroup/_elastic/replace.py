@@ -34,7 +34,6 @@ class Replacer:
     """
 
     def __init__(self, sender: Sender, launcher: Launcher, standbys: Standbys) -> None:
-        self._sender = sender
         self._launcher = launcher
         self._standbys = standbys
         self._restarter = sender.restarter
@@ -128,7 +127,6 @@ class Replacer:
         end: Deadline,
     ) -> None:
         """Let the old workers hand over, and start the new ones in the processes that were found."""
-        methods = self._sender.methods(self._sender)
         is_used = False
 
         def use() -> Mapping[int, Standby]:
@@ -150,8 +148,8 @@ class Replacer:
                     late = {worker.rank for worker in error.late}
                     logger.warning("Rank(s) %s are replaced without a handover: they are busy.", sorted(late))
                     living = [member for member in living if member.rank not in late]
-                values = methods.on_handover([member.rank for member in living])
-                self._restarter.replace(ranks, use, methods, values)
+                values = self._restarter.methods.on_handover([member.rank for member in living])
+                self._restarter.replace(ranks, use, values)
         finally:
             if not is_used:
                 self._give_back(targets)

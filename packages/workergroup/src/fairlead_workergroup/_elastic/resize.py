@@ -187,8 +187,7 @@ class Resizer:
         Raises:
             BrokenEpochError: a worker failed or was late.
         """
-        methods = self._sender.methods(self._sender)
-        now = self._roster.snapshot()
+        methods, now = self._restarter.methods, self._roster.snapshot()
         try:
             if again:
                 methods.on_restart(again, {}, deadline)

@@ -103,6 +103,7 @@ class Restarter:
 
     Attributes:
         policy: as given.
+        methods: the user's methods, which run before a change is over; set once calls can be sent.
         changing: the lock of the thread that changes the membership. It is acquired before `turn`.
         turn: the lock of the thread that sends a call or begins an epoch. Reentrant, because a restart calls `after`,
             which sends a call.
@@ -117,6 +118,7 @@ class Restarter:
     changing: threading.RLock = field(default_factory=threading.RLock, init=False)
     turn: threading.RLock = field(default_factory=threading.RLock, init=False)
     began: float | None = field(default=None, init=False)
+    methods: UserMethods = field(init=False)
     _group_restarts: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     # The restart on a thread of its own, for calls with a deadline.
@@ -126,17 +128,10 @@ class Restarter:
         self._resources = self._launcher.resources
         self._roster = self._launcher.resources.roster
 
-    def restart(self, methods: UserMethods) -> list[int]:
-        """Restart the dead workers; see `RayWorkerGroup.restart_failed_workers`.
-
-        Args:
-            methods: the user's methods, which run before the restart is over.
-
-        Returns:
-            The ranks that were started.
-        """
+    def restart(self) -> list[int]:
+        """Restart the dead workers, and return their ranks; see `RayWorkerGroup.restart_failed_workers`."""
         with self.changing, self.take_turn():
-            return self._restart(methods)
+            return self._restart()
 
     @contextlib.contextmanager
     def take_turn(self, what: str = "", began: float = 0.0, deadline: Deadline = NEVER) -> Iterator[None]:
@@ -174,11 +169,11 @@ class Restarter:
                 if self._roster.ending:  # the shutdown on another thread could not see everything that was started
                     self._resources.give_back()
 
-    def restart_in_background(self, methods: UserMethods) -> Future[list[int]]:
+    def restart_in_background(self) -> Future[list[int]]:
         """Return the restart that runs on a thread of its own; start one if none is running."""
         with self._lock:
             if self._background is None:
-                self._background = run_in_thread("fairlead-restart", self._restart_once, methods)
+                self._background = run_in_thread("fairlead-restart", self._restart_once)
             return self._background
 
     def describe_wait(self, advice: str = "") -> str:
@@ -231,15 +226,15 @@ class Restarter:
         if any(now[rank].slot.node_id not in alive for rank in ranks):
             self._find_new_slots(lost, deadline)
 
-    def _restart_once(self, methods: UserMethods) -> list[int]:
+    def _restart_once(self) -> list[int]:
         """Restart in the background, so that whoever learns of the outcome can begin the next restart."""
         try:
-            return self.restart(methods)
+            return self.restart()
         finally:
             with self._lock:
                 self._background = None
 
-    def _restart(self, methods: UserMethods) -> list[int]:
+    def _restart(self) -> list[int]:
         roster = self._roster
         now = roster.check_alive()
         lost = self.find_lost()
@@ -253,7 +248,6 @@ class Restarter:
         self._relaunch(
             ranks,
             tuple(lost.values()),
-            methods,
             counted=ranks,
             choose=lambda: self._standbys.take([now[rank].place for rank in lost]),
         )
@@ -261,18 +255,13 @@ class Restarter:
         return ranks
 
     def replace(
-        self,
-        ranks: Sequence[int],
-        choose: Callable[[], Mapping[int, Standby]],
-        methods: UserMethods,
-        values: Mapping[int, Any],
+        self, ranks: Sequence[int], choose: Callable[[], Mapping[int, Standby]], values: Mapping[int, Any]
     ) -> None:
         """Move ranks to other processes, with `turn` held.
 
         Args:
             ranks: the ranks. With scope "group" the others are restarted where they are.
             choose: returns the process of each rank, when the old workers have ended.
-            methods: the user's methods.
             values: what old workers hand over, by rank.
 
         Raises:
@@ -282,13 +271,12 @@ class Restarter:
         started = list(range(len(now.members))) if everybody else list(ranks)
         # With scope "group", lost ranks that are not replaced start again too, and need slots on living nodes.
         lost = tuple(now.lost.values()) if everybody else ()
-        self._relaunch(started, lost, methods, counted=(), choose=choose, values=values)
+        self._relaunch(started, lost, counted=(), choose=choose, values=values)
 
     def _relaunch(
         self,
         ranks: Sequence[int],
         lost: tuple[WorkerFailure, ...],
-        methods: UserMethods,
         *,
         counted: Collection[int],
         choose: Callable[[], Mapping[int, Standby]],
@@ -318,10 +306,10 @@ class Restarter:
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
-            methods.on_restart(ranks, values, NEVER)
+            self.methods.on_restart(ranks, values, NEVER)
             if now.is_broken:
                 limit = Deadline.after(self._launcher.spec.start_timeout_s)
-                deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=methods.send_on_resize)
+                deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=self.methods.send_on_resize)
         except Exception as error:
             if roster.ending:
                 raise
