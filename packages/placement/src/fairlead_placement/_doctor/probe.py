@@ -21,7 +21,8 @@ PAUSE_S = 0.1
 def look_at_node() -> dict[str, Any]:
     """Return the facts of this node that the doctor compares, as plain data."""
     shared = os.statvfs("/dev/shm")
-    venvs, cache = _venv_folder(), _uv_cache()
+    venvs = _venv_folder()
+    cache = os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(_user_cache(), "uv"))
     return {
         "ray": ray.__version__,
         "python": platform.python_version(),
@@ -37,10 +38,6 @@ def _venv_folder() -> str:
     # As fairlead-venvs and uv choose them, neither of which has to be installed here.
     given = os.environ.get("FAIRLEAD_VENV_DIR")
     return os.path.abspath(os.path.expanduser(given)) if given else os.path.join(_user_cache(), "fairlead", "venvs")
-
-
-def _uv_cache() -> str:
-    return os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(_user_cache(), "uv"))
 
 
 def _user_cache() -> str:
