@@ -13,8 +13,7 @@ from ..exceptions import EpochError
 from .call import Call, dispatch
 from .lane import serving_handles
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, make_columns, plan_call
-from .selection import Selection, select
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, plan_call, select
 from .sender import Sender
 from .wait import ResultStream
 
