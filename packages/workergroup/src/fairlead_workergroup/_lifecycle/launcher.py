@@ -117,20 +117,19 @@ class Launcher:
 
     def move(self, places: Sequence[Place]) -> None:
         """Plan all workers at other places, on nodes that have their Python already, with the class as described."""
-        plan = self.planned
-        workers = plan_workers(
-            places, plan.worker_class, sharding=plan.sharding, env_vars=self.spec.env_vars, python=plan.python
-        )
-        self.adopt(dataclasses.replace(plan, workers=workers))
+        self.adopt(dataclasses.replace(self.planned, workers=self._plan_workers(places)))
 
     def plan_in(self, slot: Slot) -> WorkerPlan:
         """Return the plan of a worker without a rank in a slot, with the options of rank 0."""
-        plan = self.planned
-        place = dataclasses.replace(plan.workers[0].place, slot=slot, name=f"{self._roster.name_prefix}-standby")
-        (worker,) = plan_workers(
-            [place], plan.worker_class, sharding=plan.sharding, env_vars=self.spec.env_vars, python=plan.python
-        )
+        first = self.planned.workers[0].place
+        place = dataclasses.replace(first, slot=slot, name=f"{self._roster.name_prefix}-standby")
+        (worker,) = self._plan_workers([place])
         return worker
+
+    def _plan_workers(self, places: Sequence[Place]) -> list[WorkerPlan]:
+        """Plan workers at some places, with the class, the axes and the Python of the present plan."""
+        plan, env_vars = self.planned, self.spec.env_vars
+        return plan_workers(places, plan.worker_class, sharding=plan.sharding, env_vars=env_vars, python=plan.python)
 
     def adopt(self, plan: "LaunchPlan") -> None:
         """Use a plan for all starts from now on."""
