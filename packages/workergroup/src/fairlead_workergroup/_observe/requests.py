@@ -5,7 +5,6 @@ So the timeline of a job shows them also while this process is stopped.
 """
 
 import contextlib
-import mmap
 import os
 import struct
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._futures import task_of_future
+from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
 
 
@@ -28,9 +28,7 @@ class RequestLog:
 
     def __init__(self, group: str) -> None:
         self._layout = struct.Struct(REQUEST)
-        file = os.memfd_create(REQUESTS_FILE + group)
-        os.ftruncate(file, KEPT * self._layout.size)
-        self._page = mmap.mmap(file, KEPT * self._layout.size)
+        file, self._page = make_memory_file(REQUESTS_FILE + group, KEPT * self._layout.size)
         weakref.finalize(self, os.close, file)
         self._lock = threading.Lock()
         self._written = 0

@@ -56,12 +56,9 @@ def mark_tree(identity: str) -> mmap.mmap:
     """
     os.environ[VARIABLE.decode()] = identity
     # The name has the pid, which tells the worker from its forks, because they have the same page.
-    file = os.memfd_create(f"{PAGE.decode()}{identity}:{os.getpid()}")
-    try:
-        os.ftruncate(file, mmap.PAGESIZE)
-        return mmap.mmap(file, mmap.PAGESIZE)
-    finally:
-        os.close(file)
+    file, page = make_memory_file(f"{PAGE.decode()}{identity}:{os.getpid()}", mmap.PAGESIZE)
+    os.close(file)
+    return page
 
 
 class Trees:
@@ -236,6 +233,13 @@ def start_tick(pid: int) -> int:
 def process_state(pid: int) -> str:
     """Return the state in /proc: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it has ended."""
     return next(iter(_read_stat(pid)), "")
+
+
+def make_memory_file(name: str, size: int) -> tuple[int, mmap.mmap]:
+    """Create an anonymous file; return it, and its memory. Other processes find it by its name while it is open."""
+    file = os.memfd_create(name)
+    os.ftruncate(file, size)
+    return file, mmap.mmap(file, size)
 
 
 def open_memory_file(pid: int, name: str) -> int | None:

@@ -11,7 +11,6 @@ A worker is identified by its pid and its start tick, because the system reuses 
 import contextlib
 import fcntl
 import json
-import mmap
 import operator
 import os
 import struct
@@ -22,7 +21,7 @@ from typing import Any
 
 import ray
 
-from .process import Process, open_memory_file, open_process, process_state, start_tick
+from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
 from .ring import make_call_ring, make_step_ring
 from .stacks import dump_stacks
 
@@ -61,9 +60,7 @@ class Record:
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
         about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
         size = ABOUT_AT + 8 + len(about)
-        self._file = os.memfd_create(NAME)
-        os.ftruncate(self._file, size)
-        self._page = mmap.mmap(self._file, size)
+        self._file, self._page = make_memory_file(NAME, size)
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
         self._seen = self._page[CANCELLED_AT : CANCELLED_AT + 8]

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from .process import open_memory_file
+from .process import make_memory_file, open_memory_file
 
 KEPT = 512
 # Sequence, call number, method (an index), start, end, seconds spent waiting, whether it failed, task, sequence again.
@@ -36,9 +36,8 @@ def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap
     """
     layout = struct.Struct(form)
     # The file stays open: readers find it among the open files of the process.
-    file = os.memfd_create(file_name)
-    os.ftruncate(file, KEPT * layout.size)
-    return layout.pack_into, mmap.mmap(file, KEPT * layout.size), layout.size
+    _, page = make_memory_file(file_name, KEPT * layout.size)
+    return layout.pack_into, page, layout.size
 
 
 def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], None]:
