@@ -5,8 +5,6 @@ If a rank failed before a collective, the others would wait for it. So after eac
 the ranks exchange their failures, and all of them raise.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indices of samples: selections, spans, permutations. They are computed alike for batches here and in a store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

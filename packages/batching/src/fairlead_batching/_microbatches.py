@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatches of one shard: as planned for all shards, or of a fixed number of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sample goes to which shard and microbatch. All shards are planned together, so their microbatches match."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise

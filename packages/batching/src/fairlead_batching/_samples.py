@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dictionary of samples: its size and form, joining, order, devices and pickling."""
 
-from __future__ import annotations
-
 import copy
 import copyreg
 from collections import UserDict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on torch tensors. torch is imported only for a tensor that exists already or comes out of a pickle."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several batches as one: the common dtype of a leaf, its padding, and its concatenation. No value changes silently."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One leaf of a batch: a numpy array, a torch tensor or a list, whose first dim is the sample, or a registered type."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of different shapes in one buffer."""
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self

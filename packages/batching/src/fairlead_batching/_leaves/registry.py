@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaf types of other packages: the protocol, and the registration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 

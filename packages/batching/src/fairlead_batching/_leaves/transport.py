@@ -6,8 +6,6 @@ read-only, which torch cannot express: a write to a tensor over it ends the proc
 of each tensor, unless the sender has promised that nobody writes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

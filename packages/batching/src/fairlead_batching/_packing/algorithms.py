@@ -4,8 +4,6 @@
 Lengths are whole numbers up to the capacity. Every function returns bins as lists of indices into ``lengths``.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right

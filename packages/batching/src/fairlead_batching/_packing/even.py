@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An even split of costs over shards, and over the bins of each shard. All shards are computed at the same time."""
 
-from __future__ import annotations
-
 import heapq
 from typing import Any
 
