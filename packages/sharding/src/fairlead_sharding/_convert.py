@@ -4,8 +4,6 @@
 A conversion imports its library when called. Large layouts and tables are shortened in text.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

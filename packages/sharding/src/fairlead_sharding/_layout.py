@@ -5,8 +5,6 @@ Flattening, splitting and indexing return the new layout and its names. They nev
 stay distinct.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
