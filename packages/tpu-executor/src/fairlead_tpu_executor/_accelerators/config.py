@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from fairlead_placement import Node
 
@@ -35,7 +35,6 @@ _SYNONYMS = {
     "coord_port": "megascale_port",
 }
 _Class = TypeVar("_Class", bound=type)
-_Config = TypeVar("_Config", bound="_RunOptions")
 
 
 def _suggest_options(cls: _Class) -> _Class:
@@ -109,7 +108,7 @@ class _RunOptions:
         """`execution_env` without its variables, which reach the function in another way."""
         return {name: value for name, value in (self.execution_env or {}).items() if name != "env_vars"}
 
-    def with_environment_variables(self: _Config, env_vars: Mapping[str, str] | None = None, /, **more: str) -> _Config:
+    def with_environment_variables(self, env_vars: Mapping[str, str] | None = None, /, **more: str) -> Self:
         """Return a copy with further variables, which override the present ones.
 
         Raises:
