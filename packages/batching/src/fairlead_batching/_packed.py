@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequences of a microbatch in one row, for attention that takes the lengths of sequences instead of padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -50,7 +48,7 @@ class PackedBatch(Generic[Batch]):
     def __getitem__(self, key: str) -> Any:
         return self.leaves[key]
 
-    def to(self, device: Any) -> PackedBatch[Batch]:
+    def to(self, device: Any) -> "PackedBatch[Batch]":
         """Return a copy with all tensors on ``device``; arrays and lists are not moved."""
         row = {name: operations.move(getattr(self, name), device) for name in ("position_ids", *_BOUNDS)}
         return replace(self, leaves={key: operations.move(leaf, device) for key, leaf in self.leaves.items()}, **row)

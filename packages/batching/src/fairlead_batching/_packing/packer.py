@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public packer, and the quality of its bins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -22,7 +20,7 @@ def get_packer(
     bin_count_multiple: int | None = None,
     *,
     seed: int = 0,
-) -> Packer:
+) -> "Packer":
     """Return a packer of sequences into bins of ``bin_capacity`` tokens.
 
     Args:
@@ -110,7 +108,7 @@ class Packer:
         bins = getattr(algorithms, self.algorithm)(given, self.bin_capacity, *seed)
         return algorithms.split_to(bins, given, self._round_up(len(bins), len(given)))
 
-    def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> PackingMetrics:
+    def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> "PackingMetrics":
         """Return the quality of ``bins``, given the packed lengths; ValueError unless every index is in one bin.
 
         >>> packer = get_packer("concatenative", bin_capacity=10)
@@ -158,7 +156,7 @@ class PackingMetrics:
     imbalance: float
 
     @classmethod
-    def of(cls, lengths: Iterable[int], bins: Sequence[Sequence[int]], capacity: int) -> PackingMetrics:
+    def of(cls, lengths: Iterable[int], bins: Sequence[Sequence[int]], capacity: int) -> "PackingMetrics":
         """Measure bins of indices into ``lengths``; ValueError unless every index is in one bin."""
         numbers = to_integers("lengths", lengths)
         indices = np.array([index for bin_ in bins for index in bin_], dtype=np.int64)
