@@ -235,7 +235,6 @@ class ClassicCalls(AddressedWorkers):
         if both := sorted(set(named) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
-        options, sharding = CallOptions(), target.sharding
         execution = dispatch(
             target.sender,
             target.owner,
@@ -243,8 +242,8 @@ class ClassicCalls(AddressedWorkers):
             recipients,
             columns,
             named,
-            options,
-            sharding=sharding,
+            CallOptions(),
+            sharding=target.sharding,
             by_ray=by_ray,
         )
         self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
