@@ -471,7 +471,6 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "wheels(placement)": [],
         "wheels(venvs)": [],
         "docs": [],
-        "interop": [],
     },
     {
         "workflows": [],
@@ -490,6 +489,7 @@ LANES: tuple[dict[str, list[str]], ...] = (
         "survive": ["--steps", "120", "--address", "local"],
         "elastic": ["--address", "local"],
         "soak": ["60"],
+        "interop": [],
     },
 )
 

@@ -187,8 +187,8 @@ class Execution:
     def _collect(self, deadline: Deadline) -> list[Any]:
         self.check_open()
         self.wait_until_sent(deadline)
-        wanted = [self.futures[at] for at in self.positions]
-        others = [self.futures[at] for at in self.others]
+        futures = self.futures
+        wanted, others = [futures[at] for at in self.positions], [futures[at] for at in self.others]
         if not self.yields_items:
             values = self._get([*wanted, *others], deadline)[: len(wanted)]
             self.count_once(self.positions, wanted)

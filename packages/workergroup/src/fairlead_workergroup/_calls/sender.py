@@ -232,9 +232,9 @@ class Sender:
             self.counters.add(left_lane=1)
         if order.has_answers:  # which have been stored, unless the lane has been closed since then
             order = self._store_answers(order)
-        requests = order.requests
+        members, requests = now.members, order.requests
         with self.roster.direct(order.ranks):
-            return [send(now[rank].handle, request) for rank, request in zip(order.ranks, requests, strict=True)]
+            return [send(members[rank].handle, request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     def _store_answers(self, order: Order) -> Order:
         """Return an order with references in the place of answers of a lane.
