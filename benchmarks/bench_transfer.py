@@ -165,7 +165,10 @@ def _large_rows(slots: Any) -> Iterator[Row]:
 
 
 def _contiguous_rows(slots: Any) -> Iterator[Row]:
-    """Measure pieces that are contiguous at both ends, as all of those are that FSDP2 sends to vLLM (FAMILIES)."""
+    """Measure pieces that are contiguous at both ends.
+
+    Those of FSDP2 to vLLM (FAMILIES) are so, if both are equally tensor parallel.
+    """
     source, target = _groups(slots, 8, (4096, 4096), dim=0)
     version = itertools.count()
     with source, target, contextlib.ExitStack() as links:
