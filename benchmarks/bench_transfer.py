@@ -158,8 +158,8 @@ def _large_rows(slots: Any) -> Iterator[Row]:
     yield Row(
         "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
     )
-    # The runs are of 4 KiB, so bytes are packed at the source, copied by the kernel, and copied into place. On 2 cores
-    # these three copies alone can take longer than 1.6x allows; a link in place makes two.
+    # The runs are of 4 KiB, so bytes are packed at the source, copied by the kernel, and copied into place. A link in
+    # place makes two copies.
     yield from _nixl_rows(stored, read)
     yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
 

@@ -368,7 +368,7 @@ class Lane:
             session = sessions.get(identity)
             if session is not None and session.accept(first, others):
                 busy.add(session)
-            # Finding out that there are no more messages costs as much as two of them.
+            # The caller goes on as soon as it can; the other messages wait for the next turn.
             if not ended and (enough := is_enough()):
                 break
         if not (ended or busy):
