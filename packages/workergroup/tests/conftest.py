@@ -83,6 +83,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, ["ray", "lane"], indirect=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _both_kinds_of_sockets() -> Iterator[None]:
+    """Let every other worker connect as one of another node does, so that each lane has both kinds of connections."""
+    from fairlead_workergroup._lane.local import LocalSocket
+
+    complete = LocalSocket.complete
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            LocalSocket, "complete", lambda own, config: config if config.identity[0] % 2 else complete(own, config)
+        )
+        yield
+
+
 @pytest.fixture
 def group(shared: "RayWorkerGroup", request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
     """Yield the shared group, with a lane open if the test says so."""

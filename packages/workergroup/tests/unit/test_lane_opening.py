@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of how a lane is opened, of its address and of its keys, without Ray."""
 
+import contextlib
 import os
+import pickle
 import socket
+import struct
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +14,12 @@ zmq = pytest.importorskip("zmq")
 
 from fairlead_workergroup import _futures as futures_of  # noqa: E402
 from fairlead_workergroup._calls.lane import open_lane  # noqa: E402
+from fairlead_workergroup._lane.local import LocalSocket  # noqa: E402
 from fairlead_workergroup._lane.router import Router  # noqa: E402
+from fairlead_workergroup._remote.lane import ANSWER, HELLO, INLINE, VALUE  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError  # noqa: E402
 
-from ..lanes import Resources, connect_stranger  # noqa: E402
+from ..lanes import Resources, connect_stranger, open_group  # noqa: E402
 
 
 class TestOpening:
@@ -58,15 +62,12 @@ class TestOpening:
 
 
 class TestKeys:
-    @pytest.mark.parametrize("is_local", [False, True])
     @pytest.mark.parametrize("keys", ["none", "wrong client", "wrong server", "garbage"])
-    def test_strangers(self, group, keys, is_local):
+    def test_strangers(self, group, keys):
         """Nobody without the keys of the lane is heard, and the calls go on."""
-        config = group.router.config(b"stranger", is_local=is_local)
+        config = group.router.config(b"stranger")
         if keys == "garbage":
-            with socket.socket(socket.AF_UNIX if is_local else socket.AF_INET) as stranger:
-                name = config.address.rpartition("@" if is_local else ":")[2]
-                stranger.connect("\0" + name if is_local else ("127.0.0.1", int(name)))
+            with socket.create_connection(("127.0.0.1", int(config.address.rpartition(":")[2]))) as stranger:
                 stranger.sendall(os.urandom(4096))
                 assert futures_of.get(group.send("echo", 1)) == [((1,), {})] * 2
             return
@@ -74,6 +75,47 @@ class TestKeys:
             for i in range(20):
                 assert futures_of.get(group.send("echo", i), 30) == [((i,), {})] * 2
             assert not monitor.poll(200)
+
+    @pytest.mark.parametrize("says", ["greeting", "answer", "wrong key", "half a key", "garbage", "nothing"])
+    def test_strangers_on_this_node(self, group, says):
+        """Nobody without the key of the Unix socket is heard, not even under the name of a worker."""
+        config, session = group.router.config(b"stranger", is_local=True), group.lane._sessions[0]
+        group.gate.clear()
+        sent = group.send("add", 1)
+        (number,) = session._calls
+        content = {
+            "greeting": struct.pack(ANSWER, HELLO, 0, INLINE, 0, 0, 0),
+            "answer": struct.pack(ANSWER, VALUE, 0, INLINE, 2, 0, number) + pickle.dumps("forged"),
+            "wrong key": os.urandom(32) + session.identity,
+            "half a key": config.local_key[:16] + session.identity,
+            "garbage": os.urandom(4096),
+            "nothing": b"",
+        }[says]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(20)
+            stranger.connect(config.local_address)
+            if content:
+                stranger.send(content)
+                assert stranger.recv(1) == b""  # the lane has closed the connection
+            group.gate.set()
+            assert futures_of.get([*sent, *group.send("echo", 1)], 20) == [1, 1, *[((1,), {})] * 2]
+        assert group.ran == [[1], [1]]
+
+    def test_many_strangers_on_this_node(self, group, monkeypatch):
+        """Connections that say nothing do not keep the workers from connecting."""
+        monkeypatch.setattr("fairlead_workergroup._lane.local.MOST_GUESTS", 4)
+        config = group.router.config(b"stranger", is_local=True)
+        with contextlib.ExitStack() as stack:
+            strangers = []
+            for _ in range(10):
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                stranger.settimeout(20)
+                stranger.connect(config.local_address)
+                strangers.append(stranger)
+            assert strangers[0].recv(1) == b""
+            with group.lane.detour([0, 1]):  # after which the workers connect again
+                pass
+            assert futures_of.get(group.send("add", 1), 20) == [1, 1]
 
     def test_holder_of_the_keys(self, group):
         """A message that is not of the protocol is ignored, also from a holder of the keys."""
@@ -96,15 +138,19 @@ class TestAddress:
         with pytest.raises(LaneError, match=rf"cannot listen at tcp://127\.0\.0\.1:{port}: .*port_range_low"):
             Router("127.0.0.1", port)
 
-    def test_no_unix_sockets(self, group, monkeypatch):
+    def test_no_unix_sockets(self, monkeypatch):
         """Where a Unix socket cannot be bound, workers of this node connect by TCP too."""
-        taken = group.router.local_address.rpartition("-")[2]
-        monkeypatch.setattr("fairlead_workergroup._lane.router.uuid.uuid4", lambda: SimpleNamespace(hex=taken))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        router = Router("127.0.0.1", port)
-        try:
-            assert router.config(b"", is_local=True).address == f"tcp://127.0.0.1:{port}"
-        finally:
-            router.close()
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.bind("\0fairlead-lane-taken")
+            monkeypatch.setattr("fairlead_workergroup._lane.local.secrets.token_hex", lambda _: "taken")
+            with open_group() as group:
+                assert not group.router.config(b"", is_local=True).local_address
+                assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+
+    def test_socket_out_of_reach(self, monkeypatch):
+        """A worker that cannot reach the Unix socket, such as in a network namespace of its own, connects by TCP."""
+        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+        monkeypatch.setattr(LocalSocket, "complete", lambda _, config: config._replace(local_address="\0nowhere"))
+        with open_group() as group:
+            assert futures_of.get(group.send("add", 1), 20) == [1, 1]

@@ -24,7 +24,7 @@ TASKS = [bytes([number]) * 24 for number in range(1, 6)]
 class Connection:
     """A connection whose messages are a list, in which an event holds up those behind it until it is set."""
 
-    unacknowledged, has_message = 0, False
+    unacknowledged, has_message, is_behind = 0, False, False
 
     def __init__(self, *messages: tuple | asyncio.Event) -> None:
         self.messages = deque(messages)
@@ -36,7 +36,7 @@ class Connection:
     def files(self) -> list[int]:
         return [self.readable]
 
-    def look(self, timeout_ms: int) -> bool:
+    def look(self, *, waits: bool = False) -> bool:
         assert time.monotonic() < self.deadline, "a call has not been answered"
         return False
 

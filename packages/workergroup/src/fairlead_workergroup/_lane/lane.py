@@ -364,9 +364,9 @@ class Lane:
         # What these workers sent before their end has arrived, and is taken before they are given up.
         ended = len(self._ended)
         enough = False
-        for identity, first, others in self._router.receive():
+        for identity, message in self._router.receive(drains=bool(ended)):
             session = sessions.get(identity)
-            if session is not None and session.accept(first, others):
+            if session is not None and session.accept(message):
                 busy.add(session)
             # The caller goes on as soon as it can; the other messages wait for the next turn.
             if not ended and (enough := is_enough()):

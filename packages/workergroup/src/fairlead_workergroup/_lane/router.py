@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's socket of a lane, which lets only holders of the lane's keys connect."""
+"""The driver's sockets of a lane, which let only holders of the lane's keys connect."""
 
 import contextlib
 import importlib
 import os
-import uuid
+import select
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .._remote.lane import (
-    ANSWER_BYTES,
+from .._remote.lane import ANSWER_BYTES
+from .._remote.links import (
     DEAD_LINK_MS,
     HEARTBEAT_MS,
     NO_BLOCK,
@@ -19,6 +19,7 @@ from .._remote.lane import (
     make_socket,
 )
 from ..exceptions import LaneError
+from .local import LocalSocket
 
 # Of ZeroMQ, as numbers, as those of the worker's end.
 EVENTS, POLL_IN = 15, 1
@@ -26,9 +27,9 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Router:
-    """A socket that many workers connect to, each under its own name. The caller serialises its use.
+    """The sockets that the workers connect to, each under its own name. The caller serialises their use.
 
-    Workers of this node connect by a Unix socket, which takes a quarter less CPU time than TCP. It has no file.
+    Workers of this node connect by a Unix socket, and those of other nodes by ZeroMQ over TCP.
 
     Args:
         address: the address of this node, as in a URL.
@@ -36,7 +37,6 @@ class Router:
 
     Attributes:
         address: the address for workers of other nodes.
-        local_address: the address for workers of this node.
 
     Raises:
         LaneError: the port cannot be bound.
@@ -78,22 +78,22 @@ class Router:
                 "port since it was found free. Open the lane again, or give the cluster ports that other processes do "
                 "not use, with its `port_range_low` and `port_range_high`."
             ) from error
-        # An abstract socket, which ends with the process.
-        self.local_address: str = f"ipc://@fairlead-lane-{uuid.uuid4().hex}"
-        try:
-            self._socket.bind(self.local_address)
-        except zmq.ZMQError:  # a sandbox may forbid such sockets
-            self.local_address = self.address
         self._batch: list[tuple[bytes, Sequence[Any]]] | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        for source in (self._socket, self._gatekeeper, self._wake):
-            self._poller.register(source, zmq.POLLIN)
+        self._guard = self._gatekeeper.getsockopt(zmq.FD)
+        # Whether messages of the network may be there that its file does not announce: it announces changes only.
+        self._may_have_more = True
+        self._poller = select.epoll()
+        self._option = self._socket.getsockopt
+        self._file = self._option(zmq.FD)
+        for file in (self._wake, self._guard, self._file):
+            self._poller.register(file, select.EPOLLIN)
+        self._local = LocalSocket(self._poller)
 
     def config(self, identity: bytes, *, is_local: bool = False) -> LaneConfig:
         """Return what a worker needs to connect under a name; `is_local` says that it is on this node."""
-        address = self.local_address if is_local else self.address
-        return LaneConfig(address, identity, self._server[0], *self._client)
+        config = LaneConfig(self.address, identity, self._server[0], *self._client)
+        return self._local.complete(config) if is_local else config
 
     def interrupt(self) -> None:
         """End the `wait` of another thread."""
@@ -106,31 +106,46 @@ class Router:
             Whether messages are there; False after an interruption, so that the caller lets the thread that caused it
             use the socket.
         """
-        ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._gatekeeper in ready:
-            self._let_in()
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            return False
-        return self._socket in ready
+        is_undisturbed, note = True, self._local.note
+        for file, events in self._poller.poll(0 if self._has_message() else timeout_s):
+            if file == self._wake:
+                is_undisturbed = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(file)
+            elif file == self._guard:
+                self._let_in()
+            elif file == self._file:
+                self._may_have_more = True
+            else:
+                note(file, events)
+        return is_undisturbed and (self._local.has_message or self._has_message())
 
-    def receive(self) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
-        """Yield the messages that have arrived: the name of the sender, the first frame, and the other frames."""
-        receive, get_option = self._receive_frame, self._socket.getsockopt
+    def receive(self, *, drains: bool = False) -> Iterator[tuple[bytes, Sequence[bytes]]]:
+        """Yield messages that have arrived: the name of the sender, and the frames.
+
+        Args:
+            drains: yield all of them; otherwise `wait` says whether there are more.
+        """
+        yield from self._local.receive(drains=drains)
+        receive = self._receive_frame
         # Asking whether there is one takes less time than the exception of a socket that has none.
-        while get_option(EVENTS) & POLL_IN:
-            identity, first, others = receive(NO_BLOCK), receive(), []
+        while self._has_message():
+            identity, message = receive(NO_BLOCK), [receive()]
             # The header says whether frames follow.
-            has_more = first[1] if len(first) >= ANSWER_BYTES else get_option(RECEIVES_MORE)
+            has_more = message[0][1] if len(message[0]) >= ANSWER_BYTES else self._option(RECEIVES_MORE)
             while has_more:
-                others.append(receive())
-                has_more = get_option(RECEIVES_MORE)
-            yield identity, first, others
+                message.append(receive())
+                has_more = self._option(RECEIVES_MORE)
+            yield identity, message
+
+    def _has_message(self) -> bool:
+        """Whether a message has arrived by the network."""
+        self._may_have_more = self._may_have_more and bool(self._option(EVENTS) & POLL_IN)
+        return self._may_have_more
 
     @contextlib.contextmanager
     def batch(self, lost: Callable[[bytes], object]) -> Iterator[None]:
-        """Send the messages of a block together at its end.
+        """Send the messages of a block to other nodes together at its end.
 
         The library's own thread takes messages that follow each other at once without going to sleep in between, which
         saves a switch of threads for each of them.
@@ -150,9 +165,12 @@ class Router:
 
     def send(self, identity: bytes, message: Sequence[Any]) -> bool:
         """Send a message; return whether there is a connection of this name, as far as it is known."""
+        if (sent := self._local.send(identity, message)) is not None:
+            return sent
         if self._batch is not None:
             self._batch.append((identity, message))
             return True
+        self._may_have_more = True
         try:
             *others, last = identity, *message
             for frame in others:
@@ -163,8 +181,10 @@ class Router:
         return True
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the sockets."""
         self._close_sockets()
+        self._local.close()
+        self._poller.close()
         os.close(self._wake)
 
     def _close_sockets(self) -> None:

@@ -257,12 +257,13 @@ class Session:
         if any(call.task == task for call in self._calls.values()):
             self._send(CANCEL, task)
 
-    def accept(self, first: bytes, others: Sequence[bytes]) -> bool:
-        """Take a message of the worker: its first frame, and the others.
+    def accept(self, message: Sequence[bytes]) -> bool:
+        """Take a message of the worker, as frames.
 
         Returns:
             Whether calls or answers wait here, as `is_busy`.
         """
+        first, *others = message
         kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()

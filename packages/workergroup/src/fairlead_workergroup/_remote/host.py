@@ -22,7 +22,8 @@ import ray
 from ray.exceptions import RayError
 
 from .describe import load
-from .lane import LaneConfig, dump, has_references, serve
+from .lane import dump, has_references, serve
+from .links import LaneConfig
 from .overlap import serve_overlapping
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record

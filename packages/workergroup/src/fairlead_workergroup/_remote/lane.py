@@ -7,7 +7,6 @@ fails.
 """
 
 import contextlib
-import importlib
 import inspect
 import io
 import os
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+
+from .links import DriverLostError, LaneConfig, connect
 
 # The content of a message follows its header in the same frame, because each frame costs time, and the header says
 # whether frames follow, because asking the socket costs as much as receiving one.
@@ -42,36 +43,10 @@ MOST_UNACKED = 256
 ORPHANED_S = 60.0
 # How long the last answers may take to be acknowledged.
 LAST_S = 30.0
-POLL_MS = 250
 # How long nothing may arrive before a worker says again what it has received.
 QUIET_S = 1.0
-HEARTBEAT_MS, DEAD_LINK_MS, RECONNECT_MS = 5_000, 20_000, 50
-# Of ZeroMQ, as numbers: its enumerations make a message take half as long again.
-NO_BLOCK, SEND_MORE, RECEIVES_MORE = 1, 2, 13
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 NO_TASK = bytes(24)
-
-
-class LaneConfig(NamedTuple):
-    """Everything that a worker needs to connect.
-
-    Attributes:
-        address: the address of the driver's socket.
-        identity: the name of this connection.
-        server_key: the public key of the driver.
-        public_key: the public key of the workers.
-        secret_key: the secret key of the workers.
-    """
-
-    address: str
-    identity: bytes
-    server_key: bytes
-    public_key: bytes
-    secret_key: bytes
-
-
-class DriverLostError(ConnectionError):
-    """The driver of a lane cannot be reached any more."""
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -209,76 +184,36 @@ def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
     return ref
 
 
-def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> tuple[Any, Any, Any]:
-    """Return a socket with these options, and the functions that receive and send one frame.
-
-    The wrappers of pyzmq around these functions, for features that are not used here, take as long as the functions.
-    """
-    socket = context.socket(kind)
-    for option, value in options.items():
-        socket.setsockopt(option, value)
-    plain: Any = super(zmq.Socket, socket)
-    return socket, plain.recv, plain.send
-
-
 class Connection:
-    """The socket of a worker.
+    """The numbered messages between a worker and the driver.
 
     Args:
         config: how to connect.
 
     Raises:
-        ModuleNotFoundError: this Python has no pyzmq.
+        ModuleNotFoundError: this Python has no pyzmq, and the driver cannot be reached without it.
     """
 
     def __init__(self, config: LaneConfig) -> None:
-        try:
-            zmq: Any = importlib.import_module("zmq")
-            monitor: Any = importlib.import_module("zmq.utils.monitor")
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                "a lane needs pyzmq in the Python of the workers, and it is not installed there"
-            ) from error
-        self._zmq = zmq
-        self._read_event = monitor.recv_monitor_message
-        self._context = zmq.Context()
-        options: dict[int, Any] = {
-            zmq.LINGER: 0,
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
-            zmq.ROUTING_ID: config.identity,
-            zmq.CURVE_SERVERKEY: config.server_key,
-            zmq.CURVE_PUBLICKEY: config.public_key,
-            zmq.CURVE_SECRETKEY: config.secret_key,
-            zmq.IPV6: "[" in config.address,
-            zmq.RECONNECT_IVL: RECONNECT_MS,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
-            zmq.RCVTIMEO: POLL_MS,
-        }
-        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.DEALER, options)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._link = connect(config)
         self._calls: deque[tuple[int, int, bytes, list[bytes]]] = deque()
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, list[bytes]]] = deque()
-        self._lost_at: float | None = time.monotonic()
         self._heard_at = time.monotonic()
-        self._socket.connect(config.address)
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
-        self._context.term()
+        self._link.close()
 
     def files(self) -> list[int]:
-        """Return the files that become readable once when something happens."""
-        return [self._socket.getsockopt(self._zmq.FD), self._monitor.getsockopt(self._zmq.FD)]
+        """Return the files that become readable when something happens."""
+        return self._link.files()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether messages wait because the driver does not receive."""
+        return self._link.is_behind
 
     @property
     def unacknowledged(self) -> int:
@@ -301,23 +236,8 @@ class Connection:
             DriverLostError: the driver cannot be reached any more.
         """
         while not self._calls:
-            if self._lost_at is None:
-                self._wait_for_message()
-            else:
-                self.look(POLL_MS)
+            self.look(waits=True)
         return self._calls.popleft()
-
-    def _wait_for_message(self) -> None:
-        """Receive a message, or look at the connection when none has come for a while.
-
-        Waiting for both at the same time would double the time of a message.
-        """
-        try:
-            self._accept(self._receive_frame())
-        except self._zmq.Again:
-            self.look(0)
-            if time.monotonic() - self._heard_at > QUIET_S:
-                self._greet()
 
     def send(self, kind: int, form: int, call: int, frames: Sequence[bytes] = ()) -> None:
         """Send a message, and keep it until it is acknowledged."""
@@ -325,71 +245,58 @@ class Connection:
         header = struct.pack(ANSWER, kind, len(frames) > 1, form, self._sent, self._received, call)
         message = [header + frames[0], *frames[1:]] if frames else [header]
         self._unacked.append((self._sent, message))
-        self._send(message)
-
-    def _send(self, message: Sequence[bytes]) -> None:
-        *others, last = message
-        for frame in others:
-            self._send_frame(frame, SEND_MORE)
-        self._send_frame(last)
+        self._link.send(message)
 
     def wait_acknowledged(self, most: int = 0, within_s: float | None = None) -> None:
         """Wait until at most so many messages are not acknowledged, or until the time has passed."""
         ended = None if within_s is None else time.monotonic() + within_s
         while len(self._unacked) > most and (ended is None or time.monotonic() < ended):
-            self.look(POLL_MS)
+            self.look(waits=True)
 
     def say_goodbye(self) -> None:
         """Tell the driver that no answer follows."""
         self.send(BYE, INLINE, 0)
 
-    def look(self, timeout_ms: int) -> bool:
-        """Wait for a message, and accept it; return whether one has arrived.
+    def look(self, *, waits: bool = False) -> bool:
+        """Accept a message; return whether one has arrived.
+
+        Args:
+            waits: whether to wait for it a little.
 
         Raises:
             DriverLostError: the driver cannot be reached any more.
         """
-        ready = dict(self._poller.poll(timeout_ms))
-        if self._monitor in ready:
-            self._read_events()
-        if self._lost_at is not None and time.monotonic() - self._lost_at > ORPHANED_S:
+        link = self._link
+        message = None if link.is_new else link.receive(waits=waits)
+        if link.is_new:
+            link.is_new = False
+            self._greet()
+        if message is not None:
+            self._accept(*message)
+            return True
+        now = time.monotonic()
+        if link.lost_at is not None and now - link.lost_at > ORPHANED_S:
             raise DriverLostError(f"the driver of the lane has not been reachable for {ORPHANED_S:g} s")
-        if self._socket not in ready:
-            if timeout_ms and self._lost_at is None and time.monotonic() - self._heard_at > QUIET_S:
-                self._greet()
-            return False
-        self._accept(self._receive_frame(NO_BLOCK))
-        return True
-
-    def _read_events(self) -> None:
-        while self._monitor.poll(0):
-            event = self._read_event(self._monitor)["event"]
-            if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._lost_at = None
-                self._greet()
-            else:
-                self._lost_at = self._lost_at or time.monotonic()
+        if waits and link.lost_at is None and now - self._heard_at > QUIET_S:
+            self._greet()
+        return False
 
     def _greet(self) -> None:
         """Say what has been received, so that both sides agree on what has arrived."""
         self._heard_at = time.monotonic()
-        self._send([struct.pack(ANSWER, HELLO, False, INLINE, 0, self._received, 0)])
+        self._link.send([struct.pack(ANSWER, HELLO, False, INLINE, 0, self._received, 0)])
 
-    def _accept(self, first: bytes) -> None:
-        kind, has_more, number, acked, task = struct.unpack_from(REQUEST, first)
-        frames = [first[REQUEST_BYTES:]]
-        while has_more:
-            frames.append(self._receive_frame())
-            has_more = self._socket.getsockopt(RECEIVES_MORE)
+    def _accept(self, first: bytes, *others: bytes) -> None:
+        kind, _, number, acked, task = struct.unpack_from(REQUEST, first)
         self._heard_at = time.monotonic()
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()
         if kind == WELCOME:
             for _, kept in self._unacked:
-                self._send(kept)
+                self._link.send(kept)
         elif kind != ACK and number == self._received + 1:
             self._received = number
-            self._calls.append((kind, number, task, frames))
+            self._calls.append((kind, number, task, [first[REQUEST_BYTES:], *others]))
 
 
 def serve(

@@ -22,17 +22,17 @@ from .lane import (
     VALUE,
     Answer,
     Connection,
-    LaneConfig,
     fill,
     make_answer,
     make_error,
     read_request,
 )
+from .links import LaneConfig
 from .progress import make_task_reader
 
 # The answers that wait to be sent before the methods that make them wait.
 MOST_QUEUED = 64
-# How often the coroutine looks at the connection if nothing happens.
+# How often the coroutine looks at the connection if nothing happens, and while the driver does not receive.
 LOOK_S = 1.0
 BRIEF_S = 0.005
 
@@ -138,7 +138,7 @@ async def serve_overlapping(
     stopping = False
     try:
         while True:
-            while connection.look(0):
+            while connection.look():
                 pass
             while (message := connection.take()) is not None:
                 kind, call, task, frames = message
@@ -156,11 +156,11 @@ async def serve_overlapping(
             if stopping and not calls.unfinished and calls.answers.empty():
                 break
             # The files announce a message once only, and sending may have taken the announcement.
-            while connection.look(0):
+            while connection.look():
                 pass
             if not connection.has_message and (calls.answers.empty() or connection.unacknowledged >= MOST_UNACKED):
                 try:
-                    await asyncio.wait_for(calls.wake.wait(), LOOK_S)
+                    await asyncio.wait_for(calls.wake.wait(), BRIEF_S if connection.is_behind else LOOK_S)
                 except TimeoutError:
                     continue
             calls.wake.clear()
@@ -168,7 +168,7 @@ async def serve_overlapping(
         ended = loop.time() + LAST_S
         while connection.unacknowledged and loop.time() < ended:
             await asyncio.sleep(BRIEF_S)
-            connection.look(0)
+            connection.look()
     finally:
         for file in files:
             loop.remove_reader(file)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's Unix socket of a lane, for the workers of its node."""
+
+import contextlib
+import hmac
+import secrets
+import select
+import socket
+from collections.abc import Iterator, Sequence
+
+from .._remote.links import LaneConfig, Packets
+
+KEY_BYTES = 32
+# The connections whose key has not arrived. The first of them is closed when there are more.
+MOST_GUESTS = 256
+BACKLOG = 1024
+
+
+class LocalSocket:
+    """A Unix socket and its connections, each under the name that a worker gave with the key of the lane.
+
+    A message needs no thread of its own there, as it does with ZeroMQ. Only the two processes can read what the socket
+    carries. It has no file, and ends with the process. Where such a socket cannot be made, it has no connections.
+
+    Args:
+        poller: reports the events of the files of the socket, which the owner passes to `note`.
+    """
+
+    def __init__(self, poller: select.epoll) -> None:
+        self._poller = poller
+        self._key = secrets.token_bytes(KEY_BYTES)
+        # The zero makes it an address without a file.
+        self._address = f"\0fairlead-lane-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        # By descriptor.
+        self._guests: dict[int, socket.socket] = {}
+        self._links: dict[int, tuple[bytes, Packets]] = {}
+        self._by_name: dict[bytes, Packets] = {}
+        self._readable: list[tuple[bytes, Packets]] = []
+        try:
+            self._listener.bind(self._address)
+            self._listener.listen(BACKLOG)
+            poller.register(self._listener, select.EPOLLIN)
+        except OSError:  # a sandbox may forbid such sockets
+            self._address = ""
+
+    def complete(self, config: LaneConfig) -> LaneConfig:
+        """Return what a worker of this node needs to connect."""
+        return config._replace(local_address=self._address, local_key=self._key)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a connection has been reported that can be received from."""
+        return bool(self._readable)
+
+    def note(self, file: int, events: int) -> None:
+        """Take an event that the poller has reported, if it is of this socket."""
+        link = self._links.get(file)
+        if link is None:
+            if file in self._guests:
+                self._let_in(file)
+            elif file == self._listener.fileno():
+                self._accept()
+            return
+        if events & select.EPOLLOUT:
+            self._flush(link[1])
+        if events & ~select.EPOLLOUT:
+            self._readable.append(link)
+
+    def receive(self, *, drains: bool) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield messages that have arrived: the name of the sender, and the frames.
+
+        Args:
+            drains: yield all of them. Otherwise one of each connection that has been reported; the poller reports those
+                with more messages again.
+        """
+        readable, self._readable = self._readable, []
+        for name, packets in list(self._links.values()) if drains else readable:
+            try:
+                while True:
+                    message = packets.receive(socket.MSG_DONTWAIT)
+                    if message is not None:
+                        yield name, message
+                        if not drains:
+                            break
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._drop(name, packets)
+
+    def send(self, name: bytes, message: Sequence[bytes]) -> bool | None:
+        """Send a message; return whether the connection exists still, and None if there is none of this name."""
+        packets = self._by_name.get(name)
+        if packets is None:
+            return None
+        try:
+            packets.send(message)
+        except OSError:
+            return False  # what the worker has sent before can still be received
+        if packets.is_behind:
+            self._poller.modify(packets, select.EPOLLIN | select.EPOLLOUT)
+        return True
+
+    def close(self) -> None:
+        """Close the socket and its connections."""
+        for guest in (self._listener, *self._guests.values()):
+            guest.close()
+        for packets in self._by_name.values():
+            packets.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                guest, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # too many files are open
+                if not self._guests:
+                    return
+                self._dismiss(next(iter(self._guests)))
+                continue
+            guest.setblocking(False)
+            self._guests[guest.fileno()] = guest
+            self._poller.register(guest, select.EPOLLIN)
+            if len(self._guests) > MOST_GUESTS:
+                self._dismiss(next(iter(self._guests)))
+
+    def _let_in(self, file: int) -> None:
+        """Read the key and the name that a new connection gives; close it if the key is wrong."""
+        try:
+            said = self._guests[file].recv(KEY_BYTES + 1024)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if not hmac.compare_digest(said[:KEY_BYTES], self._key):
+            self._dismiss(file)
+            return
+        name, packets = said[KEY_BYTES:], Packets(self._guests.pop(file))
+        if (old := self._by_name.get(name)) is not None:
+            self._drop(name, old)
+        self._by_name[name] = packets
+        self._links[file] = name, packets
+
+    def _dismiss(self, file: int) -> None:
+        self._guests.pop(file).close()  # which also ends its events
+
+    def _flush(self, packets: Packets) -> None:
+        with contextlib.suppress(OSError):  # the end of the connection is received
+            packets.flush()
+        if not packets.is_behind:
+            self._poller.modify(packets, select.EPOLLIN)
+
+    def _drop(self, name: bytes, packets: Packets) -> None:
+        """Close a connection that has ended, unless it has been closed before."""
+        if self._by_name.get(name) is packets:
+            del self._by_name[name], self._links[packets.fileno()]
+            packets.close()

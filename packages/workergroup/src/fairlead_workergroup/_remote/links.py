@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets of a lane: Unix sockets on the driver's node, and ZeroMQ between nodes. Shipped by value.
+
+A message is a list of frames, the first of which begins with its kind and with whether frames follow.
+"""
+
+import importlib
+import pickle
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+POLL_MS = 250
+HEARTBEAT_MS, DEAD_LINK_MS, RECONNECT_MS = 5_000, 20_000, 50
+# Of ZeroMQ, as numbers: its enumerations make a message take half as long again.
+NO_BLOCK, SEND_MORE, RECEIVES_MORE = 1, 2, 13
+# The bytes of a packet of a Unix socket, far below those that a socket takes at a time.
+PACKET_BYTES = 50_000
+# The first byte of a packet that is one of several of a message, and of the last one. Kinds of messages are smaller.
+PART, LAST_PART = 254, 255
+
+
+class LaneConfig(NamedTuple):
+    """Everything that a worker needs to connect.
+
+    Attributes:
+        address: the address of the driver's socket for other nodes.
+        identity: the name of this connection.
+        server_key: the public key of the driver.
+        public_key: the public key of the workers.
+        secret_key: the secret key of the workers.
+        local_address: the Unix socket of the driver, which a worker of its node uses; empty for other workers.
+        local_key: what a worker says there before anything else.
+    """
+
+    address: str
+    identity: bytes
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    local_address: str = ""
+    local_key: bytes = b""
+
+
+class DriverLostError(ConnectionError):
+    """The driver of a lane cannot be reached any more."""
+
+
+class Packets:
+    """Messages over a Unix socket that keeps the bounds of packets.
+
+    Linux delivers all of a packet or nothing, in order, so a message of one frame is one packet.
+
+    Args:
+        connected: the socket, connected and of the type SOCK_SEQPACKET. This object closes it.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._send, self._receive = connected.send, connected.recv
+        self._parts: list[bytes] = []
+        self._unsent: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether packets wait because the other side has not received the packets before."""
+        return bool(self._unsent)
+
+    def send(self, message: Sequence[bytes]) -> None:
+        """Send a message without blocking, as far as the other side receives; `flush` sends the rest.
+
+        Raises:
+            OSError: the other side has closed the connection.
+        """
+        if len(message) == 1 and len(message[0]) <= PACKET_BYTES and not self._unsent:
+            try:
+                self._send(message[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._unsent.append(message[0])
+        else:
+            self._unsent.extend(_split(message))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the packets that wait, as far as the other side receives.
+
+        Raises:
+            OSError: the other side has closed the connection.
+        """
+        while self._unsent:
+            try:
+                self._send(self._unsent[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._unsent.popleft()
+
+    def receive(self, flags: int = 0) -> list[bytes] | None:
+        """Receive a packet; return the message that it completes, and None if more packets of it follow.
+
+        Raises:
+            BlockingIOError: none has arrived, and the flags or the time limit of the socket say not to wait.
+            OSError: the other side has closed the connection.
+        """
+        packet = self._receive(PACKET_BYTES + 1, flags)
+        if not packet:
+            raise ConnectionResetError("the other side has closed the connection")
+        if packet[0] < PART:
+            return [packet]
+        self._parts.append(packet[1:])
+        if packet[0] == PART:
+            return None
+        content, self._parts = b"".join(self._parts), []
+        message: list[bytes] = pickle.loads(content)
+        return message
+
+
+def _split(message: Sequence[bytes]) -> Iterator[bytes]:
+    if len(message) == 1 and len(message[0]) <= PACKET_BYTES:
+        yield message[0]
+        return
+    content = pickle.dumps([bytes(frame) for frame in message], 5)
+    for at in range(0, len(content), PACKET_BYTES):
+        kind = PART if at + PACKET_BYTES < len(content) else LAST_PART
+        yield bytes([kind]) + content[at : at + PACKET_BYTES]
+
+
+class Link(Protocol):
+    """A worker's connection with the driver.
+
+    Attributes:
+        lost_at: since when there is no connection, by `time.monotonic`; None while there is one.
+        is_new: whether a connection has been made that the worker has not said anything on.
+    """
+
+    lost_at: float | None
+    is_new: bool
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether messages wait because the driver does not receive."""
+
+    def files(self) -> list[int]:
+        """Return the files that become readable when something happens."""
+
+    def send(self, message: Sequence[bytes]) -> None:
+        """Send a message without blocking."""
+
+    def receive(self, *, waits: bool) -> list[bytes] | None:
+        """Return a message; None if there is none, after at most `POLL_MS` if it `waits`."""
+
+    def close(self) -> None:
+        """Close the socket."""
+
+
+class LocalLink:
+    """A Unix socket. Its connection ends with the driver, and not before.
+
+    Args:
+        config: how to connect.
+
+    Attributes:
+        lost_at, is_new: as of `Link`.
+
+    Raises:
+        OSError: the driver's socket cannot be reached.
+    """
+
+    lost_at: float | None = None
+    is_new: bool = True
+
+    def __init__(self, config: LaneConfig) -> None:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            # Not `settimeout`, with which Python asks the system before each message whether there is one.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, POLL_MS * 1000))
+            connected.connect(config.local_address)
+            connected.send(config.local_key + config.identity)
+        except BaseException:
+            connected.close()
+            raise
+        self._packets = Packets(connected)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._packets.close()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether packets wait because the driver does not receive."""
+        return self._packets.is_behind
+
+    def files(self) -> list[int]:
+        """Return the files that become readable when something happens."""
+        return [self._packets.fileno()]
+
+    def send(self, message: Sequence[bytes]) -> None:
+        """Send a message without blocking; `receive` sends what the driver does not receive at once.
+
+        Raises:
+            DriverLostError: the driver has closed the connection.
+        """
+        try:
+            self._packets.send(message)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def receive(self, *, waits: bool) -> list[bytes] | None:
+        """Return a message; None if there is none.
+
+        Raises:
+            DriverLostError: the driver has closed the connection.
+        """
+        try:
+            if self._packets.is_behind:
+                files = self.files()
+                select.select(files, files, [], POLL_MS / 1000 if waits else 0)
+                self._packets.flush()
+                waits = False
+            message = None
+            while message is None:
+                message = self._packets.receive(0 if waits else socket.MSG_DONTWAIT)
+            return message
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: OSError) -> DriverLostError:
+    return DriverLostError(f"the driver has closed its connection of the lane, or has ended: {error}")
+
+
+def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> tuple[Any, Any, Any]:
+    """Return a ZeroMQ socket with these options, and the functions that receive and send one frame.
+
+    The wrappers of pyzmq around these functions, for features that are not used here, take as long as the functions.
+    """
+    made = context.socket(kind)
+    for option, value in options.items():
+        made.setsockopt(option, value)
+    plain: Any = super(zmq.Socket, made)
+    return made, plain.recv, plain.send
+
+
+class NetworkLink:
+    """A ZeroMQ socket, which connects again by itself.
+
+    Args:
+        config: how to connect.
+
+    Attributes:
+        lost_at, is_new: as of `Link`.
+
+    Raises:
+        ModuleNotFoundError: this Python has no pyzmq.
+    """
+
+    is_behind: bool = False
+    is_new: bool = False
+
+    def __init__(self, config: LaneConfig) -> None:
+        try:
+            zmq: Any = importlib.import_module("zmq")
+            monitor: Any = importlib.import_module("zmq.utils.monitor")
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "a lane needs pyzmq in the Python of the workers, and it is not installed there"
+            ) from error
+        self.lost_at: float | None = time.monotonic()
+        self._zmq = zmq
+        self._read_event = monitor.recv_monitor_message
+        self._context = zmq.Context()
+        options: dict[int, Any] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.ROUTING_ID: config.identity,
+            zmq.CURVE_SERVERKEY: config.server_key,
+            zmq.CURVE_PUBLICKEY: config.public_key,
+            zmq.CURVE_SECRETKEY: config.secret_key,
+            zmq.IPV6: "[" in config.address,
+            zmq.RECONNECT_IVL: RECONNECT_MS,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+            zmq.RCVTIMEO: POLL_MS,
+        }
+        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.DEALER, options)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(config.address)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    def files(self) -> list[int]:
+        """Return the files that become readable once when something happens."""
+        return [self._socket.getsockopt(self._zmq.FD), self._monitor.getsockopt(self._zmq.FD)]
+
+    def send(self, message: Sequence[bytes]) -> None:
+        """Send a message without blocking."""
+        *others, last = message
+        for frame in others:
+            self._send_frame(frame, SEND_MORE)
+        self._send_frame(last)
+
+    def receive(self, *, waits: bool) -> list[bytes] | None:
+        """Return a message; None if there is none, or if the connection was lost or made meanwhile."""
+        if waits and self.lost_at is None:
+            # Waiting for the monitor at the same time would double the time of a message.
+            try:
+                return self._receive_message()
+            except self._zmq.Again:
+                waits = False
+        ready = dict(self._poller.poll(POLL_MS if waits else 0))
+        if self._monitor in ready:
+            self._read_events()
+        return self._receive_message() if self._socket in ready else None
+
+    def _receive_message(self) -> list[bytes]:
+        message = [self._receive_frame()]
+        # The second byte says whether frames follow.
+        has_more = message[0][1]
+        while has_more:
+            message.append(self._receive_frame())
+            has_more = self._socket.getsockopt(RECEIVES_MORE)
+        return message
+
+    def _read_events(self) -> None:
+        while self._monitor.poll(0):
+            if self._read_event(self._monitor)["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.lost_at, self.is_new = None, True
+            else:
+                self.lost_at = self.lost_at or time.monotonic()
+
+
+def connect(config: LaneConfig) -> Link:
+    """Connect with the driver of a lane: by its Unix socket if it is on this node and can be reached so.
+
+    Raises:
+        ModuleNotFoundError: another way is needed, and this Python has no pyzmq.
+    """
+    if config.local_address:
+        try:
+            return LocalLink(config)
+        except OSError:  # such as in a network namespace of its own
+            return NetworkLink(config)
+    return NetworkLink(config)
