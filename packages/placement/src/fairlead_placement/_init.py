@@ -194,10 +194,10 @@ def connection() -> str:
     global _latest
     # Every call of a worker group asks, and Ray's own functions take several times as long as a look at this.
     mark, latest = connection_mark(), _latest
-    if not ray.is_initialized():
-        return ""
     if mark is not None and latest is not None and latest[0]() is mark:
         return latest[1]
+    if not ray.is_initialized():
+        return ""
     here = ray.get_runtime_context()
     text = f"{here.get_session_name()} {here.get_worker_id()}"
     _latest = None if mark is None else (weakref.ref(mark), text)

@@ -44,12 +44,16 @@ def drain_deadlines() -> dict[str, float]:
 
 
 def connection_mark() -> object | None:
-    """Return the object that Ray makes for each connection of this process to a cluster.
+    """Return the object that Ray makes for each connection of this process to a cluster; None if it has none.
 
     Reason: Ray's public ids of a connection have to be fetched and put into text at each look.
     Fallback: None; callers then compare these ids.
     """
-    mark: object | None = getattr(ray._private.worker, "_global_node", None)
+    worker: Any = ray._private.worker
+    try:
+        mark: object | None = worker._global_node if worker.global_worker.connected else None
+    except AttributeError:
+        mark = None
     return mark
 
 

@@ -337,8 +337,13 @@ def is_message(future: Any) -> bool:
 
 def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
-    task: bytes = future.task if is_message(future) else task_of_ref(end_of(future))
-    return task
+    return task_of_ref(end_of(future))
+
+
+def tasks_of_call(futures: Sequence[Any]) -> list[bytes]:
+    """Return the ids of the tasks of one call, whose futures are all of the same kind."""
+    ends = [future.completed() for future in futures] if futures and is_stream(futures[0]) else futures
+    return [task_of_ref(end) for end in ends]
 
 
 def wait(

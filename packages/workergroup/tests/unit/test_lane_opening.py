@@ -79,7 +79,7 @@ class TestKeys:
     @pytest.mark.parametrize("says", ["greeting", "answer", "wrong key", "half a key", "garbage", "nothing"])
     def test_strangers_on_this_node(self, group, says):
         """Nobody without the key of the Unix socket is heard, not even under the name of a worker."""
-        config, session = group.router.config(b"stranger", is_local=True), group.lane._sessions[0]
+        config, session = group.router.config(bytes(20), is_local=True), group.lane._sessions[0]
         group.gate.clear()
         sent = group.send("add", 1)
         (number,) = session._calls
@@ -104,7 +104,7 @@ class TestKeys:
     def test_many_strangers_on_this_node(self, group, monkeypatch):
         """Connections that say nothing do not keep the workers from connecting."""
         monkeypatch.setattr("fairlead_workergroup._lane.local.MOST_GUESTS", 4)
-        config = group.router.config(b"stranger", is_local=True)
+        config = group.router.config(bytes(20), is_local=True)
         with contextlib.ExitStack() as stack:
             strangers = []
             for _ in range(10):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fairlead_workergroup import WorkerStartError
+from fairlead_workergroup._futures import LaneFuture
 from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._observe import requests
@@ -155,12 +156,12 @@ def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
     assert ended == [0]
 
 
-def test_a_repetition_ends_in_the_log(monkeypatch):
+def test_a_repetition_ends_in_the_log():
     """A call that is repeated on some of its workers is a second entry, which ends when the call ends."""
-    monkeypatch.setattr(requests, "task_of_future", lambda future: future.encode().ljust(24))
+    first, second, again = (LaneFuture(None, name.ljust(24)) for name in (b"first", b"second", b"again"))
     log = requests.RequestLog("test")
-    log.begin("train", 1.0, ["first of 0", "first of 1"])
-    log.end(["first of 0", "first of 1"], failed=True)
-    log.begin("train", 1.0, ["again of 1"])
-    log.end(["first of 0", "again of 1"])
+    log.begin("train", 1.0, [first, second])
+    log.end([first, second], failed=True)
+    log.begin("train", 1.0, [again])
+    log.end([first, again])
     assert not log._open

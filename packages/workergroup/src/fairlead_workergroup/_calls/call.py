@@ -4,7 +4,6 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic
 
 from ray import ObjectRef
@@ -21,7 +20,7 @@ from .errors import short_traceback
 from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
 from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher, wait_for_some
-from .sender import Order, Sender, Sent, is_on_event_loop, make_requests
+from .sender import Order, Sender, is_on_event_loop, make_requests
 from .wait import ResultStream, iterate_outcomes, stream_items, wait_for_result
 
 if TYPE_CHECKING:
@@ -33,6 +32,9 @@ else:
     from typing import TypeVar
 
     Result = TypeVar("Result", covariant=True)
+
+# Why a lane cannot carry a call that was made while another thread opened it.
+UNPREPARED = "it was prepared before the lane opened"
 
 
 def dispatch(
@@ -72,30 +74,25 @@ def dispatch(
     method = sender.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     blocking = not (may_wait and is_on_event_loop())
-    with sender.traced() if blocking else contextlib.nullcontext():
-        sender.check_callable(recipients.called)
     has_lane = sender.lane is not None
     stored = Arguments(for_lane=has_lane)
-    # Before this call's turn: storing a large value must not delay the calls of other threads.
-    requests = make_requests(method, recipients, args, kwargs, stored)
-    order = Order(
-        method,
-        recipients.called,
-        list(requests) if options.retries else requests,
-        began,
-        Deadline(None if timeout_s is None else began + timeout_s),
-        {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
-        stored.sources,
-        sharding,
-        by_ray or method.obstacle or stored.obstacle or ("" if has_lane else "it was prepared before the lane opened"),
-        stored.has_answers,
-    )
-    sent: Sent | Future[Sent]
-    if blocking:
-        with sender.traced():
-            sent = sender.send(order)
-    else:
-        sent = sender.send_or_queue(order)
+    with sender.traced() if blocking else contextlib.nullcontext():
+        sender.check_callable(recipients.called)
+        # Before this call's turn: storing a large value must not delay the calls of other threads.
+        requests = make_requests(method, recipients, args, kwargs, stored)
+        order = Order(
+            method,
+            recipients.called,
+            list(requests) if options.retries else requests,
+            began,
+            Deadline(None if timeout_s is None else began + timeout_s),
+            {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
+            stored.sources,
+            sharding,
+            by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
+            stored.has_answers,
+        )
+        sent = sender.send(order) if blocking else sender.send_or_queue(order)
     return Execution(sender, owner, order, sent, recipients.returned, options)
 
 

@@ -25,7 +25,7 @@ from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy
-from .._members import Roster, Snapshot
+from .._members import Member, Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
 from .._observe.requests import RequestLog
@@ -234,7 +234,7 @@ class Sender:
             order = self._store_answers(order)
         members, requests = now.members, order.requests
         with self.roster.direct(order.ranks):
-            return [send(members[rank].handle, request) for rank, request in zip(order.ranks, requests, strict=True)]
+            return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     def _store_answers(self, order: Order) -> Order:
         """Return an order with references in the place of answers of a lane.
@@ -450,9 +450,9 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [plan, *flat]
 
 
-def send(handle: Any, request: Request) -> Any:
+def send(member: Member, request: Request) -> Any:
     """Send a request to a worker by Ray; return its future."""
-    method = getattr(handle, request.method)
+    method = member.method(request.method)
     if request.backpressure is not None:
         method = method.options(_generator_backpressure_num_objects=request.backpressure)
     return method.remote(*request.args, **request.kwargs)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._futures import task_of_future
+from .._futures import task_of_future, tasks_of_call
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
 
@@ -46,7 +46,7 @@ class RequestLog:
         """
         if not futures:
             return
-        tasks = [task_of_future(future)[:8] for future in futures[:TASKS]]
+        tasks = [task[:8] for task in tasks_of_call(futures[:TASKS])]
         values = (len(futures), method.encode()[:64], b"".join(tasks))
         with self._lock:
             self._written += 1
