@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
@@ -16,6 +15,7 @@ from .._display import table_html
 from .._futures import LaneFuture, is_message, references_of, wait
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
+from ..exceptions import CallTimeoutError, WorkerFailureError
 from .errors import short_traceback
 from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
@@ -76,7 +76,7 @@ def dispatch(
     blocking = not (may_wait and is_on_event_loop())
     has_lane = sender.lane is not None
     stored = Arguments(for_lane=has_lane)
-    with sender.traced() if blocking else contextlib.nullcontext():
+    try:
         sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
         requests = make_requests(method, recipients, args, kwargs, stored)
@@ -93,6 +93,10 @@ def dispatch(
             stored.has_answers,
         )
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
+    except (CallTimeoutError, WorkerFailureError) as error:
+        if blocking:
+            sender.save_trace(error)
+        raise
     return Execution(sender, owner, order, sent, recipients.returned, options)
 
 

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -88,7 +88,7 @@ class Execution:
         self.answering: frozenset[int] = frozenset(self.positions)
         # Requests that have been sent were made one by one, and only retries keep them.
         if isinstance(self.sent, Future) and not self.options.retries:
-            self.order = replace(self.order, requests=())
+            self.order = self.order._replace(requests=())
 
     @property
     def sending(self) -> Future[Sent] | None:
@@ -223,8 +223,7 @@ class Execution:
             if self.sender.policy.restarts_all:
                 lost = list(range(len(self.futures)))
             requests = list(self.order.requests)
-            again = replace(
-                self.order,
+            again = self.order._replace(
                 ranks=[self.ranks[at] for at in lost],
                 requests=[requests[at] for at in lost],
                 deadline=limit,
@@ -339,7 +338,8 @@ class Execution:
 
     def until(self, timeout: float | None) -> Deadline:
         """Return the deadline of a wait: that of the call, or `timeout` seconds from now if that is sooner."""
-        return self.order.deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
+        deadline = self.order.deadline
+        return deadline if timeout is None else deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
 
     def check_open(self) -> None:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended.

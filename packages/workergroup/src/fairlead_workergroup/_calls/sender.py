@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
@@ -46,8 +46,7 @@ class Request(NamedTuple):
     backpressure: int | None = None
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """A call that is ready to be sent, now or later.
 
     Attributes:
@@ -244,7 +243,7 @@ class Sender:
             Exception: the error of the worker that should have made it.
         """
         try:
-            return replace(order, requests=[_store_answers(request, order.deadline) for request in order.requests])
+            return order._replace(requests=[_store_answers(request, order.deadline) for request in order.requests])
         except GetTimeoutError as error:
             if isinstance(error, RayTaskError):  # the worker's own
                 raise
@@ -263,11 +262,11 @@ class Sender:
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         if order.has_answers:  # for the second attempt, if the first one is too early for an answer
-            order = replace(order, requests=list(order.requests))
+            order = order._replace(requests=list(order.requests))
         if not self.queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
-                return self.send(replace(order, deadline=Deadline.after(0.0)))
+                return self.send(order._replace(deadline=Deadline.after(0.0)))
 
         def send_later() -> Sent:
             if order.deadline.passed:

@@ -107,7 +107,10 @@ class Router:
             use the socket.
         """
         is_undisturbed, note = True, self._local.note
-        for file, events in self._poller.poll(0 if self._has_message() else timeout_s):
+        happened = self._poller.poll(0 if self._has_message() else timeout_s)
+        # A look at the socket that takes its announcement, such as one by another thread, costs one wait at most.
+        self._may_have_more = self._may_have_more or not happened
+        for file, events in happened:
             if file == self._wake:
                 is_undisturbed = False
                 with contextlib.suppress(BlockingIOError):
