@@ -5,11 +5,10 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 The functions are pure.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from .._model import Node, check_positive
+from .._model import Node, check_positive, group_pairs
 from ..exceptions import ResourceInsufficientError
 
 
@@ -78,7 +77,7 @@ def select_segment_nodes(
     if num_nodes % segment_size:
         raise ValueError(f"num_nodes must be divisible by segment_size, got {num_nodes} nodes and {segment_size}")
     ordered = _sort_nodes({node_id: _place(node_id, *place) for node_id, place in topology.items()})
-    domains = _group_by_domain(ordered)
+    domains = group_pairs(entry for entry in ordered if entry[0])
     selected: list[str] = []
     for nodes in domains.values():
         selected += nodes[: min(len(nodes) // segment_size * segment_size, num_nodes - len(selected))]
@@ -141,10 +140,10 @@ def sort_bundle_indices_by_topology(
         nodes = [node_id for _, node_id in ordered]
     else:
         assert gpus_per_node is not None
-        complete = [entry for entry in ordered if len(bundles[entry[1]]) >= gpus_per_node]
+        complete = group_pairs(entry for entry in ordered if entry[0] and len(bundles[entry[1]]) >= gpus_per_node)
         nodes = [
             node_id
-            for members in _group_by_domain(complete).values()
+            for members in complete.values()
             for node_id in members[: len(members) // segment_size * segment_size]
         ]
     return [index for node_id in nodes for _, index in sorted(bundles[node_id])]
@@ -169,12 +168,6 @@ def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]
         (domain != "", lowest[domain], domain, rank, node_id) for node_id, (domain, rank) in places.items()
     )
     return [(domain, node_id) for _, _, domain, _, node_id in ordered]
-
-
-def _group_by_domain(ordered: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the node ids of each domain, in the order given, without the nodes that have no domain."""
-    domains = itertools.groupby(ordered, key=lambda entry: entry[0])
-    return {domain: [node_id for _, node_id in entries] for domain, entries in domains if domain}
 
 
 def accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:
