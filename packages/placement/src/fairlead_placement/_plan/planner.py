@@ -48,7 +48,7 @@ def plan(
     The nodes of all asks of one shape are then assigned in physical order, so that logical order follows physical order
     (with segments: group by group, and within a domain).
     """
-    return _decide(asks, nodes, idle, own_nodes, segment_size)[0]
+    return Site(asks, nodes, idle, own_nodes).decide(segment_size)[0]
 
 
 def never_fits(
@@ -59,7 +59,7 @@ def never_fits(
     False means that a plan for idle nodes exists, or that none was found with bounded work. Arguments and errors are
     those of `plan`.
     """
-    return _decide(asks, nodes, True, own_nodes, segment_size)[1]
+    return Site(asks, nodes, True, own_nodes).decide(segment_size)[1]
 
 
 def decide(
@@ -82,37 +82,18 @@ def decide(
     Returns:
         The results of `plan` and `never_fits`, computed with less work than both take.
     """
-    chosen, impossible = _decide(asks, nodes, False, own_nodes, segment_size, deadline)
+    chosen, impossible = Site(asks, nodes, False, own_nodes, deadline).decide(segment_size)
     names = {name for ask in asks for name in ask.bundle}
     if chosen is None and any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in nodes for name in names):
-        impossible = _decide(asks, nodes, True, own_nodes, segment_size, deadline)[1]
+        impossible = Site(asks, nodes, True, own_nodes, deadline).decide(segment_size)[1]
     return chosen, impossible
-
-
-def _decide(
-    asks: Sequence[Ask],
-    nodes: Sequence[Node],
-    idle: bool,
-    own_nodes: bool,
-    segment_size: int | None,
-    deadline: float | None = None,
-) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-    """Return a plan, and whether it is certain that there is none."""
-    site = Site(sorted(asks, key=lambda ask: ask.node_idx), nodes, idle, own_nodes, deadline)
-    try:
-        found = site.place_all() if segment_size is None else site.place_in_segments(segment_size)
-    except Undecided:
-        return None, False
-    if found is None:
-        return None, True
-    return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in asks}, False
 
 
 class Site:
     """The asks by shape, and the nodes (numbered in physical order) by what they have for those asks.
 
     Args:
-        asks: the requests, by number.
+        asks: the requests.
         nodes: the nodes.
         idle: count what nodes have, instead of what is free there.
         own_nodes: never put two logical nodes on one physical node.
@@ -120,8 +101,9 @@ class Site:
     """
 
     def __init__(
-        self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, deadline: float | None
+        self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, deadline: float | None = None
     ) -> None:
+        asks = sorted(asks, key=lambda ask: ask.node_idx)
         self.asks, self.nodes, self.own_nodes, self.deadline = asks, nodes, own_nodes, deadline
         by_shape: dict[object, int] = {}
         number_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
@@ -154,6 +136,19 @@ class Site:
             self.kind_of.append(number)
         self._fits: dict[tuple[Amounts, int], tuple[list[int], list[int]]] = {}
 
+    def decide(self, segment_size: int | None) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
+        """Return a plan, and whether it is certain that there is none."""
+        try:
+            if segment_size is None:
+                found = self.place(self.asks, range(len(self.nodes)), self.own_nodes)
+            else:
+                found = self.place_in_segments(segment_size)
+        except Undecided:
+            return None, False
+        if found is None:
+            return None, True
+        return {ask.node_idx: tuple([self.nodes[at].node_id for at in found[ask.node_idx]]) for ask in self.asks}, False
+
     def fits(self, shape: Shape) -> tuple[list[int], list[int]]:
         """Return how many bundles of a shape a node holds, by kind of node and by node."""
         key = (shape.bundle, shape.selector)
@@ -173,9 +168,6 @@ class Site:
     def group_by_shape(self, asks: Sequence[Ask]) -> dict[Shape, list[int]]:
         """Return the logical nodes of each shape."""
         return group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
-
-    def place_all(self) -> Places | None:
-        return self.place(self.asks, range(len(self.nodes)), self.own_nodes)
 
     def place(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
         """Place asks on some of the nodes, and assign the nodes of all asks of a shape in physical order."""
