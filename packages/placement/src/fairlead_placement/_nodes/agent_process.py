@@ -85,35 +85,31 @@ class AgentProcess(Board):
             The ports; if there are too few, how many ports of the range this agent and other processes hold.
         """
         with self._lock:
-            answer = self._lease(lease_ids, low, high)
-            if answer[0] and owner:
+            if any(one in self._unwanted for one in lease_ids):
+                return [], 0, 0  # released already: nobody waits for them
+            if all(one in self._held for one in lease_ids):
+                return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
+            size = high - low + 1
+            start = (self._next - low) % size
+            mine = {port for port, _ in self._held.values()}
+            found: dict[int, socket.socket] = {}
+            in_use = 0
+            others = (port for step in range(size) if (port := low + (start + step) % size) not in mine)
+            while len(found) < len(lease_ids) and (port := next(others, 0)):
+                if (held := _hold(port)) is None:
+                    in_use += 1
+                else:
+                    found[port] = held
+            if len(found) < len(lease_ids):
+                for held in found.values():
+                    held.close()
+                return [], sum(low <= port <= high for port in mine), in_use
+            self._held.update(zip(lease_ids, found.items(), strict=True))
+            if owner:
                 self._owner.update(dict.fromkeys(lease_ids, owner))
-            return answer
-
-    def _lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
-        if any(one in self._unwanted for one in lease_ids):
-            return [], 0, 0  # released already: nobody waits for them
-        if all(one in self._held for one in lease_ids):
-            return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
-        size = high - low + 1
-        start = (self._next - low) % size
-        mine = {port for port, _ in self._held.values()}
-        found: dict[int, socket.socket] = {}
-        in_use = 0
-        others = (port for step in range(size) if (port := low + (start + step) % size) not in mine)
-        while len(found) < len(lease_ids) and (port := next(others, 0)):
-            if (held := _hold(port)) is None:
-                in_use += 1
-            else:
-                found[port] = held
-        if len(found) < len(lease_ids):
-            for held in found.values():
-                held.close()
-            return [], sum(low <= port <= high for port in mine), in_use
-        self._held.update(zip(lease_ids, found.items(), strict=True))
-        ports = list(found)
-        self._next = ports[-1] + 1
-        return ports, 0, 0
+            ports = list(found)
+            self._next = ports[-1] + 1
+            return ports, 0, 0
 
     def release(self, lease_ids: list[str]) -> None:
         """Release ports. A lease that is not held is not an error, so that a release can be repeated."""
