@@ -304,16 +304,19 @@ def test_interrupted(local, monkeypatch, seam):
 def test_interrupted_at_the_end(local, monkeypatch):
     """An interrupt of the fillers' removal leaves no group on the requested GPUs (seam: that removal)."""
     from fairlead_placement._reserve import gpus as _gpus
+    from fairlead_placement._reserve import groups as _groups
 
-    drop, calls = _gpus.drop, []
+    remove, calls = _groups.remove, []
 
     def interrupted_late(made):
-        drop(made)
+        remove(made)
         calls.append(len(made))
         if len(made) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_gpus, "drop", interrupted_late)
+    monkeypatch.setattr(_gpus, "remove", interrupted_late)
+    # A reservation that has shown nothing to an autoscaler removes an empty list there.
+    monkeypatch.setattr(_groups, "remove", lambda made: made and interrupted_late(made))
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
     assert calls == [0, 1, 4, 1]

@@ -7,6 +7,7 @@ others are released.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from .groups import (
     create_pinned,
     place,
     remove,
+    remove_on_error,
     unique_name,
 )
 
@@ -39,7 +41,7 @@ from .groups import (
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]
 Ids = dict[str, frozenset[str]]
-Fillers = Mapping[str, Mapping[str, Reserved]]
+Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 
 
 def check_gpu_ids(
@@ -110,6 +112,7 @@ class GpuAttempt(Attempt):
         """Try the nodes that may have the ids free, each once."""
         wanted, owned = self.request.gpu_ids, self._list_gpus(nodes)
         self._free = {}
+        placed: list[Reserved] = []
         while True:
             # A node counts as free until it has been looked at, so every turn rules something out.
             shown = _shown(nodes, owned, {**owned, **self._free})
@@ -117,48 +120,41 @@ class GpuAttempt(Attempt):
             if chosen is None:
                 return None
             on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
-            placed: tuple[Reserved, ...] | None = None
-            try:
-                with hold_free_gpus([n for n in nodes if n.node_id in on.values()], deadline=self.deadline) as fillers:
-                    self._free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
-                    if all(wanted[node_idx] <= self._free[node_id] for node_idx, node_id in on.items()):
-                        placed = self._exchange(on, fillers)
-                        if placed is None:  # another request was faster
-                            self._free.update(dict.fromkeys(on.values(), frozenset()))
-            except BaseException:
-                drop(placed or ())
-                raise
-            if placed is not None:
-                return placed
+            here = [node for node in nodes if node.node_id in on.values()]
+            with (
+                remove_on_error(lambda: [one.group for one in placed]),
+                hold_free_gpus(here, deadline=self.deadline) as fillers,
+            ):
+                self._free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
+                if all(wanted[node_idx] <= self._free[node_id] for node_idx, node_id in on.items()):
+                    placed.extend(self._exchange(on, fillers))
+                    if not placed:  # another request was faster
+                        self._free.update(dict.fromkeys(on.values(), frozenset()))
+            if placed:
+                return tuple(placed)
 
-    def _exchange(self, on: Mapping[int, str], fillers: Fillers) -> tuple[Reserved, ...] | None:
+    def _exchange(self, on: Mapping[int, str], fillers: Fillers) -> list[Reserved]:
         """Release the requested GPUs and place the groups on them.
 
         Logical nodes that share a node take turns, or Ray might swap their GPUs.
 
         Returns:
-            The groups; None, with nothing left behind, if Ray gave them other GPUs.
+            The groups; none, with nothing left behind, if Ray gave them other GPUs.
         """
         request = self.request
-        turns: dict[int, list[Ask]] = {}
-        on_node: dict[str, int] = {}
-        for ask in request.asks:
-            turn = on_node[on[ask.node_idx]] = on_node.get(on[ask.node_idx], -1) + 1
-            turns.setdefault(turn, []).append(ask)
+        sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
         made: list[Reserved] = []
-        try:
-            for asks in turns.values():
-                drop([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
+        with remove_on_error(lambda: [one.group for one in made]):
+            for turn in itertools.zip_longest(*sharing.values()):
+                asks = tuple(ask for ask in turn if ask is not None)
+                remove([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
                 chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
-                placed = place(replace(request, asks=tuple(asks)), chosen, deadline=self.deadline)
+                placed = place(replace(request, asks=asks), chosen, deadline=self.deadline)
                 made.extend(placed or ())
                 if placed is None or not _check_ids(placed, request.gpu_ids, deadline=self.deadline):
-                    drop(made)
-                    return None
-        except BaseException:
-            drop(made)
-            raise
-        return tuple(sorted(made, key=lambda one: one.node_idx[0]))
+                    remove([one.group for one in made])
+                    return []
+        return sorted(made, key=lambda one: one.node_idx[0])
 
     def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
         everywhere = [
@@ -297,22 +293,17 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     try:
         wanted = [(name and unique_name(name), [(node_id, bundle)]) for node_id in where]
         pinned = create_pinned(wanted, groups, deadline=deadline)
-        made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         there = {group.id for group in pinned}
+        made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
-        drop([one for one in made if one.group.id not in there])
-        held: dict[str, dict[str, Reserved]] = {node.node_id: {} for node in nodes}
+        remove([group for group in groups if group.id not in there])
+        held: dict[str, dict[str, PlacementGroup]] = {node.node_id: {} for node in nodes}
         for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
-            held[one.node_ids[0]][gpu_id] = one
+            held[one.node_ids[0]][gpu_id] = one.group
         yield held
     finally:
-        drop([Reserved(group, (0,), (), ()) for group in groups])
-
-
-def drop(made: Sequence[Reserved]) -> None:
-    """Remove groups and wait until their resources are back. Groups that are removed already are ignored."""
-    remove([one.group for one in made])
+        remove(groups)
 
 
 def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import contextvars
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
@@ -94,13 +94,10 @@ def place_pinned(
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
     made: list[PlacementGroup] = []
-    try:
+    with remove_on_error(lambda: made):
         pinned = [(unique_name(name), bundles) for name, bundles in wanted.items()]
         if len(create_pinned(pinned, made, deadline=deadline)) == len(made):
             return tuple(made)
-    except BaseException:
-        remove(made)
-        raise
     remove(made)
     return None
 
@@ -275,6 +272,16 @@ def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float)
                     break
                 except (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError):
                     time.sleep(1.0)  # Ray's own deadline for a head that does not answer
+
+
+@contextlib.contextmanager
+def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[None]:
+    """Remove the groups that a function returns if the block fails, also by an interrupt."""
+    try:
+        yield
+    except BaseException:
+        remove(groups())
+        raise
 
 
 def _prefix(name: str, ask: Ask) -> str:

@@ -25,7 +25,7 @@ from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
 from .attempt import Attempt, reserve
 from .claims import close_slots
 from .gpus import GpuAttempt
-from .groups import Reserved, number_slots, remove, slots_of
+from .groups import Reserved, number_slots, remove, remove_on_error, slots_of
 
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
@@ -138,13 +138,9 @@ class Holding:
                     return _nodes_except(self.node_ids if part.unified or part.segment_size else ())
 
                 slots = _take(part, lambda request: reserve(Attempt(request, self._held), look))
-                try:
-                    with self._lock:
-                        self._check_same(mine)
-                        self._add(asks, counts, slots)
-                except BaseException:
-                    remove(self.groups_of(slots))
-                    raise
+                with remove_on_error(lambda: self.groups_of(slots)), self._lock:
+                    self._check_same(mine)
+                    self._add(asks, counts, slots)
                 self._watch()
             return tuple(ask.node_idx for ask in asks)
         finally:
@@ -239,7 +235,7 @@ class Holding:
             asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
             placed: list[Reserved] = []
             wanted = self.request.gpu_ids
-            try:
+            with remove_on_error(lambda: [one.group for one in placed]):
                 for batch, segment_size in self._batches(asks, alive):
                     left = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
@@ -256,9 +252,6 @@ class Holding:
                     taken = self._taken_by(batch[0], alive, placed)
                     placed += _reserve(part, functools.partial(_nodes_except, taken))
                 new = slots_of(placed, self.request.capacity, deadline=deadline)
-            except BaseException:
-                remove([one.group for one in placed])
-                raise
             before = self.groups
             self.places = replace_slots(self.places, list(lost), new)
             made = (slot.placement_group.id for slot in new)
