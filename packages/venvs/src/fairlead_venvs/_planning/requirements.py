@@ -167,20 +167,11 @@ def resolve(
     return make_once(
         root,
         path,
-        lambda: None if refresh else _find(path),
+        lambda: None if refresh else _read(path),
         compile_lines,
         runner.deadline,
         doing="resolves the requirements for",
     )
-
-
-def _find(path: Path) -> Resolution | None:
-    """Return a stored resolution; None if there is none, or it is damaged."""
-    stored = _read(path)
-    if stored is not None:
-        with contextlib.suppress(OSError):  # a folder that may be read only
-            touch(path)  # `prune` reads its time
-    return stored
 
 
 def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -> str:
@@ -271,12 +262,16 @@ def _at_commit(line: str, commit: str) -> str:
 
 
 def _read(path: Path) -> Resolution | None:
+    """Return a stored resolution, and mark it as used; None if there is none, or it is damaged."""
     facts = read_facts(path)
     pins, direct = facts.get("pins"), facts.get("direct")
     if not isinstance(pins, list) or not isinstance(direct, dict):
         return None
-    is_valid = all(isinstance(one, str) for one in [*pins, *direct, *direct.values()])
-    return Resolution(tuple(pins), direct) if is_valid else None
+    if not all(isinstance(one, str) for one in [*pins, *direct, *direct.values()]):
+        return None
+    with contextlib.suppress(OSError):  # a folder that may be read only
+        touch(path)  # `prune` reads its time
+    return Resolution(tuple(pins), direct)
 
 
 def _store(resolution: Resolution, new: Path, path: Path, refresh: bool) -> Resolution:
