@@ -69,18 +69,12 @@ def mark_used(folder: str | Path) -> None:
 
 
 def touch(path: str | Path) -> bool:
-    """Set the time of a file to now, at most once a minute, and return whether the file exists.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    try:
+    """Set the time of a file to now, at most once a minute, unless it is read only; return whether the file exists."""
+    with contextlib.suppress(OSError):
         # The time is that of the file server, whose clock may be ahead of this one.
         if abs(time.time() - os.stat(path).st_mtime) > USED_S:
             os.utime(path)
-    except FileNotFoundError:
-        return False
-    return True
+    return os.path.exists(path)
 
 
 def read_marks(folder: str | Path) -> Mapping[str, float]:

@@ -269,8 +269,7 @@ def _read(path: Path) -> Resolution | None:
         return None
     if not all(isinstance(one, str) for one in [*pins, *direct, *direct.values()]):
         return None
-    with contextlib.suppress(OSError):  # a folder that may be read only
-        touch(path)  # `prune` reads its time
+    touch(path)  # `prune` reads its time
     return Resolution(tuple(pins), direct)
 
 

@@ -72,8 +72,7 @@ def _find_wheel(store: Path) -> tuple[Path, str] | None:
         (name,) = os.listdir(store / content)
     except (OSError, ValueError):
         return None
-    with contextlib.suppress(OSError):  # a folder that may be read only
-        touch(store)  # `prune` reads its time
+    touch(store)  # `prune` reads its time
     return store / content / name, content
 
 
