@@ -4,11 +4,11 @@
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ._planning.project import read_pyproject
 from ._planning.requirements import is_wheel
 from ._planning.spec import is_uv_command, parse_command
 from ._spec import VenvSpec
@@ -72,7 +72,7 @@ def get_actor_python_env(actor_class_fqn: str) -> str | VenvSpec:
     """
     if actor_class_fqn in actor_environments:
         return actor_environments[actor_class_fqn]
-    listed = _read_pyproject()
+    listed = _read_table()
     if actor_class_fqn in listed:
         return listed[actor_class_fqn]
     known = ", ".join(sorted({*actor_environments, *listed})) or "none"
@@ -89,18 +89,16 @@ def known_actor_environments() -> dict[str, str | VenvSpec]:
     Raises:
         ValueError: the table cannot be read.
     """
-    return dict(sorted({**_read_pyproject(), **actor_environments}.items()))
+    return dict(sorted({**_read_table(), **actor_environments}.items()))
 
 
-def _read_pyproject() -> dict[str, str | VenvSpec]:
+def _read_table() -> dict[str, str | VenvSpec]:
     for folder in (Path.cwd(), *Path.cwd().parents):
-        path = folder / "pyproject.toml"
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("fairlead", {})
-        except (FileNotFoundError, PermissionError):
+            pyproject = read_pyproject(folder) or {}
+        except PermissionError:
             continue
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
+        table = pyproject.get("tool", {}).get("fairlead", {})
         if "actor-environments" in table:
             return {fqn: _parse_entry(fqn, value, folder) for fqn, value in table["actor-environments"].items()}
     return {}

@@ -163,7 +163,7 @@ def read_project(spec: BaseSpec) -> Project | None:
     if spec.project is None:
         return None
     folder = Path(spec.project)
-    pyproject = _read_pyproject(folder)
+    pyproject = read_pyproject(folder)
     if pyproject is None:
         raise ValueError(f"there is no pyproject.toml in {folder}")
     root = _find_root(folder)
@@ -190,7 +190,12 @@ def read_project(spec: BaseSpec) -> Project | None:
     return Project(*locked, folder, root, settings, deciding, folders, files)
 
 
-def _read_pyproject(folder: Path) -> dict[str, Any] | None:
+def read_pyproject(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's pyproject.toml; None if it has none.
+
+    Raises:
+        ValueError: the file is not TOML.
+    """
     path = folder / "pyproject.toml"
     try:
         return _parse(path.read_bytes(), path)
@@ -210,7 +215,7 @@ def _find_root(folder: Path) -> Path:
     if (folder / "uv.lock").is_file():
         return folder
     for above in folder.parents:
-        if "workspace" in (_read_pyproject(above) or {}).get("tool", {}).get("uv", {}):
+        if "workspace" in (read_pyproject(above) or {}).get("tool", {}).get("uv", {}):
             if (above / "uv.lock").is_file():
                 return above
             break
