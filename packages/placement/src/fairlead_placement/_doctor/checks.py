@@ -3,7 +3,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,8 @@ class Check:
 
 def judge(facts: Facts) -> tuple[Check, ...]:
     """Return the outcome of every check, in a fixed order."""
-    return tuple(check(facts) for check in _CHECKS)
+    checks = (_nodes, _answers, _accelerators, _versions, _clocks, _shared_memory, _ports, _caches, _head)
+    return tuple(check(facts) for check in checks)
 
 
 def _fault(node: NodeFacts, what: str, remedy: str) -> Fault:
@@ -196,20 +197,16 @@ def _clocks(facts: Facts) -> Check:
     faults = tuple(
         _fault(
             node,
-            f"has a clock that is {abs(offset - middle):.1f} s {_ahead(offset - middle)}",
+            f"has a clock that is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others",
             "Start chronyd or ntpd.",
         )
         for node, offset in known
-        if abs(offset - middle) - node.clock_error_s > CLOCK_S
+        if abs(ahead := offset - middle) - node.clock_error_s > CLOCK_S
     )
     spread = max(offset for _, offset in known) - min(offset for _, offset in known)
     return Check(
         "clocks", f"within {spread:.2f} s (measured to {max(n.clock_error_s for n, _ in known):.3f} s)", faults
     )
-
-
-def _ahead(difference: float) -> str:
-    return "ahead of the others" if difference > 0 else "behind the others"
 
 
 def _shared_memory(facts: Facts) -> Check:
@@ -267,16 +264,3 @@ def _head(facts: Facts) -> Check:
         what = f"Ray's head (GCS) takes {facts.head_s * 1000:.0f} ms to answer"
         faults = (Fault(what, "Look at the load of the head node: no workers should run there."),)
     return Check("head", f"answers in {facts.head_s * 1000:.1f} ms", faults)
-
-
-_CHECKS: Sequence[Callable[[Facts], Check]] = (
-    _nodes,
-    _answers,
-    _accelerators,
-    _versions,
-    _clocks,
-    _shared_memory,
-    _ports,
-    _caches,
-    _head,
-)

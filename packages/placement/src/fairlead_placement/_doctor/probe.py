@@ -21,8 +21,11 @@ PAUSE_S = 0.1
 def look_at_node() -> dict[str, Any]:
     """Return the facts of this node that the doctor compares, as plain data."""
     shared = os.statvfs("/dev/shm")
-    venvs = _venv_folder()
-    cache = os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(_user_cache(), "uv"))
+    # As fairlead-venvs and uv choose them, neither of which has to be installed here.
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    given = os.environ.get("FAIRLEAD_VENV_DIR")
+    venvs = os.path.abspath(os.path.expanduser(given)) if given else os.path.join(caches, "fairlead", "venvs")
+    cache = os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(caches, "uv"))
     return {
         "ray": ray.__version__,
         "python": platform.python_version(),
@@ -32,16 +35,6 @@ def look_at_node() -> dict[str, Any]:
         "uv_cache": cache,
         "same_device": os.stat(_existing(venvs)).st_dev == os.stat(_existing(cache)).st_dev,
     }
-
-
-def _venv_folder() -> str:
-    # As fairlead-venvs and uv choose them, neither of which has to be installed here.
-    given = os.environ.get("FAIRLEAD_VENV_DIR")
-    return os.path.abspath(os.path.expanduser(given)) if given else os.path.join(_user_cache(), "fairlead", "venvs")
-
-
-def _user_cache() -> str:
-    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 
 
 def _existing(folder: str) -> str:
