@@ -84,9 +84,11 @@ def _resolve(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[st
 
 def _prepare_process(facts: dict[str, Any]) -> None:
     """Wait for the previous process, remove stale lock files, and set the environment."""
-    held = _wait_for_predecessor(facts["name"])
-    if held is not None:
+    # Ray frees the resources of the previous process before it is gone.
+    if (held := hold(facts["name"], _PREDECESSOR_S)) is not None:
         _held.append(held)
+    else:
+        logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
     for path in facts["lock_files"]:
         if problem := clear_lock_file(path):
             logger.warning("%s", problem)
@@ -100,7 +102,7 @@ def _prepare_process(facts: dict[str, Any]) -> None:
         os.environ["TPU_ZONE"] = zone
 
 
-def _hold(name: str, timeout_s: float) -> socket.socket | None:
+def hold(name: str, timeout_s: float) -> socket.socket | None:
     """Hold a name in the place of its previous process; return None if that does not end in time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -108,30 +110,21 @@ def _hold(name: str, timeout_s: float) -> socket.socket | None:
         try:
             # An abstract socket needs no file, and the kernel closes it with the process.
             held.bind(f"\0fairlead-tpu-{name}")
+            return held
         except OSError as error:
             held.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-        else:
-            return held
         if time.monotonic() >= deadline:
             return None
         time.sleep(0.02)
-
-
-def _wait_for_predecessor(name: str) -> socket.socket | None:
-    """Hold this host; wait for the previous process first, because Ray frees its resources before it is gone."""
-    held = _hold(name, _PREDECESSOR_S)
-    if held is None:
-        logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
-    return held
 
 
 def wait_for_end(names: list[str], timeout_s: float) -> bool:
     """Wait until the processes with these names are gone, and return whether they are. A node's agent calls it."""
     deadline = time.monotonic() + timeout_s
     for name in names:
-        held = _hold(name, deadline - time.monotonic())
+        held = hold(name, deadline - time.monotonic())
         if held is None:
             return False
         held.close()

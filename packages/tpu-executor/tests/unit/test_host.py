@@ -6,7 +6,7 @@ import subprocess
 import sys
 import uuid
 
-from fairlead_tpu_executor._host import _wait_for_predecessor, clear_lock_file, wait_for_end
+from fairlead_tpu_executor._host import clear_lock_file, hold, wait_for_end
 
 
 def test_lock_files_that_stay(tmp_path, monkeypatch):
@@ -36,8 +36,8 @@ def test_stale_lock_file(tmp_path):
 
 HOLD = """if True:
     import sys, time
-    from fairlead_tpu_executor._host import _wait_for_predecessor
-    held = _wait_for_predecessor(sys.argv[1])
+    from fairlead_tpu_executor._host import hold
+    held = hold(sys.argv[1], 30.0)
     print("held", flush=True)
     time.sleep(600)
 """
@@ -56,6 +56,6 @@ def test_one_process_at_a_time():
     finally:
         process.kill()
         process.wait()
-    held = _wait_for_predecessor(name)
+    held = hold(name, 30.0)
     assert held is not None
     held.close()
