@@ -77,8 +77,7 @@ class Head:
         """
         if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)
-        while self._clock() - self._answered_at >= _PROBE_S and self.is_silent():
-            self._raise_if_late()
+        while self._clock() - self._answered_at >= _PROBE_S and self.check():
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
         return self.result(self.start(function, *args), undo=undo)
 
@@ -133,18 +132,16 @@ class Head:
         self._probed_at = self._clock()
         return self._silent_since is not None
 
-    def check(self) -> None:
-        """Probe the head once.
+    def check(self) -> bool:
+        """Probe the head once, and return whether it did not answer.
 
         Raises:
             HeadUnreachableError: the head has not answered for `timeout_s`.
         """
-        if self.is_silent():
-            self._raise_if_late()
-
-    def _raise_if_late(self) -> None:
-        if self.silent_s >= self.timeout_s:
+        silent = self.is_silent()
+        if silent and self.silent_s >= self.timeout_s:
             raise HeadUnreachableError(self.silent_s)
+        return silent
 
     def note_answer(self) -> None:
         """Record that the head has answered."""
