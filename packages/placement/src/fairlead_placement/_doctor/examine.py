@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a cluster for the facts that the checks decide on."""
 
+import contextlib
 import platform
 import statistics
 import time
@@ -12,7 +13,7 @@ import ray
 from .._nodes.agent import NodeAgent, run_on_nodes
 from .._nodes.directory import compare_clocks
 from .._nodes.head import ask_head
-from .._nodes.ports import PORT_HIGH, PORT_LOW
+from .._nodes.ports import PORT_HIGH, PORT_LOW, PortLease
 from .._ray_private import draining_nodes
 from . import probe
 from .checks import Check, Expected, Facts, NodeFacts, judge
@@ -85,21 +86,18 @@ def _spread(node_ids: Sequence[str], count: int) -> list[str]:
 def _connect_pairs(address: dict[str, str], timeout_s: float) -> tuple[list[tuple[str, str, int, str]], int]:
     """Have each node listen at a leased port, and all others connect to it; return the failures, and the tries."""
     ports: dict[str, int] = {}
-    leases: dict[str, list[str]] = {}
     refused = []
-    try:
+    with contextlib.ExitStack() as leases:
         for node_id in address:
             found, _, _ = NodeAgent(node_id, timeout_s=timeout_s).lease(1, PORT_LOW, PORT_HIGH)
             for port, lease_id in found:
-                ports[node_id], leases[node_id] = port, [lease_id]
+                leases.enter_context(PortLease(address[node_id], port, node_id, lease_id))
+                ports[node_id] = port
         listening = {node_id: (port, LISTEN_S) for node_id, port in ports.items()}
         run_on_nodes(probe.listen, listening, timeout_s=timeout_s)
         targets = {here: [there for there in ports if there != here] for here in address}
         asks = {here: ([(address[to], ports[to]) for to in there], CONNECT_S) for here, there in targets.items()}
         errors = run_on_nodes(probe.try_to_connect, asks, timeout_s=timeout_s)
-    finally:
-        for node_id, lease_ids in leases.items():
-            NodeAgent(node_id, timeout_s=timeout_s).release(lease_ids)
     for here, found_errors in errors.items():
         if isinstance(found_errors, Exception):
             found_errors = [str(found_errors)] * len(targets[here])
