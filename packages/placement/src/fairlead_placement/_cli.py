@@ -4,9 +4,8 @@
 import argparse
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.text import Text
 from ._cluster import RayVirtualCluster
 from ._doctor.checks import ACCELERATORS, Check, Expected
 from ._doctor.examine import examine_cluster
+from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
 from ._show import Report, draw_nodes
 from ._terminal import Output, add_command, attach, run_command
@@ -102,11 +102,11 @@ def _nodes(options: argparse.Namespace, output: Output) -> int:
         names = sorted({name for node in nodes for name in node.total if _is_shown(name)})
         output.print(draw_nodes(nodes, holders, names, title=""))
         return 0
-    held: dict[str, list[Mapping[str, Any]]] = {}
-    for holder in holders:
-        for node_id, bundles in holder.bundles.items():
-            row = {key: value for key, value in asdict(holder).items() if key != "bundles"}
-            held.setdefault(node_id, []).append({**row, "bundles": [dict(bundle) for bundle in bundles]})
+    held = group_pairs(
+        (node_id, {**asdict(holder), "bundles": list(map(dict, bundles))})
+        for holder in holders
+        for node_id, bundles in holder.bundles.items()
+    )
     rows = [
         {
             "node_id": node.node_id,
