@@ -6,7 +6,7 @@ The count is per driver. Ray keeps an actor pending, without an error, if its bu
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
@@ -14,9 +14,9 @@ from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
 _held: dict[_Key, list["SlotClaim"]] = {}
-# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. Weak references,
-# by the identity of the group: a group may define its own equality.
-_groups: dict[int, Callable[[], object | None]] = {}
+# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. By the identity
+# of the group, as a group may define its own equality.
+_groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
 _closed: set[_Key] = set()
 # Reentrant: a signal handler may shut a group down in the middle of anything.
@@ -84,11 +84,8 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                 return ResourceInsufficientError(_full(slot, claim.holder, there))
         for key in claim._keys:
             _held.setdefault(key, []).append(claim)
-        group = claim._group()
-        if group is not None:
-            for gone in [known for known, group_of in _groups.items() if group_of() is None]:
-                del _groups[gone]
-            _groups.setdefault(id(group), claim._group)
+        if (group := claim._group()) is not None:
+            _groups.setdefault(id(group), group)
     return None
 
 
@@ -128,5 +125,4 @@ def groups_on(slots: Sequence[Slot]) -> list[object]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
         there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, [])}
-        known = [group_of() for group_of in _groups.values()]
-    return [group for group in known if group is not None and id(group) in there]
+        return [group for group in _groups.values() if id(group) in there]
