@@ -161,9 +161,7 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
 
 def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
     """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id."""
-    lowest: dict[str, float] = {}
-    for domain, rank in places.values():
-        lowest[domain] = min(rank, lowest.get(domain, rank))
+    lowest = {domain: min(ranks) for domain, ranks in group_pairs(places.values()).items()}
     ordered = sorted(
         (domain != "", lowest[domain], domain, rank, node_id) for node_id, (domain, rank) in places.items()
     )
