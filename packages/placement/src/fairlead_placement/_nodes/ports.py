@@ -10,14 +10,12 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
-from .agent import ask_living, ask_nodes, new_lease_ids, this_process
+from .agent import ANSWER_S, ask_living, ask_nodes, new_lease_ids, this_process
 from .head import choose_alive
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999
-# For an agent, whose process may have to start.
-ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
