@@ -71,11 +71,6 @@ class Holding:
         """The slots: those of the first reservation in physical order, then those of each extension."""
         return tuple(self.places.values())
 
-    @property
-    def groups(self) -> list[PlacementGroup]:
-        """The placement groups of the slots; see `groups_of`."""
-        return self.groups_of(self.slots)
-
     def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
         """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
         ordered = sorted(slots, key=lambda slot: (slot.node_idx, self._replacements.get(slot.placement_group.id, 0)))
@@ -252,12 +247,12 @@ class Holding:
                     taken = self._taken_by(batch[0], alive, placed)
                     placed += _reserve(part, functools.partial(_nodes_except, taken))
                 new = slots_of(placed, self.request.capacity, deadline=deadline)
-            before = self.groups
+            before = self.groups_of(self.slots)
             self.places = replace_slots(self.places, list(lost), new)
             made = (slot.placement_group.id for slot in new)
             self._replacements |= dict.fromkeys(made, len(self._replacements) + 1)
             # Groups that have lost all their bundles: no slot is in them.
-            kept = {group.id for group in self.groups}
+            kept = {slot.placement_group.id for slot in self.slots}
             remove([group for group in before if group.id not in kept])
             self._watch()
             return tuple(self.places[place] for place in lost)
@@ -338,7 +333,7 @@ class Holding:
     def give_back(self) -> bool:
         """Release ports and groups, and return whether Ray had the resources back in time."""
         with self._lock:
-            groups, monitor, self._monitor = self.groups, self._monitor, None
+            groups, monitor, self._monitor = self.groups_of(self.slots), self._monitor, None
             with self._leasing:
                 leases, self._leases = self._leases, []
             self.places, self.reserved = {}, False
@@ -356,7 +351,7 @@ class Holding:
 
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
-        groups, leases = self.groups, self._leases
+        groups, leases = self.groups_of(self.slots), self._leases
         if not (groups or leases) or self._connection != connection():
             return ""
         return (
