@@ -40,7 +40,15 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         release: releases what is held, and may take its time. It is called in either case, also if the program has
             called it already.
     """
-    _start()
+    global _thread
+    # A callback of the garbage collector must not start the thread. A fork has none at first.
+    with _starting:
+        if _thread is None or not _thread.is_alive():
+            if _thread is None:
+                # After Ray's own hook, so that it runs before it.
+                atexit.register(_stop)
+            _thread = threading.Thread(target=_run, name="fairlead-dropped", daemon=True)
+            _thread.start()
     weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
 
 
@@ -58,18 +66,6 @@ def wait_for_dropped(timeout_s: float) -> bool:
     returned = threading.Event()
     _queue.put(returned)
     return returned.wait(timeout_s)
-
-
-def _start() -> None:
-    """Start the thread before it is needed: a callback of the garbage collector must not. A fork has none at first."""
-    global _thread
-    with _starting:
-        if _thread is None or not _thread.is_alive():
-            if _thread is None:
-                # After Ray's own hook, so that it runs before it.
-                atexit.register(_stop)
-            _thread = threading.Thread(target=_run, name="fairlead-dropped", daemon=True)
-            _thread.start()
 
 
 def _run() -> None:
