@@ -267,7 +267,12 @@ def test_ids_that_do_not_come(local, monkeypatch):
     def never():
         ray.get(release.wait.remote())
 
-    monkeypatch.setattr("fairlead_placement._reserve.groups._ask_ids", lambda: ray.remote(never))
+    def start_never(reserved):
+        strategy = PlacementGroupSchedulingStrategy(reserved[0].group, 0)
+        options = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0, "scheduling_strategy": strategy}
+        return {(0, 0): ray.remote(never).options(**options).remote()}
+
+    monkeypatch.setattr("fairlead_placement._reserve.groups._report_ids", start_never)
     monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 0.2)
     with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
         RayVirtualCluster([1], reserve_timeout_s=0).reserve()

@@ -417,23 +417,16 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
 
 def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
     """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
+
+    def read_ids() -> list[str]:
+        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
     return {
-        (g, index): _ask_ids()
-        .options(
-            num_cpus=0,
-            num_gpus=bundle["GPU"],
-            max_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index),
-        )
-        .remote()
+        (g, index): task.options(
+            num_gpus=bundle["GPU"], scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index)
+        ).remote()
         for g, one in enumerate(reserved)
         for index, bundle in enumerate(one.bundles)
         if bundle.get("GPU", 0) > 0
     }
-
-
-def _ask_ids() -> Any:
-    def ids() -> list[str]:
-        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
-
-    return ray.remote(ids)
