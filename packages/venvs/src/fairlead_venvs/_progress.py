@@ -47,7 +47,16 @@ class Bars(AbstractContextManager["Bars"]):
                 self._shown = console.is_terminal
                 if not self._shown:
                     return
-                self._progress = _start(console)
+                self._progress = Progress(
+                    TextColumn("{task.description}"),
+                    BarColumn(bar_width=20),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TextColumn("{task.fields[detail]}", style="dim"),
+                    console=console,
+                    transient=True,
+                )
+                self._progress.start()
             # Escaped, as a line of uv may look like markup.
             line = escape(detail.strip()[:WIDTH])
             if name not in self._tasks:
@@ -62,17 +71,3 @@ class Bars(AbstractContextManager["Bars"]):
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-def _start(console: Console) -> Progress:
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}", style="dim"),
-        console=console,
-        transient=True,
-    )
-    progress.start()
-    return progress
