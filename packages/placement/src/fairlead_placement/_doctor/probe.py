@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -33,15 +34,13 @@ def look_at_node() -> dict[str, Any]:
         "shm_bytes": shared.f_frsize * shared.f_blocks,
         "venvs": venvs,
         "uv_cache": cache,
-        "same_device": os.stat(_existing(venvs)).st_dev == os.stat(_existing(cache)).st_dev,
+        "same_device": _device(venvs) == _device(cache),
     }
 
 
-def _existing(folder: str) -> str:
-    """Return a folder, or the nearest one above it that exists."""
-    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    return folder
+def _device(folder: str) -> int:
+    """Return the device of a folder, or of the nearest one above it that exists."""
+    return next(one for one in (Path(folder), *Path(folder).parents) if one.is_dir()).stat().st_dev
 
 
 def read_clock() -> float:
