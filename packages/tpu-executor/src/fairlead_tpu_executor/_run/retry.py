@@ -36,11 +36,6 @@ class RetryBudget:
     preemptions: int = 0
     healthy_s: float = 0.0
 
-    @property
-    def last_failure(self) -> bool:
-        """Whether one more failure is one too many."""
-        return self.failures >= self.max_failures
-
     def add_running(self, seconds: float) -> None:
         """Count the seconds that an attempt ran on its hosts; reset the failures after a healthy period."""
         self.healthy_s += seconds
@@ -130,7 +125,8 @@ def retry(
         seen = clock()
         budget.add_running(status.info.seconds)
         recent = _refund(recent, status, began, seen, budget)
-        if isinstance(status, JobFailed) and budget.last_failure and process_died(status.error):
+        is_last = budget.failures >= budget.max_failures
+        if isinstance(status, JobFailed) and is_last and process_died(status.error):
             while isinstance(status, JobFailed) and (left := seen + grace_s - clock()) > 0:
                 if lost := find_lost(status.info.slices):
                     status = _as_preempted(status, lost)
