@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group_table
 from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes, nodes_with_agents
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
+from ._reserve.groups import are_shown
 from .exceptions import PlacementError
 
 __all__ = ["assert_no_leaks"]
@@ -38,7 +39,7 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """
     session = _session()
     if session:
-        wait_until(_is_settled, time.monotonic() + timeout_s)
+        wait_until(lambda: are_shown(placement_group_table().keys()), time.monotonic() + timeout_s)
     before = _snapshot() if session else None
     yield
     if before is None or _session() != session:
@@ -52,23 +53,6 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
 
 def _session() -> str:
     return ray.get_runtime_context().get_session_name() if ray.is_initialized() else ""
-
-
-def _is_settled() -> bool:
-    """Return whether Ray's view of free resources includes all placement groups that are placed.
-
-    A placed bundle shows as a resource of its own on its node. Each actor takes a thousandth of it, so it is never used
-    up and never absent.
-    """
-    free = free_per_node()
-    if free is None:
-        return True
-    return all(
-        f"bundle_group_{index}_{group_id}" in free.get(node_id, {})
-        for group_id, row in placement_group_table().items()
-        if row["state"] == "CREATED"
-        for index, node_id in row["bundles_to_node_id"].items()
-    )
 
 
 def _snapshot() -> _Snapshot:

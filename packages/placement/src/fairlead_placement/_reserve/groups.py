@@ -263,7 +263,7 @@ def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float)
     ids = {group.id.hex() for group in groups}
     try:
         # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.
-        wait_until(lambda: _are_shown(ids), shown_by)
+        wait_until(lambda: are_shown(ids), shown_by)
     finally:
         for group in groups:
             while connection() == reserved_on:
@@ -313,8 +313,12 @@ def _on(free: Mapping[str, float]) -> set[str]:
     return {name.rpartition("_")[2] for name in free if "_group_" in name}
 
 
-def _are_shown(ids: AbstractSet[str]) -> bool:
-    """Return whether the nodes show the resources of every group that is placed on nodes that are alive."""
+def are_shown(ids: AbstractSet[str]) -> bool:
+    """Return whether the nodes that are alive show the resources of every group that is placed on them.
+
+    A placed bundle shows as a resource of its own on its node. Each actor takes a thousandth of it, so it is never used
+    up and never absent.
+    """
     placed = [row for row in _rows(ids) if row["state"] == "CREATED"]
     free = free_per_node()
     if not placed or free is None:
