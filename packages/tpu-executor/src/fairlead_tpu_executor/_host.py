@@ -8,6 +8,7 @@ This module is shipped by value, so that hosts need nothing but Ray. It imports 
 import contextlib
 import errno
 import fcntl
+import glob
 import logging
 import os
 import socket
@@ -168,16 +169,12 @@ def clear_lock_file(path: str) -> str:
 def _find_users(file: int) -> list[int]:
     """Return the other processes that have a file open, among those that this process may inspect."""
     wanted = os.fstat(file)
-    users = []
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
-        # The process may end meanwhile, or belong to another user.
-        with contextlib.suppress(OSError):
-            for one in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.path.samestat(os.stat(one.path), wanted):
-                        users.append(pid)
-                        break
-    return sorted(users)
+    users = set()
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process has ended or closed it meanwhile
+            if os.path.samestat(os.stat(path), wanted):
+                users.add(int(path.split("/")[2]))
+    return sorted(users - {os.getpid()})
 
 
 def describe_port(port: int) -> str:
