@@ -292,8 +292,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     name = "" if is_driver() else "fairlead-gpu"
     try:
         wanted = [(name and unique_name(name), [(node_id, bundle)]) for node_id in where]
-        pinned = create_pinned(wanted, groups, deadline=deadline)
-        there = {group.id for group in pinned}
+        there = {group.id for group in create_pinned(wanted, groups, deadline=deadline)}
         made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
