@@ -34,8 +34,7 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status."""
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
 
     def command() -> int:
         output = Output()
