@@ -37,19 +37,6 @@ class BatchLostError(RuntimeError):
         return type(self), (str(self), self.keys, self.rows)
 
 
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """Rows that were stored together.
-
-    Attributes:
-        refs: the reference to each leaf, by its key.
-        size: the number of rows.
-    """
-
-    refs: dict[str, Any]
-    size: int
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class RemoteBatch(Shardable["RemoteBatch"]):
     """A handle to a batch whose leaves are in Ray's object store, in one or several pieces.
@@ -58,7 +45,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     to be an argument or a result. `fetch` gathers its rows where it is called. The leaves live as long as a handle to
     them does, and as the process that stored them.
 
-    - stored: the pieces that hold the rows;
+    - stored: for each piece, which are rows that were stored together, the references to its leaves by their keys;
     - pieces, rows: for each sample, the piece that holds it, and its row there;
     - lengths_key, lengths: the leaf with the lengths of sequences, and its values; None if `put` was not told;
     - widths: dim 1 of each leaf that has one;
@@ -66,7 +53,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     - plan: the bookkeeping of a plan, which `fetch` sets on the batch that it returns.
     """
 
-    stored: tuple[_Stored, ...]
+    stored: tuple[dict[str, Any], ...]
     pieces: IntArray
     rows: IntArray
     lengths_key: str | None = None
@@ -105,8 +92,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         for start in range(0, max(size, 1), step):
             piece = given if step >= size else given.slice(start, min(start + step, size))
             # Readers copy their rows out of the views.
-            refs = {key: ray.put(BatchedDataDict({key: leaf}).read_only()) for key, leaf in piece.data.items()}
-            stored.append(_Stored(refs, piece.size))
+            stored.append({key: ray.put(BatchedDataDict({key: leaf}).read_only()) for key, leaf in piece.data.items()})
         widths = {key: int(leaf.shape[1]) for key, leaf in given.data.items() if getattr(leaf, "ndim", 0) > 1}
         plan = {name: getattr(given, name) for name in PLANNED if getattr(given, name) is not None}
         pieces, rows = np.divmod(np.arange(size), step)
@@ -122,7 +108,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 
     def keys(self) -> list[str]:
         """Return the keys of the leaves."""
-        return list(self.stored[0].refs)
+        return list(self.stored[0])
 
     def __repr__(self) -> str:
         return f"RemoteBatch(size={self.size}, keys={self.keys()}, pieces={len(self.stored)})"
@@ -187,10 +173,10 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 
     def _name(self, names: dict[str, str]) -> RemoteBatch:
         """Return the handle to some leaves, with the given names by their present ones."""
-        stored = [_Stored({new: piece.refs[key] for key, new in names.items()}, piece.size) for piece in self.stored]
+        stored = tuple({new: piece[key] for key, new in names.items()} for piece in self.stored)
         widths = {names[key]: width for key, width in self.widths.items() if key in names}
         lengths_key = names.get(self.lengths_key or "", self.lengths_key)
-        return replace(self, stored=tuple(stored), widths=widths, lengths_key=lengths_key, meta=dict(self.meta))
+        return replace(self, stored=stored, widths=widths, lengths_key=lengths_key, meta=dict(self.meta))
 
     def _read_lengths(
         self, args: DynamicBatchingArgs | SequencePackingArgs | None
@@ -231,24 +217,17 @@ class RemoteBatch(Shardable["RemoteBatch"]):
                 raise TypeError(f"Batch {number} must be a RemoteBatch, found {type(batch).__name__}: put() it first.")
             if different := set(batch.keys()) ^ set(given[0].keys()):
                 raise ValueError(f"Batches 0 and {number} differ in keys: only one of them has {sorted(different)}.")
-        places: dict[Any, int] = {}  # of each piece, by its references
-        stored: list[_Stored] = []
-        pieces = []
-        for batch in given:
-            mapped = []
-            for piece in batch.stored:
-                identity = tuple(piece.refs[key] for key in sorted(piece.refs))
-                if identity not in places:
-                    places[identity] = len(stored)
-                    stored.append(piece)
-                mapped.append(places[identity])
-            pieces.append(np.array(mapped)[batch.pieces])
+        stored: dict[tuple[Any, ...], dict[str, Any]] = {}  # each piece once, by its references
+        for piece in (piece for batch in given for piece in batch.stored):
+            stored.setdefault(_identify(piece), piece)
+        places = {identity: at for at, identity in enumerate(stored)}
+        pieces = [np.array([places[_identify(piece)] for piece in batch.stored])[batch.pieces] for batch in given]
         sizes = [batch.size for batch in given]
         keys = {batch.lengths_key for batch in given}
         lengths = [batch.lengths for batch in given if batch.lengths is not None]
         known = len(keys) == 1 and len(lengths) == len(given)
         return cls(
-            tuple(stored),
+            tuple(stored.values()),
             np.concatenate(pieces),
             np.concatenate([batch.rows for batch in given]),
             keys.pop() if known else None,
@@ -279,7 +258,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             ValueError: there is no such leaf.
         """
         wanted = self if keys is None else self.select(keys)
-        refs = [(number, key, ref) for number, piece in enumerate(wanted.stored) for key, ref in piece.refs.items()]
+        refs = [(number, key, ref) for number, piece in enumerate(wanted.stored) for key, ref in piece.items()]
         read: list[dict[str, Any]] = [{} for _ in wanted.stored]
         for (number, key, _), batch in zip(refs, self._get(refs, timeout_s), strict=True):
             (read[number][key],) = batch.values()  # under the name that it had when it was stored
@@ -317,6 +296,10 @@ class RemoteBatch(Shardable["RemoteBatch"]):
                 keys,
                 rows.tolist(),
             ) from error
+
+
+def _identify(piece: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(piece[key] for key in sorted(piece))
 
 
 def _copy_rows(leaf: Any, rows: IntArray) -> Any:

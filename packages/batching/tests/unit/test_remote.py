@@ -285,7 +285,7 @@ def test_a_dead_owner_is_a_typed_error(store):
     """The error names the leaf and the rows that are lost, and survives pickling."""
     batch = make([3, 1, 2, 4])
     handle = RemoteBatch.put(batch, rows_per_object=2)
-    store.lost.add(handle.stored[1].refs["tokens"])
+    store.lost.add(handle.stored[1]["tokens"])
     assert handle.slice(0, 2).fetch().size == 2
     assert handle.fetch(["length"])["length"].tolist() == [3, 1, 2, 4]
     message = (
