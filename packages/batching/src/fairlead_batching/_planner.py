@@ -12,7 +12,7 @@ from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
 from ._leaves.operations import IntArray
 from ._packing import algorithms
-from ._packing.even import Costs, exchange_shards, fill_evenly, split_by_cost, split_evenly
+from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_by_cost, split_evenly
 from ._packing.packer import get_packer
 from ._plan import ShardPlan
 
@@ -211,13 +211,9 @@ def _plan_dynamic(
 def _exchange_in_rows(ranked: IntArray, costs: Costs, shards: int) -> IntArray:
     """Return the samples of each group with those of a row in another order, so that all shards cost the same."""
     groups, group = ranked.shape
-    rows = -(-group // shards)
-    samples = np.full((groups, rows * shards), -1)
-    samples[:, :group] = ranked
-    samples = samples.reshape(groups, rows, shards)
+    samples = np.pad(ranked, ((0, 0), (0, -group % shards)), constant_values=-1).reshape(groups, -1, shards)
     of_shard = split_evenly(np.where(samples < 0, 0.0, costs[samples]))
-    exchanged = np.empty_like(samples)
-    np.put_along_axis(exchanged, of_shard, samples, -1)
+    exchanged = put_at(of_shard, samples)
     # The last row may be incomplete: the leading shards have its samples.
     return exchanged[..., np.argsort(exchanged[0, -1] < 0, kind="stable")].reshape(groups, -1)[:, :group]
 
@@ -290,17 +286,13 @@ def _deal_by_cost(
     if group < shards:
         raise ValueError(f"{group} sequences cannot fill {shards} bins without leaving one empty: fewer shards.")
     ranked = np.argsort(-costs, axis=1, kind="stable")
-    rows = -(-group // shards)
-    descending = np.zeros((groups, rows * shards))
-    descending[:, :group] = np.take_along_axis(costs, ranked, 1)
-    of_place = split_evenly(descending.reshape(groups, rows, shards)).reshape(groups, -1)[:, :group]
-    of_sample = np.empty_like(ranked)
-    np.put_along_axis(of_sample, ranked, of_place, 1)
+    descending = np.pad(np.take_along_axis(costs, ranked, 1), ((0, 0), (0, -group % shards)))
+    of_place = split_evenly(descending.reshape(groups, -1, shards)).reshape(groups, -1)[:, :group]
+    of_sample = put_at(ranked, of_place)
     filled = [_fill_bins(*one, shards, args) for one in zip(of_sample, padded, costs, strict=True)]
     for number, own in enumerate(costs):
         if _measure_imbalance(own, of_sample[number], shards) > _BALANCED:
-            other = np.empty_like(of_sample[number])
-            other[ranked[number]] = split_by_cost(descending[number, :group], shards)
+            other = put_at(ranked[number], split_by_cost(descending[number, :group], shards))
             with contextlib.suppress(_EmptyBinError):
                 bins = _fill_bins(other, padded[number], own, shards, args)
                 if len(bins[0]) <= len(filled[number][0]):

@@ -27,10 +27,8 @@ def split_evenly(costs: Costs) -> Integers:
     """
     groups, rows, shards = costs.shape
     first = np.argsort(-costs, axis=-1, kind="stable")
-    _, within = _merge_all(np.take_along_axis(costs, first, -1))
-    result = np.empty_like(first)
-    np.put_along_axis(result, first, within.reshape(groups, rows, shards), -1)
-    result = result.reshape(groups, -1)
+    within = _merge_all(np.take_along_axis(costs, first, -1))
+    result = put_at(first, within.reshape(groups, rows, shards)).reshape(groups, -1)
     exchanged = exchange_shards(costs.reshape(groups, -1), result, shards)
     return np.take_along_axis(exchanged, result, 1).reshape(costs.shape)
 
@@ -63,18 +61,18 @@ def exchange_shards(costs: Costs, of_sample: Integers, shards: int) -> Integers:
     sums: Costs = np.stack([np.bincount(own, each, shards) for own, each in zip(of_sample, costs, strict=True)])
     first = np.argsort(-sums, axis=1, kind="stable")
     # Each group is a partial solution, too.
-    _, merged = _merge_all(np.take_along_axis(sums, first, 1)[None])
-    exchanged = np.empty_like(first)
-    np.put_along_axis(exchanged, first, merged.reshape(first.shape), 1)
-    return exchanged
+    return put_at(first, _merge_all(np.take_along_axis(sums, first, 1)[None]).reshape(first.shape))
 
 
-def _merge_all(sums: Costs) -> tuple[Costs, Integers]:
-    """Merge all rows of each group, given with descending costs.
+def put_at(places: Integers, values: Integers) -> Integers:
+    """Return an array with each value at its place in the last axis, the reverse of `np.take_along_axis`."""
+    result = np.empty_like(values)
+    np.put_along_axis(result, places, values, -1)
+    return result
 
-    Returns:
-        The costs of the columns of the result (groups, shards), and the column of the result for each cost.
-    """
+
+def _merge_all(sums: Costs) -> Integers:
+    """Merge all rows of each group, given with descending costs; return the column of the result for each cost."""
     steps: list[tuple[Any, int, Any]] = []
     while (rows := sums.shape[1]) > 1:
         widest = np.argsort(sums[..., -1] - sums[..., 0], axis=1, kind="stable")[..., None]
@@ -88,12 +86,11 @@ def _merge_all(sums: Costs) -> tuple[Costs, Integers]:
     groups, _, shards = sums.shape
     columns = np.broadcast_to(np.arange(shards), sums.shape)
     for widest, odd, descending in reversed(steps):
-        merged_columns = np.empty_like(descending)
-        np.put_along_axis(merged_columns, descending, columns, -1)
+        merged_columns = put_at(descending, columns)
         pairs = np.stack([merged_columns, merged_columns[..., ::-1]], axis=2).reshape(groups, -1, shards)
         columns = np.empty((groups, pairs.shape[1] - odd, shards), dtype=np.int64)
         np.put_along_axis(columns, np.broadcast_to(widest, columns.shape), pairs[:, : columns.shape[1]], 1)
-    return sums[:, 0], columns
+    return columns
 
 
 def fill_evenly(costs: Costs, lengths: Integers, capacity: int, count: int) -> tuple[Integers, Flags]:
