@@ -3,6 +3,7 @@
 
 import copyreg
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -43,12 +44,9 @@ class RaggedLeaf:
 
     def __init__(self, rows: Iterable[Any]) -> None:
         given = list(rows)
-        places: dict[int, int] = {}
-        segments: list[Any] = []
-        for row in given:
-            if id(row) not in places:
-                places[id(row)] = len(segments)
-                segments.append(row)
+        distinct = {id(row): row for row in given}
+        segments = list(distinct.values())
+        places = {identity: at for at, identity in enumerate(distinct)}
         for number, row in enumerate(given):
             _check_row(number, row, given[0])
         shapes = np.array([tuple(segment.shape) for segment in segments], dtype=np.int64)
@@ -122,16 +120,13 @@ class RaggedLeaf:
         leaves = [leaf for leaf in leaves if len(leaf)] or list(leaves[:1])
         for leaf in leaves[1:]:
             _check_row(0, leaf[0], leaves[0][0])
-        first: dict[tuple[int, int], int] = {}
-        owners: list[Self] = []
         # Parts of one leaf have its buffer and its shapes. Empty buffers of different leaves may have one address.
-        segments = [(_address(leaf.buffer), id(leaf.shapes)) for leaf in leaves]
-        for leaf, shared in zip(leaves, segments, strict=True):
-            if shared not in first:
-                first[shared] = sum(len(owner.shapes) for owner in owners)
-                owners.append(leaf)
+        identities = [(_address(leaf.buffer), id(leaf.shapes)) for leaf in leaves]
+        distinct = dict(zip(identities, leaves, strict=True))
+        owners = list(distinct.values())
+        first = dict(zip(distinct, accumulate((len(owner.shapes) for owner in owners), initial=0), strict=False))
         buffer = owners[0].buffer if len(owners) == 1 else _concatenate([owner.buffer for owner in owners])
-        rows = np.concatenate([leaf.rows + first[shared] for leaf, shared in zip(leaves, segments, strict=True)])
+        rows = np.concatenate([leaf.rows + first[identity] for leaf, identity in zip(leaves, identities, strict=True)])
         return cls._make(buffer, np.concatenate([owner.shapes for owner in owners]), rows)
 
     def to(self, device: Any, /) -> Self:
