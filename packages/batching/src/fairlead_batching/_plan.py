@@ -127,9 +127,8 @@ class ShardPlan:
         return [[name, *cells] for name, cells in columns.items()]
 
     def __str__(self) -> str:
-        lines = [self._caption()]
         columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]
-        return "\n".join([*lines, *map("  ".join, zip(*columns, strict=True))])
+        return "\n".join([self._caption(), *map("  ".join, zip(*columns, strict=True))])
 
     def _caption(self) -> str:
         text = f"{self.size} samples over {len(self.samples)} shards"

@@ -19,8 +19,7 @@ _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 def is_tensor(value: Any) -> bool:
     """Return whether this is a torch tensor; False if torch is not imported."""
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def is_tensor_type(kind: type[Any]) -> bool:
