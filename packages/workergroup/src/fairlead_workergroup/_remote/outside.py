@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .process import Process, process_state, read_marks, read_processes, start_tick
-from .progress import look, open_record, read_method_names, read_record
+from .progress import look, read_method_names, record_file, try_read
 from .ring import (
     CALL,
     CALLS_FILE,
@@ -93,24 +93,18 @@ def read_timelines(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 
 
 def _read_timeline(process: Process) -> dict[str, Any] | None:
-    pid, started = process
-    if start_tick(pid) != started or (file := open_record(pid)) is None:
-        return None
-    try:
+    with record_file(process) as file:
+        if file is None or (record := try_read(file)) is None:
+            return None
         names = read_method_names(file)
-        record = read_record(file)
-    except TimeoutError:
-        return None
-    finally:
-        os.close(file)
     now = time.monotonic()
     method = record["method"]
     return {
         "calls": [
             (number, names[at], began, ended, waited, bool(failed), task)
-            for number, at, began, ended, waited, failed, task in read_ring(pid, CALLS_FILE, CALL)
+            for number, at, began, ended, waited, failed, task in read_ring(process[0], CALLS_FILE, CALL)
         ],
-        "steps": read_ring(pid, STEPS_FILE, STEP),
+        "steps": read_ring(process[0], STEPS_FILE, STEP),
         "running": None
         if method is None
         else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES]),

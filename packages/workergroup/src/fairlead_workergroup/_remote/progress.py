@@ -259,7 +259,7 @@ def read_record(file: int) -> dict[str, Any]:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
     _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
-    about = json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))
+    about = _read_about(file)
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
     message = seen[MESSAGES_AT[shown] + 8 :][:length].decode(errors="ignore")
     return {
@@ -277,8 +277,12 @@ def read_record(file: int) -> dict[str, Any]:
 
 def read_method_names(file: int) -> list[str]:
     """Return the names of a worker's methods, by the index that entries of its ring have."""
-    names: list[str] = json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))["methods"]
+    names: list[str] = _read_about(file)["methods"]
     return names
+
+
+def _read_about(file: int) -> Any:
+    return json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
@@ -321,7 +325,8 @@ def _read_number(file: int, at: int) -> int:
 
 
 @contextlib.contextmanager
-def _record_file(process: Process) -> Iterator[int | None]:
+def record_file(process: Process) -> Iterator[int | None]:
+    """Open the record of a worker; None if the worker has ended."""
     pid, started = process
     file = open_record(pid) if start_tick(pid) == started else None
     try:
@@ -335,8 +340,8 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
     """Return the record of each worker; None if the worker has ended, or its record could not be read."""
     records: list[dict[str, Any] | None] = []
     for process in processes:
-        with _record_file(process) as file:
-            records.append(None if file is None else _try_read(file))
+        with record_file(process) as file:
+            records.append(None if file is None else try_read(file))
     return records
 
 
@@ -383,17 +388,17 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
     """
     running: list[bool] = []
     for process, task in tasks:
-        with _record_file(process) as file:
+        with record_file(process) as file:
             if file is None:
                 running.append(False)
                 continue
             write_cancelled(file, [task])
-            record = _try_read(file)
+            record = try_read(file)
             running.append(record is None or record["task"] == task)
     return running
 
 
-def _try_read(file: int) -> dict[str, Any] | None:
+def try_read(file: int) -> dict[str, Any] | None:
     """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
     try:
         return read_record(file)
