@@ -158,14 +158,9 @@ def select(mesh: Mesh, coords: Mapping[str, int | slice]) -> Selection:
             fixed[axis] = largest[axis] = value % size
             continue
         start, stop, step = value.indices(size)
-        selected = range(start, stop, step)
-        largest[axis] = max(selected)
-        if step > 0:
-            is_open = value.stop is None
-            fixed[axis] = slice(start, None if is_open else stop, step)
-            largest[axis] = start if is_open else largest[axis]
-        else:
-            fixed[axis] = slice(start, None if stop < 0 else stop, step)
+        is_open = value.stop is None if step > 0 else stop < 0
+        fixed[axis] = slice(start, None if is_open else stop, step)
+        largest[axis] = start if is_open else max(range(start, stop, step))
     return Selection(fixed, largest)
 
 
