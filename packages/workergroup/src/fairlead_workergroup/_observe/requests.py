@@ -18,6 +18,9 @@ from .._futures import task_of_future, tasks_of_call
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
 
+# The number in the ring, when it began, the number of workers, the name, the first tasks.
+_Entry = tuple[int, float, int, bytes, bytes]
+
 
 class RequestLog:
     """Write the ring of the calls of one group.
@@ -32,8 +35,8 @@ class RequestLog:
         weakref.finalize(self, os.close, file)
         self._lock = threading.Lock()
         self._written = 0
-        # By the first task of a call that has not ended: its number in the ring, and the values of its entry.
-        self._open: OrderedDict[bytes, tuple[int, tuple[Any, ...]]] = OrderedDict()
+        # The entries of calls that have not ended, by the first task of each.
+        self._open: OrderedDict[bytes, _Entry] = OrderedDict()
         _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> None:
@@ -47,38 +50,29 @@ class RequestLog:
         if not futures:
             return
         tasks = [task[:8] for task in tasks_of_call(futures[:TASKS])]
-        values = (len(futures), method.encode()[:64], b"".join(tasks))
         with self._lock:
-            self._written += 1
-            self._open[tasks[0]] = (self._written, (began, *values))
+            self._open[tasks[0]] = self._add(began, len(futures), method, b"".join(tasks))
             if len(self._open) > KEPT:
                 self._open.popitem(last=False)
-            self._write(self._written, began, 0.0, False, values)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Note something that this process does with the group and that is no call, such as a transfer, in a block."""
-        began = time.monotonic()
-        values = (0, name.encode()[:64], b"")
         with self._lock:
-            self._written += 1
-            number = self._written
-            self._write(number, began, 0.0, False, values)
+            entry = self._add(time.monotonic(), 0, name)
         failed = True
         try:
             yield
             failed = False
         finally:
             with self._lock:
-                if number > self._written - KEPT:
-                    self._write(number, began, time.monotonic(), failed, values)
+                self._write(entry, time.monotonic(), failed)
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
         now = time.monotonic()
         with self._lock:
-            self._written += 1
-            self._write(self._written, now, now, True, (0, name.encode()[:64], b""))
+            self._write(self._add(now, 0, name), now, failed=True)
 
     def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
@@ -88,13 +82,21 @@ class RequestLog:
                 if not self._open:
                     break
                 if (task := task_of_future(future)[:8]) in self._open:
-                    number, (began, *values) = self._open.pop(task)
-                    if number > self._written - KEPT:
-                        self._write(number, began, time.monotonic(), failed, values)
+                    self._write(self._open.pop(task), time.monotonic(), failed)
 
-    def _write(self, number: int, began: float, ended: float, failed: bool, values: Sequence[Any]) -> None:
-        at, version = number % KEPT * self._layout.size, 2 * number + bool(ended)
-        self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)
+    def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> _Entry:
+        """Write an entry that has no end yet, and return it."""
+        self._written += 1
+        entry = self._written, began, workers, name.encode()[:64], tasks
+        self._write(entry)
+        return entry
+
+    def _write(self, entry: _Entry, ended: float = 0.0, failed: bool = False) -> None:
+        """Write an entry, unless a later one has taken its place."""
+        number, began, *values = entry
+        if number > self._written - KEPT:
+            at, version = number % KEPT * self._layout.size, 2 * number + bool(ended)
+            self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)
 
 
 _logs: weakref.WeakValueDictionary[str, "RequestLog"] = weakref.WeakValueDictionary()
