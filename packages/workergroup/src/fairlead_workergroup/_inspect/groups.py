@@ -13,6 +13,7 @@ from fairlead_placement.spi import (
     alive_nodes,
     ask_head,
     find_agents,
+    group_pairs,
     process_is_alive,
     read_boards,
     run_on_agents,
@@ -291,11 +292,12 @@ def look_at_groups(
         ranks: the workers of a single group to look at; None for all.
     """
     chosen = None if ranks is None else frozenset(ranks)
-    asked: dict[Agent, list[tuple[str, RegisteredWorker]]] = {}
-    for group in groups:
-        for member in group.members:
-            if (chosen is None or member.rank in chosen) and member.node_id in group.agents:
-                asked.setdefault(group.agents[member.node_id], []).append((group.group_id, member))
+    asked = group_pairs(
+        (group.agents[member.node_id], (group.group_id, member))
+        for group in groups
+        for member in group.members
+        if (chosen is None or member.rank in chosen) and member.node_id in group.agents
+    )
     arguments = {
         agent: ([(one.pid, one.started, one.mark) for _, one in there], stuck_after_s, dump)
         for agent, there in asked.items()
@@ -306,15 +308,12 @@ def look_at_groups(
         answer = answers[agent]
         for at, (group_id, one) in enumerate(there):
             rows[group_id, one.rank] = _first_line(answer) if isinstance(answer, Exception) else answer[at]
-    living = alive_nodes()
-    causes: dict[str, Mapping[str, str]] = {}
+    living, jobs = alive_nodes(), {group.driver["job_id"] for group in groups}
+    causes = {job: ask_head("list the dead actors", death_causes, job) for job in jobs}
     seen = []
     for group in groups:
-        job = group.driver["job_id"]
-        if job not in causes:
-            causes[job] = ask_head("list the dead actors", death_causes, job)
         workers = tuple(
-            _see(group, rank, rows.get((group.group_id, rank)), living, causes[job])
+            _see(group, rank, rows.get((group.group_id, rank)), living, causes[group.driver["job_id"]])
             for rank in range(group.sharding.size)
             if chosen is None or rank in chosen
         )
@@ -339,15 +338,7 @@ def _see(
         return SeenWorker(
             rank, coords, state="dead", note="No agent knows it: its node is lost, or its agent has ended."
         )
-    worker = SeenWorker(
-        rank,
-        member.coords,
-        node_id=member.node_id,
-        address=member.address,
-        pid=member.pid,
-        incarnation=member.incarnation,
-        restarts=member.restarts,
-    )
+    worker = SeenWorker(rank, **{name: getattr(member, name) for name in _REGISTERED})
     if member.node_id not in living:
         return replace(worker, state="dead", note="Its node is lost.")
     if member.actor_id in causes:
@@ -372,6 +363,8 @@ def _see(
     )
 
 
+# What a worker is shown with from its registration, and from its record.
+_REGISTERED = ("coords", "node_id", "address", "pid", "incarnation", "restarts")
 _RECORDED = ("method", "running_s", "since_progress_s", "calls", "waiting", "step", "message")
 
 
