@@ -2,6 +2,7 @@
 """The command line: its arguments and its JSON."""
 
 import argparse
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -189,14 +190,12 @@ def _top(options: argparse.Namespace, output: Output) -> int:
         return Group(Text(write_clock(), style="dim"), draw_status(seen, every=options.all, most_rows=rows))
 
     if options.n or not console.is_terminal:
-        count = options.n or -1
-        while count:
+        for number in itertools.count(1):
             output.print(draw())
             output.flush()
-            count -= 1
-            if count:
-                time.sleep(options.interval)
-        return 0
+            if number == options.n:
+                return 0
+            time.sleep(options.interval)
     live = Live(draw(), console=console, screen=True, auto_refresh=False)
     try:
         live.start(refresh=True)
