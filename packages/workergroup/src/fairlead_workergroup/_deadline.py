@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a wait, and the check of timeouts."""
+"""The end of a wait, changes that wait until then, and the check of timeouts."""
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .exceptions import LateWorker, ResizeTimeoutError
 
 
 def check_timeout(name: str, seconds: float | None) -> float | None:
@@ -56,3 +58,22 @@ class Deadline:
 
 
 NEVER = Deadline()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A change of a group, which waits for calls and for other threads before it begins an epoch.
+
+    Attributes:
+        what: its description, for errors.
+        deadline: when these waits end.
+        began: when it was requested, by `time.monotonic`.
+    """
+
+    what: str
+    deadline: Deadline
+    began: float = field(default_factory=time.monotonic)
+
+    def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
+        """Return the error of a wait that has taken too long."""
+        return ResizeTimeoutError(self.what, time.monotonic() - self.began, late, reason)

@@ -52,9 +52,9 @@ def evacuate(monkeypatch):
             left["start"] = deadline.left()
             return [SimpleNamespace(number=-1 - index) for index, _ in enumerate(slots)]
 
-        def wait_until_idle(what, members, deadline, **_):
-            left["idle"] = deadline.left()
-            raise ResizeTimeoutError(what, 1.0, [LateWorker(0, {}, "a", 7, "step", 1.0)], "")
+        def wait_until_idle(operation, members, **_):
+            left["idle"] = operation.deadline.left()
+            raise ResizeTimeoutError(operation.what, 1.0, [LateWorker(0, {}, "a", 7, "step", 1.0)], "")
 
         def on_handover(ranks):
             return {rank: f"state of {rank}" for rank in ranks}

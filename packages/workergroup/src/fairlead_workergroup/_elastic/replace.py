@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replacement of workers: their ranks move to standbys, or to new processes in other slots."""
 
+import dataclasses
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ray.exceptions import RayError
@@ -11,7 +11,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import draining_nodes
 
 from .._calls.sender import Sender
-from .._deadline import NEVER, Deadline
+from .._deadline import NEVER, Deadline, Operation
 from .._lifecycle.delivery import wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.standbys import Standby, Standbys
@@ -50,17 +50,16 @@ class Replacer:
 
     def replace(self, ranks: Sequence[int], timeout_s: float | None, *, end: Deadline = NEVER) -> int:
         """Replace workers; see `RayWorkerGroup.replace`, and `evacuate` for the end of their nodes."""
-        began = time.monotonic()
         deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         wanted = self._check(self._roster.check_alive(), ranks)
-        what = f"The replacement of rank(s) {', '.join(map(str, wanted))}"
-        with self._restarter.change(what, began, deadline):
+        operation = Operation(f"The replacement of rank(s) {', '.join(map(str, wanted))}", deadline)
+        with self._restarter.change(operation):
             now = self._roster.check_alive()
             self._check(now, wanted)
             if now.is_broken:
                 raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
             targets = self._find_targets([now[rank] for rank in wanted], deadline)
-            self._move(wanted, targets, what, began, deadline, end)
+            self._move(wanted, targets, operation, end)
             return self._roster.snapshot().epoch
 
     def _check(self, now: Snapshot, ranks: object) -> list[int]:
@@ -117,15 +116,7 @@ class Replacer:
             raise
         return targets | {member.rank: one for member, one in zip(rest, started, strict=True)}
 
-    def _move(
-        self,
-        ranks: Sequence[int],
-        targets: Mapping[int, Standby],
-        what: str,
-        began: float,
-        deadline: Deadline,
-        end: Deadline,
-    ) -> None:
+    def _move(self, ranks: Sequence[int], targets: Mapping[int, Standby], operation: Operation, end: Deadline) -> None:
         """Let the old workers hand over, and start the new ones in the processes that were found."""
         is_used = False
 
@@ -136,14 +127,13 @@ class Replacer:
 
         before = self._roster.snapshot()
         try:
-            with self._restarter.take_turn(what, began, deadline):
+            with self._restarter.take_turn(operation):
                 lost = self._restarter.find_lost()
                 living = [before[rank] for rank in ranks if rank not in lost]
-                concurrent = self._launcher.spec.concurrent
-                left = end.left()
-                idle_by = deadline if left is None else Deadline.after(max(IDLE_S, left / 2))
+                if (left := end.left()) is not None:
+                    operation = dataclasses.replace(operation, deadline=Deadline.after(max(IDLE_S, left / 2)))
                 try:
-                    wait_until_idle(what, living, idle_by, began=began, concurrent=concurrent)
+                    wait_until_idle(operation, living, concurrent=self._launcher.spec.concurrent)
                 except ResizeTimeoutError as error:
                     late = {worker.rank for worker in error.late}
                     logger.warning("Rank(s) %s are replaced without a handover: they are busy.", sorted(late))

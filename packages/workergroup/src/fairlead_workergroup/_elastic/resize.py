@@ -3,7 +3,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 
 from .._calls.sender import Sender
-from .._deadline import Deadline
+from .._deadline import Deadline, Operation
 from .._lifecycle.delivery import deliver, drain, wait_for, wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._members import Change, Member, Resize, Snapshot
@@ -52,20 +51,18 @@ class Resizer:
 
     def resize(self, sizes: Mapping[str, int], slots: Sequence[Slot] | None, timeout_s: float | None) -> int:
         """Resize the group; see `RayWorkerGroup.resize`."""
-        began = time.monotonic()
-        spec = self._launcher.spec
-        deadline = Deadline.after(spec.start_timeout_s if timeout_s is None else timeout_s)
+        deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         self._check_caller()
         change = self._check(self._roster.check_alive(), sizes, slots)
-        what = f"The resize to {change.axis}={change.after}"
-        with self._restarter.change(what, began, deadline):
+        operation = Operation(f"The resize to {change.axis}={change.after}", deadline)
+        with self._restarter.change(operation):
             # Again: another thread may have resized the group meanwhile.
             now = self._roster.check_alive()
             change = self._check(now, sizes, slots)
             lost = self._restarter.find_lost()
             if change.before == change.after:
                 return self._repair(lost)
-            return self._resize(change, slots, what, began, deadline)
+            return self._resize(change, slots, operation)
 
     def _repair(self, lost: Mapping[int, object]) -> int:
         """Restart what is lost in a group that has the size asked for."""
@@ -100,11 +97,9 @@ class Resizer:
             )
         return _Change(axis, before, size, resize_mesh(now.sharding, axis, size), tied)
 
-    def _resize(
-        self, change: _Change, slots: Sequence[Slot] | None, what: str, began: float, deadline: Deadline
-    ) -> int:
+    def _resize(self, change: _Change, slots: Sequence[Slot] | None, operation: Operation) -> int:
         """Resize, with the lock of changes held."""
-        launcher, roster, resources = self._launcher, self._roster, self._resources
+        launcher, roster, resources, deadline = self._launcher, self._roster, self._resources, operation.deadline
         size, before = change.sharding.size, roster.snapshot()
         again = [rank for rank in before.lost if rank < size]
         if again:
@@ -121,12 +116,12 @@ class Resizer:
             places = resize_places(now.places, size, added, prefix=roster.name_prefix)
             plan = launcher.plan(places, change.sharding, deadline=deadline)
             started = launcher.start_next(plan, ranks, epoch=resize.epoch, deadline=deadline)
-            with self._restarter.take_turn(what, began, deadline):
+            with self._restarter.take_turn(operation):
                 staying = [member for member in now.members[:size] if member.rank not in again]
                 # A worker that leaves may hang in a call, so half of the time is for the others.
                 left = deadline.left()
                 self._sender.overlapping.wait(Deadline.after(None if left is None else left / 2))
-                wait_until_idle(what, staying, deadline, began=began, concurrent=launcher.spec.concurrent)
+                wait_until_idle(operation, staying, concurrent=launcher.spec.concurrent)
                 roster.record_resize(resize, change.sharding, places, started)
                 is_begun = True
                 try:
@@ -195,13 +190,12 @@ class Resizer:
             cause = f"on_restart failed: {error}"
             failures = self._roster.mark_broken([now[rank].facts.failure("resize-failed", cause) for rank in again])
             raise BrokenEpochError(failures, epoch=now.epoch) from error
-        deliver(self._launcher, self._roster, deadline, skip=started, send_on_resize=methods.send_on_resize)
+        deliver(self._launcher, deadline, skip=started, send_on_resize=methods.send_on_resize)
 
     def _end(self, leaving: Sequence[Member], deadline: Deadline) -> None:
         """Let leaving workers finish their calls until the deadline, then end them."""
         members = [member for member in leaving if member.failure is None]
-        within_s = deadline.left(at_most=3600.0) or 0.0
-        refs = drain(members, concurrent=self._launcher.spec.concurrent, within_s=within_s)
+        refs = drain(members, deadline, concurrent=self._launcher.spec.concurrent)
         ranks = [member.rank for member in leaving]
         try:
             _, late = wait_for(refs, deadline, f"Resizing {self._roster.name_prefix}", patient=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The delivery of the facts of an epoch to workers that keep running, through the queue of their calls."""
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from .._deadline import Deadline
+from .._deadline import NEVER, Deadline, Operation
 from .._display import Bar
 from .._futures import get_one, wait
-from .._members import Member, Roster, direct
+from .._members import Member, direct
 from .._observe.failures import as_failure
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
-from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerFailure, WorkerFailureError
+from ..exceptions import BrokenEpochError, WorkerFailure, WorkerFailureError
 from .launcher import Launcher
 
 # Sends the user's `on_resize` to ranks; returns a future for each, or nothing without such a method.
@@ -32,11 +31,14 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
     return bytes(ray.cloudpickle.dumps(function))
 
 
-def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: bool, within_s: float) -> ObjectRef:
-    """Send a function that runs between two calls of a worker, also if its calls overlap."""
+def _send(
+    member: Member, function: Callable[..., Any], *args: Any, concurrent: bool = False, deadline: Deadline = NEVER
+) -> ObjectRef:
+    """Send a function that runs between two calls of a worker; if its calls overlap, it waits until the deadline."""
     name, pickled = function.__name__, pickle_function(function)
     with direct(member):
         if concurrent:
+            within_s = deadline.left(at_most=3600.0)
             ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
         else:
             ref = member.handle._fairlead_apply.remote(name, pickled, *args)
@@ -46,8 +48,7 @@ def _send(member: Member, function: Callable[..., Any], *args: Any, concurrent: 
 def send_epoch(members: Iterable[Member], epoch: int) -> None:
     """Send the number of an epoch whose other facts are those of the epoch before; nobody waits for it."""
     for member in members:
-        with direct(member):
-            member.handle._fairlead_apply.remote("apply_facts", pickle_function(apply_facts), {"epoch": epoch})
+        _send(member, apply_facts, {"epoch": epoch})
 
 
 def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
@@ -57,63 +58,45 @@ def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
     return value, end
 
 
-def drain(members: Iterable[Member], *, concurrent: bool, within_s: float) -> dict[int, ObjectRef]:
+def drain(members: Iterable[Member], deadline: Deadline, *, concurrent: bool) -> dict[int, ObjectRef]:
     """Return a reference for each worker that is ready when everything sent to it before has ended, by rank."""
-    return {one.rank: _send(one, do_nothing, concurrent=concurrent, within_s=within_s) for one in members}
+    return {one.rank: _send(one, do_nothing, concurrent=concurrent, deadline=deadline) for one in members}
 
 
-def wait_until_idle(
-    what: str, members: Sequence[Member], deadline: Deadline, *, began: float, concurrent: bool
-) -> None:
+def wait_until_idle(operation: Operation, members: Sequence[Member], *, concurrent: bool) -> None:
     """Wait until the calls of these workers have ended.
 
     Raises:
         ResizeTimeoutError: some have not ended by the deadline.
     """
-    refs = drain(members, concurrent=concurrent, within_s=deadline.left(at_most=3600.0) or 0.0)
-    errors, late = wait_for(refs, deadline, what, patient=True)
+    refs = drain(members, operation.deadline, concurrent=concurrent)
+    errors, late = wait_for(refs, operation.deadline, operation.what, patient=True)
     # A worker that is lost now is found when the facts are sent to it.
     late += [rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)]
     if late:
         workers = [member.facts for member in members if member.rank in late]
-        raise ResizeTimeoutError(
-            what,
-            time.monotonic() - began,
-            late_workers(workers),
+        raise operation.late_error(
             "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:",
+            late_workers(workers),
         )
 
 
-def deliver(
-    launcher: Launcher,
-    roster: Roster,
-    deadline: Deadline,
-    *,
-    skip: Collection[int],
-    send_on_resize: SendOnResize,
-) -> None:
+def deliver(launcher: Launcher, deadline: Deadline, *, skip: Collection[int], send_on_resize: SendOnResize) -> None:
     """Send the facts of the present epoch to all members except `skip`, then run `on_resize` on all of them.
 
     Raises:
         BrokenEpochError: a worker failed or had not finished by the deadline. The roster says so.
         WorkerGroupError: the group is being shut down.
     """
+    roster = launcher.resources.roster
     now = roster.snapshot()
     what = f"Resizing {roster.name_prefix}"
     layout, concurrent = launcher.layout(), launcher.spec.concurrent
-    within_s = deadline.left(at_most=3600.0) or 0.0
-    sent = {
-        member.rank: _send(
-            member,
-            apply_facts,
-            launcher.facts_of(member.rank, epoch=now.epoch),
-            layout,
-            concurrent=concurrent,
-            within_s=within_s,
-        )
-        for member in now.members
-        if member.rank not in skip
-    }
+    sent = {}
+    for member in now.members:
+        if member.rank not in skip:
+            facts = launcher.facts_of(member.rank, epoch=now.epoch)
+            sent[member.rank] = _send(member, apply_facts, facts, layout, concurrent=concurrent, deadline=deadline)
     errors, late = wait_for(sent, deadline, what)
     if not errors and not late:
         try:

@@ -16,12 +16,12 @@ from ray.util.placement_group import placement_group_table
 from fairlead_placement import PlacementError, RayVirtualCluster, Slot
 from fairlead_placement.spi import alive_nodes, run_in_thread
 
-from .._deadline import NEVER, Deadline
+from .._deadline import NEVER, Deadline, Operation
 from .._members import Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
 from .._start.layout import move_places
-from ..exceptions import MOST_SHOWN, ResizeTimeoutError, WorkerFailure, WorkerFailureError, WorkerStartError
+from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
 from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
 from .standbys import Standby, Standbys
@@ -130,19 +130,17 @@ class Restarter:
 
     def restart(self) -> list[int]:
         """Restart the dead workers, and return their ranks; see `RayWorkerGroup.restart_failed_workers`."""
-        with self.changing, self.take_turn():
+        with self.changing, self.take_turn(Operation("The restart", NEVER)):
             return self._restart()
 
     @contextlib.contextmanager
-    def take_turn(self, what: str = "", began: float = 0.0, deadline: Deadline = NEVER) -> Iterator[None]:
-        """Keep other threads from sending calls while this thread begins an epoch; the arguments are as of `change`.
+    def take_turn(self, operation: Operation) -> Iterator[None]:
+        """Keep other threads from sending calls while this thread begins an epoch.
 
         Raises:
             ResizeTimeoutError: others sent calls until the deadline.
         """
-        with _hold(
-            self.turn, what, began, deadline, "Another thread sends calls. Make it again with a longer timeout."
-        ):
+        with _hold(self.turn, operation, "Another thread sends calls. Make it again with a longer timeout."):
             before, self.began = self.began, time.monotonic()
             try:
                 yield
@@ -150,19 +148,14 @@ class Restarter:
                 self.began = before
 
     @contextlib.contextmanager
-    def change(self, what: str, began: float, deadline: Deadline) -> Iterator[None]:
+    def change(self, operation: Operation) -> Iterator[None]:
         """Keep other threads from changing the membership.
-
-        Args:
-            what: what this thread wants to do, for the error.
-            began: when it was asked for that.
-            deadline: the end of the wait.
 
         Raises:
             ResizeTimeoutError: others changed the membership until the deadline.
         """
         reason = "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
-        with _hold(self.changing, what, began, deadline, reason):
+        with _hold(self.changing, operation, reason):
             try:
                 yield
             finally:
@@ -309,7 +302,7 @@ class Restarter:
             self.methods.on_restart(ranks, values, NEVER)
             if now.is_broken:
                 limit = Deadline.after(self._launcher.spec.start_timeout_s)
-                deliver(self._launcher, roster, limit, skip=ranks, send_on_resize=self.methods.send_on_resize)
+                deliver(self._launcher, limit, skip=ranks, send_on_resize=self.methods.send_on_resize)
         except Exception as error:
             if roster.ending:
                 raise
@@ -462,9 +455,9 @@ class Restarter:
 
 
 @contextlib.contextmanager
-def _hold(lock: Any, what: str, began: float, deadline: Deadline, reason: str) -> Iterator[None]:
-    if not lock.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-        raise ResizeTimeoutError(what, time.monotonic() - began, (), reason)
+def _hold(lock: Any, operation: Operation, reason: str) -> Iterator[None]:
+    if not lock.acquire(timeout=operation.deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+        raise operation.late_error(reason)
     try:
         yield
     finally:
