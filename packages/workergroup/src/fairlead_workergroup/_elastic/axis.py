@@ -72,8 +72,8 @@ def resize_mesh(sharding: NamedSharding, axis: str, size: int) -> NamedSharding:
     return NamedSharding(np.moveaxis(np.stack([*kept, *added]), 0, number), sharding.names)
 
 
-def check_tied_groups(places: Sequence[Place], each: int, size: int) -> int:
-    """Return the size of the tied groups of a group that can be resized.
+def check_tied_groups(places: Sequence[Place], each: int, size: int) -> None:
+    """Refuse a resize that would cut a tied group.
 
     Args:
         places: the places of the ranks.
@@ -95,4 +95,3 @@ def check_tied_groups(places: Sequence[Place], each: int, size: int) -> int:
             f"a resize would cut a tied group, whose workers share one model copy: each coordinate has {each} ranks, "
             f"and the tied groups have {sorted(sizes)} workers. Resize by whole tied groups."
         )
-    return tied

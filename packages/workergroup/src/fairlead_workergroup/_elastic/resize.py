@@ -4,10 +4,8 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_sharding import NamedSharding
 
 from .._calls.sender import Sender
 from .._deadline import Deadline, Operation
@@ -19,17 +17,6 @@ from ..exceptions import BrokenEpochError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, find_elastic_axis, resize_mesh
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """A resize that has been checked: the axis and its sizes, the new mesh, and the size of its tied groups."""
-
-    axis: str
-    before: int
-    after: int
-    sharding: NamedSharding
-    tied: int
 
 
 class Resizer:
@@ -53,22 +40,17 @@ class Resizer:
         """Resize the group; see `RayWorkerGroup.resize`."""
         deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         self._check_caller()
-        change = self._check(self._roster.check_alive(), sizes, slots)
-        operation = Operation(f"The resize to {change.axis}={change.after}", deadline)
+        resize = self._check(self._roster.check_alive(), sizes, slots)
+        operation = Operation(f"The resize to {resize.axis}={resize.after}", deadline)
         with self._restarter.change(operation):
             # Again: another thread may have resized the group meanwhile.
-            now = self._roster.check_alive()
-            change = self._check(now, sizes, slots)
+            resize = self._check(self._roster.check_alive(), sizes, slots)
             lost = self._restarter.find_lost()
-            if change.before == change.after:
-                return self._repair(lost)
-            return self._resize(change, slots, operation)
-
-    def _repair(self, lost: Mapping[int, object]) -> int:
-        """Restart what is lost in a group that has the size asked for."""
-        if lost:
-            self._sender.restart()
-        return self._roster.snapshot().epoch
+            if resize.before != resize.after:
+                self._resize(resize, slots, operation)
+            elif lost:
+                self._sender.restart()
+            return self._roster.snapshot().epoch
 
     def _check_caller(self) -> None:
         """Refuse a resize from inside a worker of the group, which could not take part in it.
@@ -83,11 +65,16 @@ class Resizer:
                 "Return the wish to the driver, and call resize there."
             )
 
-    def _check(self, now: Snapshot, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> _Change:
+    def _check(self, now: Snapshot, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> Resize:
+        """Return the resize that is asked for, after checking that it is possible.
+
+        Raises:
+            TypeError, ValueError: it is not.
+        """
         axis, size = check_sizes(now.sharding, self._axis, sizes)
         before = now.sharding.get_axis_size(axis)
         each = now.sharding.size // before
-        tied = check_tied_groups(now.places, each, each * size)
+        check_tied_groups(now.places, each, each * size)
         if slots is not None and not (isinstance(slots, Sequence) and all(isinstance(slot, Slot) for slot in slots)):
             raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
         if slots is not None and len(slots) != max(0, each * (size - before)):
@@ -95,34 +82,34 @@ class Resizer:
                 f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
                 f"{len(slots)}"
             )
-        return _Change(axis, before, size, resize_mesh(now.sharding, axis, size), tied)
+        return Resize(now.epoch + 1, axis, before, size)
 
-    def _resize(self, change: _Change, slots: Sequence[Slot] | None, operation: Operation) -> int:
+    def _resize(self, resize: Resize, slots: Sequence[Slot] | None, operation: Operation) -> None:
         """Resize, with the lock of changes held."""
         launcher, roster, resources, deadline = self._launcher, self._roster, self._resources, operation.deadline
-        size, before = change.sharding.size, roster.snapshot()
+        before = roster.snapshot()
+        sharding = resize_mesh(before.sharding, resize.axis, resize.after)
+        size = sharding.size
         again = [rank for rank in before.lost if rank < size]
         if again:
             self._restarter.prepare_lost(again, deadline)
         now = roster.snapshot()
-        added = self._claim(now, size - len(now.members), slots, change.tied)
+        added = self._claim(now, size - len(now.members), slots)
         # A resize that finds no room does not count as a restart.
         roster.record_relaunch(again, counted=again)
         now = roster.snapshot()
         ranks = [*again, *range(len(now.members), size)]
-        resize = Resize(now.epoch + 1, change.axis, change.before, change.after)
         is_begun = is_delivered = False
         try:
             places = resize_places(now.places, size, added, prefix=roster.name_prefix)
-            plan = launcher.plan(places, change.sharding, deadline=deadline)
+            plan = launcher.plan(places, sharding, deadline=deadline)
             started = launcher.start_next(plan, ranks, epoch=resize.epoch, deadline=deadline)
             with self._restarter.take_turn(operation):
                 staying = [member for member in now.members[:size] if member.rank not in again]
                 # A worker that leaves may hang in a call, so half of the time is for the others.
-                left = deadline.left()
-                self._sender.overlapping.wait(Deadline.after(None if left is None else left / 2))
+                self._sender.overlapping.wait(Deadline.after((deadline.left() or 0.0) / 2))
                 wait_until_idle(operation, staying, concurrent=launcher.spec.concurrent)
-                roster.record_resize(resize, change.sharding, places, started)
+                roster.record_resize(resize, sharding, places, started)
                 is_begun = True
                 try:
                     launcher.begin(plan)
@@ -143,9 +130,8 @@ class Resizer:
         logger.info("Resized %r %s.", roster.name_prefix, resize)
         roster.report(Change("resized", -1, f"resized {resize}"))
         self._restarter.note_slots()
-        return resize.epoch
 
-    def _claim(self, now: Snapshot, count: int, slots: Sequence[Slot] | None, tied: int) -> list[Slot]:
+    def _claim(self, now: Snapshot, count: int, slots: Sequence[Slot] | None) -> list[Slot]:
         """Claim the slots of new ranks.
 
         Raises:
@@ -154,6 +140,7 @@ class Resizer:
         """
         if count <= 0:
             return []
+        tied = len(now.places[0].tied_bundles[1])
         used = {slot.key for slot in (*(place.slot for place in now.places), *self._resources.standby_slots())}
         if slots is not None:
             if taken := [slot for slot in slots if slot.key in used]:
