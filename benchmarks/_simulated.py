@@ -102,6 +102,7 @@ class Actor:
     """
 
     def __init__(self, answers: Answers, after_s: float) -> None:
+        self._actor_id = id(self).to_bytes(16, "big")
         self._answers = answers
         self._after_s = after_s
 

@@ -100,9 +100,7 @@ def simulated_rows() -> Iterator[Row]:
     roster = Roster("sim", places, sharding)
     pid, tick = agents.process
     here = [replace(plan.facts, pid=pid, started=tick) for plan in plans]
-    roster.record_start(
-        [Started(str(facts.rank), actors[facts.rank], places[facts.rank], facts) for facts in here], epoch=0
-    )
+    roster.record_start([Started(actors[one.rank], places[one.rank], one) for one in here], epoch=0)
     look = Observer(roster, Verdicts(roster, None))
     with agents.installed([place.slot.node_id for place in places]):
         statuses = look.read_status(300.0)

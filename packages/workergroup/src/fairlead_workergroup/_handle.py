@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
@@ -31,7 +31,7 @@ from ._inspect.groups import (
 from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver
 from ._lifecycle.restart import RestartPolicy
-from ._members import Member, Place, Roster, WorkerFacts
+from ._members import Member, Place, Roster
 from ._observe.failures import Verdicts
 from ._observe.observer import STUCK_AFTER_S, check_seconds
 from ._observe.registration import KEY
@@ -40,7 +40,7 @@ from ._observe.statistics import Counters
 from ._observe.status import WorkerStatus
 from ._ray_private import actor_id_of
 from ._start.worker_class import WorkerClass
-from .exceptions import FailureKind, WorkerFailure, WorkerGroupError
+from .exceptions import WorkerFailure, WorkerGroupError
 
 # All nodes of a group get a publication within milliseconds of each other.
 SETTLED_S = 2.0
@@ -339,23 +339,15 @@ def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> P
 
 
 def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
-    place, coords = _place(group, rank, row), group.sharding.get_worker_coords(rank)
-    facts = place.facts(coords)
-    kind: FailureKind = "killed"
+    place = _place(group, rank, row)
+    facts = place.facts(group.sharding.get_worker_coords(rank))
     if row is None:
         failure = facts.failure("node-lost", "no node agent knows it: its node is lost, or its agent has ended")
-        return Member(place, coords, facts, failure=failure)
-    facts = WorkerFacts(rank, coords, row.node_id, row.address, row.pid, row.started)
+        return Member(place, facts, failure=failure)
+    facts = replace(facts, pid=row.pid, started=row.started)
     cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
-    return Member(
-        place,
-        coords,
-        facts,
-        handle,
-        row.incarnation,
-        row.restarts,
-        failure=facts.failure(kind, cause) if handle is None else None,
-    )
+    lost = facts.failure("killed", cause) if handle is None else None
+    return Member(place, facts, handle, row.incarnation, row.restarts, failure=lost)
 
 
 def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:

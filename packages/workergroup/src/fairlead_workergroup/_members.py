@@ -112,7 +112,6 @@ class Member:
 
     Attributes:
         place: its rank, name and slot.
-        coords: its coordinates, by axis.
         facts: the identity of the incarnation that was started last.
         handle: the actor of that incarnation; None before the first one has started.
         incarnation: how often the rank has been restarted, including failed attempts.
@@ -122,7 +121,6 @@ class Member:
     """
 
     place: Place
-    coords: Mapping[str, int]
     facts: WorkerFacts
     handle: Any = None
     incarnation: int = 0
@@ -143,6 +141,11 @@ class Member:
     def rank(self) -> int:
         """The number of the worker in the group."""
         return self.place.rank
+
+    @property
+    def coords(self) -> Mapping[str, int]:
+        """The coordinates of the worker, by axis."""
+        return self.facts.coords
 
     @property
     def slot(self) -> Slot:
@@ -199,13 +202,11 @@ class Started:
     """A worker whose constructor has finished.
 
     Attributes:
-        actor_id: the id of its actor.
         handle: the actor.
         place: its place.
         facts: its identity.
     """
 
-    actor_id: str
     handle: Any
     place: Place
     facts: WorkerFacts
@@ -413,9 +414,7 @@ class Roster:
                 member.rank: replace(member, failure=member.failure or member.facts.failure("left", cause))
                 for member in now.members[len(places) :]
             }
-            self._now = replace(
-                now,
-                version=now.version + 1,
+            self._advance(
                 epoch=resize.epoch,
                 sharding=sharding,
                 members=tuple(members),
@@ -425,7 +424,7 @@ class Roster:
             self._show_members({one.place.rank: members[one.place.rank] for one in started})
 
     def _enter(self, member: Member, started: Started) -> Member:
-        self._by_actor[started.actor_id] = started.facts
+        self._by_actor[actor_id_of(started.handle)] = started.facts
         return replace(member, place=started.place, facts=started.facts, handle=started.handle, failure=None)
 
     def _show_members(self, changed: Mapping[int, Member]) -> None:
@@ -461,9 +460,7 @@ class Roster:
                 if now.sharding.shape.get(axis, size) != size
             ]
             departed = dict(now.departed) | {member.rank: member for member in now.members}
-            self._now = replace(
-                now,
-                version=now.version + 1,
+            self._advance(
                 epoch=epoch,
                 sharding=sharding if resized else now.sharding,
                 members=tuple(member for _, member in members),
@@ -555,13 +552,16 @@ class Roster:
             self.handles = []
             self.worker_metadata = []
             self.standby_metadata = []
-            self._now = replace(self._now, version=self._now.version + 1, ended=True)
+            self._advance(ended=True)
 
     def _change(self, changed: Mapping[int, Member], **others: Any) -> None:
-        """Make the next snapshot, and show its states. The caller holds the lock."""
-        members = tuple(changed.get(member.rank, member) for member in self._now.members)
-        self._now = replace(self._now, version=self._now.version + 1, members=members, **others)
+        """Change some members, and show their states. The caller holds the lock."""
+        self._advance(members=tuple(changed.get(member.rank, member) for member in self._now.members), **others)
         self._show_changed()
+
+    def _advance(self, **changes: Any) -> None:
+        """Make the next snapshot. The caller holds the lock."""
+        self._now = replace(self._now, version=self._now.version + 1, **changes)
 
     def _show_changed(self) -> None:
         for shown in self.worker_metadata:
@@ -572,8 +572,7 @@ class Roster:
 
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
     """Return a member that has not started."""
-    coords = sharding.get_worker_coords(place.rank)
-    return Member(place, coords, place.facts(coords), incarnation=incarnation)
+    return Member(place, place.facts(sharding.get_worker_coords(place.rank)), incarnation=incarnation)
 
 
 _rosters: weakref.WeakSet[Roster] = weakref.WeakSet()

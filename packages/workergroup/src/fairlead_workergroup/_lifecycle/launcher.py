@@ -313,7 +313,7 @@ class Launcher:
             facts_of_it = dataclasses.replace(one.plan.facts, **process)
             rank = one.plan.place.rank
             self.resources.add({rank: RunningWorker(one.actor, answer["node_id"], one.mark, **process)})
-            started.append(Started(actor_id_of(one.actor), one.actor, one.plan.place, facts_of_it))
+            started.append(Started(one.actor, one.plan.place, facts_of_it))
         return started
 
     def _publish(self) -> None:
