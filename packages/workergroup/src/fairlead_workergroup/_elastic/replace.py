@@ -118,11 +118,10 @@ class Replacer:
 
     def _move(self, ranks: Sequence[int], targets: Mapping[int, Standby], operation: Operation, end: Deadline) -> None:
         """Let the old workers hand over, and start the new ones in the processes that were found."""
-        is_used = False
+        unused = dict(targets)
 
         def use() -> Mapping[int, Standby]:
-            nonlocal is_used
-            is_used = True
+            unused.clear()
             return targets
 
         before = self._roster.snapshot()
@@ -141,8 +140,8 @@ class Replacer:
                 values = self._restarter.methods.on_handover([member.rank for member in living])
                 self._restarter.replace(ranks, use, values)
         finally:
-            if not is_used:
-                self._give_back(targets)
+            if unused:
+                self._give_back(list(unused.values()))
             self._keep_slots()
         after = self._roster.snapshot()
         for rank in ranks:
@@ -157,14 +156,12 @@ class Replacer:
             )
         logger.warning("Replaced rank(s) %s of %r.", ", ".join(map(str, ranks)), self._roster.name_prefix)
 
-    def _give_back(self, targets: Mapping[int, Standby]) -> None:
+    def _give_back(self, unused: Sequence[Standby]) -> None:
         """Keep as many unused processes as the group wants as standbys, and end the others."""
         spare = max(0, self._standbys.count - len(self._standbys.slots))
-        unused = list(targets.values())
         self._standbys.give_back(unused[:spare])
         if ended := [standby.number for standby in unused[spare:]]:
-            self._resources.end(ended)
-            self._resources.forget(ended)
+            self._resources.discard(ended)
 
     def _keep_slots(self) -> None:
         self._resources.keep_slots([member.slot for member in self._roster.snapshot().members])

@@ -190,8 +190,7 @@ class Resizer:
                 shown = ", ".join(map(str, late))
                 logger.warning("Rank(s) %s were ended before they had finished their calls.", shown)
         finally:  # also after Ctrl-C
-            self._resources.end(ranks)
-            self._resources.forget(ranks)
+            self._resources.discard(ranks)
 
     def _undo(self, now: Snapshot, ranks: Sequence[int]) -> None:
         """End what has been started for an epoch that did not begin."""

@@ -146,6 +146,11 @@ class Resources:
         for rank in ranks:
             self._workers.pop(rank, None)
 
+    def discard(self, ranks: Sequence[int]) -> None:
+        """End workers that do not come back, as `end` does, and forget them."""
+        self.end(ranks)
+        self.forget(ranks)
+
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
         return kill_and_wait({rank: self._workers[rank] for rank in ranks if rank in self._workers})

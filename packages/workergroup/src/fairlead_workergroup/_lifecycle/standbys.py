@@ -205,7 +205,7 @@ class Standbys:
         """
         numbers = [next(_numbers) for _ in slots]
         token, launcher = self._launcher.spec.token, self._launcher
-        refs, waiting = [], []
+        refs, waiting, pickled = [], [], pickle_function(warm_up)
         try:
             for number, slot in zip(numbers, slots, strict=True):
                 plan = launcher.plan_in(slot)
@@ -226,19 +226,11 @@ class Standbys:
                         or all(one.environment.variables.get(name) == value for one in launcher.planned.workers)
                     )
                 }
-                refs.append(
-                    actor._fairlead_apply.remote(
-                        "warm_up",
-                        pickle_function(warm_up),
-                        variables,
-                        list(plan.environment.path),
-                        launcher.target,
-                    )
-                )
+                path, target = list(plan.environment.path), launcher.target
+                refs.append(actor._fairlead_apply.remote("warm_up", pickled, variables, path, target))
             answers = ray.get(refs, timeout=deadline.left())
         except BaseException:
-            self._resources.end(numbers)
-            self._resources.forget(numbers)
+            self._resources.discard(numbers)
             raise
         ready = []
         for standby, answer in zip(waiting, answers, strict=True):
@@ -259,17 +251,15 @@ class Standbys:
                     break
                 slot = self._cold.pop(0)
                 self._starting.append(slot)
-            ready: list[Standby] = []
             try:
                 ready = self.start_in([slot], Deadline.after(self._launcher.spec.start_timeout_s))
             except Exception as error:  # noqa: BLE001  the thread has to go on, or nothing is filled any more
                 if not self._is_over:
                     logger.warning("A standby of %r did not start: %s", self._roster.name_prefix, error)
-            with self._lock:
-                if ready:
+            else:
+                with self._lock:
                     self._starting.remove(slot)
                     self._warm.extend(ready)
-            if ready:
                 where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
                 self._roster.report(Change("standby-ready", -1, f"a standby is ready {where}"))
             self._show()
@@ -288,13 +278,10 @@ class Standbys:
         dead, alive = dead_actors(), alive_nodes()
         with self._lock:
             self._cold = [slot for slot in self._cold if slot.node_id in alive]
-            lost = [one for one in self._warm if _is_lost(one, dead, alive)]
+            lost = [
+                one for one in self._warm if actor_id_of(one.worker.handle) in dead or one.slot.node_id not in alive
+            ]
             self._warm = [one for one in self._warm if one not in lost]
         if lost:
-            self._resources.end([one.number for one in lost])
-            self._resources.forget([one.number for one in lost])
+            self._resources.discard([one.number for one in lost])
             self._add_cold(one.slot for one in lost if one.slot.node_id in alive)
-
-
-def _is_lost(standby: Standby, dead: Collection[str], alive: Collection[str]) -> bool:
-    return actor_id_of(standby.worker.handle) in dead or standby.slot.node_id not in alive
