@@ -240,38 +240,36 @@ class Launcher:
 
     def _create_actors(
         self, plan: "LaunchPlan", ranks: Sequence[int], processes: Mapping[int, RunningWorker]
-    ) -> "list[_Starting]":
+    ) -> dict[int, RunningWorker]:
+        """Create the actors of ranks that take over no process; return the workers of all ranks, in order."""
         token, registration = self.spec.token, self.resources.registration
         if registration is None:
             raise self._roster.ended_error()
-        starting: dict[int, _Starting] = {}
+        starting: dict[int, RunningWorker] = {}
 
-        def add(worker: WorkerPlan, handle: Any, running: RunningWorker) -> None:
-            rank = worker.place.rank
+        def add(rank: int, running: RunningWorker) -> None:
             self.resources.add({rank: running})
-            starting[rank] = _Starting(worker, handle, running.mark, incarnations[rank])
+            starting[rank] = running
 
         def add_new(worker: WorkerPlan, actor: Any) -> None:
-            slot = worker.place.slot
-            add(worker, actor, RunningWorker(actor, slot.node_id, mark_of(token, worker.place.rank)))
+            place = worker.place
+            add(place.rank, RunningWorker(actor, place.slot.node_id, mark_of(token, place.rank)))
 
-        incarnations = {rank: self._roster.next_incarnation(rank) for rank in ranks}
         for rank, process in processes.items():
-            add(plan.workers[rank], process.handle, dataclasses.replace(process, mark=mark_of(token, rank)))
+            add(rank, dataclasses.replace(process, mark=mark_of(token, rank)))
         registration.name_actors({actor_id_of(one.handle): one.name for one in processes.values()})
-        new = [rank for rank in ranks if rank not in processes]
-        workers = [plan.workers[rank] for rank in new]
-        names = [actor_name(one.place, token, incarnations[one.place.rank]) for one in workers]
+        workers = [plan.workers[rank] for rank in ranks if rank not in processes]
+        names = [actor_name(one.place, token, self._roster.next_incarnation(one.place.rank)) for one in workers]
         name = self._roster.name_prefix
         create_actors(workers, plan.worker_class, names, name=name, clock=self._clock, add=add_new)
         with self._clock.phase("agents"):
-            registration.publish({rank: one.actor for rank, one in starting.items()})
-        return [starting[rank] for rank in ranks]
+            registration.publish({rank: one.handle for rank, one in starting.items()})
+        return {rank: starting[rank] for rank in ranks}
 
     def _construct(
         self,
         plan: "LaunchPlan",
-        actors: "Sequence[_Starting]",
+        actors: Mapping[int, RunningWorker],
         lease: PortLease,
         *,
         epoch: int,
@@ -282,38 +280,35 @@ class Launcher:
         configured = Arguments()
         shared = {**spec.facts, "world_size": plan.sharding.size, "layout": arguments.layout_of(plan.sharding)}
         refs = []
-        for one in actors:
-            worker = one.plan
+        for rank, one in actors.items():
+            worker, incarnation = plan.workers[rank], self._roster.next_incarnation(rank)
             facts = {
                 **shared,
                 "epoch": epoch,
-                "rank": worker.place.rank,
+                "rank": rank,
                 "name": worker.place.name,
                 "coords": dict(worker.coords),
-                "incarnation": one.incarnation,
-                "tree": f"{one.mark}{one.incarnation}",
+                "incarnation": incarnation,
+                "tree": f"{one.mark}{incarnation}",
                 "env": {**worker.environment.variables, "MASTER_PORT": str(lease.port)},
                 "path": list(worker.environment.path),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.
             refs.append(
-                one.actor._fairlead_start.remote(
+                one.handle._fairlead_start.remote(
                     facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}
                 )
             )
         self._counters.add(requests=len(refs), puts=configured.puts, bytes_put=configured.bytes_put)
-        plans = [one.plan for one in actors]
-        timeout_s = self._time_left(deadline)
-        name = self._roster.name_prefix
+        plans = [plan.workers[rank] for rank in actors]
+        timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock)
         started = []
-        for one, answer in zip(actors, answers, strict=True):
+        for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
-            facts_of_it = dataclasses.replace(one.plan.facts, **process)
-            rank = one.plan.place.rank
-            self.resources.add({rank: RunningWorker(one.actor, answer["node_id"], one.mark, **process)})
-            started.append(Started(one.actor, one.plan.place, facts_of_it))
+            self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
+            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.facts, **process)))
         return started
 
     def _publish(self) -> None:
@@ -342,16 +337,6 @@ class LaunchPlan:
     workers: Sequence[WorkerPlan]
     sharding: NamedSharding
     python: WorkerPython
-
-
-@dataclass(frozen=True)
-class _Starting:
-    """A worker whose actor has been requested: its plan, its actor, its mark, and its incarnation."""
-
-    plan: WorkerPlan
-    actor: Any
-    mark: str
-    incarnation: int
 
 
 class _StoredArguments:
