@@ -143,11 +143,6 @@ class Source(NamedTuple):
     answers: tuple["weakref.ref[LaneFuture]", ...] = ()
 
 
-def _make_source(method: str | None, results: Sequence[Any]) -> Source:
-    answers = tuple(weakref.ref(one) for one in results if isinstance(one, LaneFuture))
-    return Source(method, tuple(one.binary() for one in results if not isinstance(one, LaneFuture)), answers)
-
-
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
 # bound for a whole argument stays far below both limits.
 INLINE_BYTES = 10_000
@@ -237,20 +232,16 @@ class Arguments:
             self.sources.append(Source(None, (value.binary(),)))
             self.obstacle = REFERENCE
             return value
-        if isinstance(value, LaneFuture):
-            self.sources.append(_make_source(None, [value]))
-            self.obstacle = _obstacle_of(value) or self.obstacle
-            self.has_answers = True
-            return value
+        if isinstance(value, (LaneFuture, PassedOn)):
+            passed, results = _read_results(value)
+            ids = tuple(one.binary() for one in results if not isinstance(one, LaneFuture))
+            answers = tuple(weakref.ref(one) for one in results if isinstance(one, LaneFuture))
+            self.sources.append(Source(value.made_by() if isinstance(value, PassedOn) else None, ids, answers))
+            self.obstacle = next(filter(None, map(_obstacle_of, results)), self.obstacle)
+            self.has_answers = self.has_answers or bool(answers)
+            return passed
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
-        if isinstance(value, PassedOn):
-            passed = value.as_argument()
-            refs = passed.refs if isinstance(passed, Gathered) else [passed]
-            self.sources.append(_make_source(value.made_by(), refs))
-            self.obstacle = next(filter(None, map(_obstacle_of, refs)), self.obstacle)
-            self.has_answers = self.has_answers or any(isinstance(ref, LaneFuture) for ref in refs)
-            return passed
         ref = self._refs.get(id(value))
         if ref is None:
             ref = self._refs[id(value)] = self._store(value)
@@ -286,13 +277,15 @@ def find_obstacle(value: Any) -> str:
     value = value.values if isinstance(value, (Shard, PerWorker)) else value
     if isinstance(value, ObjectRef):
         return REFERENCE
-    if isinstance(value, LaneFuture):
-        return _obstacle_of(value)
-    if isinstance(value, PassedOn):
-        passed = value.as_argument()
-        refs = passed.refs if isinstance(passed, Gathered) else [passed]
-        return next(filter(None, map(_obstacle_of, refs)), "")
+    if isinstance(value, (LaneFuture, PassedOn)):
+        return next(filter(None, map(_obstacle_of, _read_results(value)[1])), "")
     return HOLDS_REFERENCES if not is_inlined(value) and has_references(value) else ""
+
+
+def _read_results(value: LaneFuture | PassedOn) -> tuple[Any, Sequence[Any]]:
+    """Return what travels in place of the results of another call, and these results."""
+    passed = value.as_argument() if isinstance(value, PassedOn) else value
+    return passed, passed.refs if isinstance(passed, Gathered) else (passed,)
 
 
 def _obstacle_of(result: Any) -> str:
