@@ -25,7 +25,7 @@ from .execution import Execution
 from .plan import CallOptions, Column, Recipients
 from .results import REPORT_EVERY_S
 from .sender import Sender
-from .wait import ResultStream, get_result
+from .wait import ResultStream, cancel_tasks, get_result
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -182,9 +182,7 @@ async def _async_results(
                 for value in order.take_ready(finished):
                     yield value
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(tasks)
         await asyncio.to_thread(balancer.close)
 
 
@@ -213,14 +211,13 @@ class _Arrivals:
 
 
 class _Loads:
-    """The number of items that each worker has, without the workers that were lost."""
+    """The number of items that each worker has, by ascending rank, without the workers that were lost."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._loads = dict.fromkeys(ranks, 0)
-        self._order = {rank: at for at, rank in enumerate(ranks)}
         self.ranks: list[int] = list(ranks)
-        # The load, place and rank of each worker; entries of another load than the present one do not count.
-        self._least = [(0, at, rank) for at, rank in enumerate(ranks)]
+        # The load and rank of each worker; entries of another load than the present one do not count.
+        self._least = [(0, rank) for rank in ranks]
 
     def __getitem__(self, rank: int) -> int:
         return self._loads[rank]
@@ -236,9 +233,9 @@ class _Loads:
         """Add to the number of items of a worker, unless it was lost."""
         if rank in self._loads:
             self._loads[rank] += items
-            heapq.heappush(self._least, (self._loads[rank], self._order[rank], rank))
+            heapq.heappush(self._least, (self._loads[rank], rank))
             if len(self._least) > 4 * len(self._loads):
-                self._least = [(load, self._order[one], one) for one, load in self._loads.items()]
+                self._least = [(load, one) for one, load in self._loads.items()]
                 heapq.heapify(self._least)
 
     def keep(self, is_there: Callable[[int], bool]) -> None:
@@ -248,9 +245,9 @@ class _Loads:
 
     def least_loaded(self) -> int:
         """Return the first of the workers with the fewest items."""
-        while self._loads.get(self._least[0][2]) != self._least[0][0]:
+        while self._loads.get(self._least[0][1]) != self._least[0][0]:
             heapq.heappop(self._least)
-        return self._least[0][2]
+        return self._least[0][1]
 
 
 class _Balancer:

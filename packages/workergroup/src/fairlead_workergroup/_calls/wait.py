@@ -2,7 +2,7 @@
 """Waiting for a call without blocking an event loop, and streams of results."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterable
 from typing import Any, Generic, Self, TypeVar
 
 from ray import ObjectRef
@@ -78,7 +78,7 @@ async def _wait_for_all(call: Execution, tasks: Iterable[asyncio.Task[Any]], dea
             if pending and not done:
                 deadline = await asyncio.to_thread(call.check_late, deadline)
     finally:
-        await _cancel_tasks(pending)
+        await cancel_tasks(pending)
 
 
 async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator[Outcome]:
@@ -106,7 +106,7 @@ async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator
                     tasks[at] = asyncio.ensure_future(_has_item(call, at))
                     deadline = call.until(timeout)  # of the next item
         finally:
-            await _cancel_tasks(set(tasks.values()))
+            await cancel_tasks(tasks.values())
         ends = [asyncio.ensure_future(_fetch(ref)) for ref in call.completions.values()]
         await _wait_for_all(call, ends, call.until(timeout))
 
@@ -142,10 +142,10 @@ async def iterate_outcomes(call: Execution) -> AsyncIterator[Outcome]:
                 elif at in call.answering:
                     yield Outcome(call.ranks[at], call.coords(at), task.result())
     finally:
-        await _cancel_tasks(set(tasks))
+        await cancel_tasks(tasks)
 
 
-async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+async def cancel_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks that nothing waits for any more; the calls of the workers continue."""
     for task in tasks:
         task.cancel()
