@@ -20,7 +20,7 @@ from .diagnosis import diagnose
 from .groups import RegisteredGroup, SeenGroup, find_group, find_groups, look_at_groups
 from .stacks import fold_stacks
 from .stragglers import find_stragglers
-from .tables import draw_findings, draw_groups, draw_stacks, draw_status, write_clock
+from .tables import draw_findings, draw_groups, draw_stacks, draw_status
 from .timeline import read_timeline
 from .trace import write_trace
 
@@ -187,7 +187,7 @@ def _top(options: argparse.Namespace, output: Output) -> int:
     def draw() -> RenderableType:
         seen = _look(options)
         rows = max(1, console.height - 8) if console.is_terminal and not options.n else 40
-        return Group(Text(write_clock(), style="dim"), draw_status(seen, every=options.all, most_rows=rows))
+        return Group(Text(time.strftime("%H:%M:%S"), style="dim"), draw_status(seen, every=options.all, most_rows=rows))
 
     if options.n or not console.is_terminal:
         for number in itertools.count(1):

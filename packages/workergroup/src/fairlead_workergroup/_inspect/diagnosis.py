@@ -71,7 +71,8 @@ def diagnose(seen: SeenGroup, *, stuck_after_s: float, stragglers: Sequence[Work
         stuck_after_s: workers without progress for less than this are not suspected.
         stragglers: the workers that are slower than their peers, the slowest first.
     """
-    findings = [*_find_dead(seen), *_find_stopped(seen)]
+    findings = [_report_dead(one) for one in seen.workers if one.state == "dead"]
+    findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}
     findings += _find_late(seen, stuck_after_s, blamed)
     findings += _find_driver(seen)
@@ -114,7 +115,7 @@ def write_coords(coords: Mapping[str, int]) -> str:
 def _about(kind: Kind, workers: Sequence[SeenWorker], text: str, **more: object) -> Finding:
     first = workers[0]
     values = {
-        "coords": _common_coords(workers),
+        "coords": common_coords(workers),
         "method": first.method,
         "since_s": first.since_progress_s,
         "where": find_innermost(first.stacks),
@@ -124,7 +125,8 @@ def _about(kind: Kind, workers: Sequence[SeenWorker], text: str, **more: object)
     return Finding(kind, tuple(worker.rank for worker in workers), text, **values)  # type: ignore[arg-type]
 
 
-def _common_coords(workers: Sequence[SeenWorker]) -> dict[str, int]:
+def common_coords(workers: Sequence[SeenWorker]) -> dict[str, int]:
+    """Return the coordinates that all of these workers have."""
     first = workers[0].coords
     return {axis: at for axis, at in first.items() if all(worker.coords[axis] == at for worker in workers)}
 
@@ -141,28 +143,14 @@ def write_place(worker: SeenWorker) -> str:
     return f"{worker.method!r} at {os.path.basename(file)}:{line} in {function}{within}"
 
 
-def _find_dead(seen: SeenGroup) -> list[Finding]:
-    return [
-        _about("dead", [worker], f"{describe(worker)} is dead. {worker.note}".rstrip())
-        for worker in seen.workers
-        if worker.state == "dead"
-    ]
+def _report_dead(worker: SeenWorker) -> Finding:
+    return _about("dead", [worker], f"{describe(worker)} is dead. {worker.note}".rstrip())
 
 
-def _find_stopped(seen: SeenGroup) -> list[Finding]:
-    return [
-        _about(
-            "stopped",
-            [one],
-            f"{describe(one)} is stopped (SIGSTOP){_doing(one)}. `kill -CONT {one.pid}` there continues it.",
-        )
-        for one in seen.workers
-        if one.stopped
-    ]
-
-
-def _doing(worker: SeenWorker) -> str:
-    return f" in {worker.method!r} for {worker.running_s:.0f} s" if worker.method else ""
+def _report_stopped(worker: SeenWorker) -> Finding:
+    doing = f" in {worker.method!r} for {worker.running_s:.0f} s" if worker.method else ""
+    text = f"{describe(worker)} is stopped (SIGSTOP){doing}. `kill -CONT {worker.pid}` there continues it."
+    return _about("stopped", [worker], text)
 
 
 def _find_driver(seen: SeenGroup) -> list[Finding]:
@@ -244,7 +232,7 @@ def _late(late: Sequence[SeenWorker], waiting: Sequence[SeenWorker], axes: tuple
 def _who_is(workers: Sequence[SeenWorker]) -> str:
     """Return which workers are at one place, where that is, and for how long, as the beginning of a sentence."""
     first, ranks = workers[0], write_ranks([one.rank for one in workers])
-    who = f"{describe(first)} is" if len(workers) == 1 else f"Ranks {ranks}{format_coords(_common_coords(workers))} are"
+    who = f"{describe(first)} is" if len(workers) == 1 else f"Ranks {ranks}{format_coords(common_coords(workers))} are"
     if not first.method:
         return f"{who} idle: not called, or done"
     progress = f"without progress for {first.since_progress_s:.0f} s"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people see of groups and workers on a terminal."""
 
-import time
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from fairlead_placement.spi import group_pairs
 
-from .diagnosis import Finding, write_coords
+from .diagnosis import Finding, common_coords, write_coords
 from .groups import SeenGroup, SeenWorker
 from .stacks import FoldedStack, write_ranks
 
@@ -72,7 +71,7 @@ def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_R
     states = {one: seen.count(one) for one in ("busy", "idle", "starting", "stuck", "dead", "unknown")}
     counted = ", ".join(f"{count} {state}" for state, count in states.items() if count)
     notes = [
-        Text(f"{_name_ranks(workers)}: {workers[0].note}")
+        Text(f"{_name_ranks([one.rank for one in workers])}: {workers[0].note}")
         for workers in alike
         if workers[0].note and not workers[0].method
     ]
@@ -89,8 +88,8 @@ def _make_table(*columns: str, flexible: Sequence[str]) -> Table:
     return table
 
 
-def _name_ranks(workers: Sequence[SeenWorker]) -> str:
-    return f"rank{'s' if len(workers) > 1 else ''} {write_ranks([one.rank for one in workers])}"
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {write_ranks(ranks)}"
 
 
 def _fold(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
@@ -105,10 +104,9 @@ def _cells(workers: Sequence[SeenWorker]) -> list[Text]:
     state = "stopped" if first.stopped else first.state
     nodes = sorted({worker.node_id[:8] for worker in workers if worker.node_id})
     again = f" ({first.incarnation} restarts)" if first.incarnation else ""
-    common = {axis: at for axis, at in first.coords.items() if all(one.coords[axis] == at for one in workers)}
     return [
         Text(write_ranks([one.rank for one in workers])),
-        Text(" ".join(f"{axis}={at}" for axis, at in common.items())),
+        Text(" ".join(f"{axis}={at}" for axis, at in common_coords(workers).items())),
         Text(nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else ""),
         Text((str(first.pid) if first.pid else "") if len(workers) == 1 else f"{len(workers)} pids"),
         Text(state + again, style=_STYLES.get(state, "")),
@@ -129,7 +127,7 @@ def draw_stacks(folded: Sequence[FoldedStack]) -> RenderableType:
     """Return the distinct stacks, each under its ranks."""
     parts: list[RenderableType] = []
     for one in folded:
-        parts.append(Text(f"rank{'s' if len(one.ranks) > 1 else ''} {write_ranks(one.ranks)}:", style="bold"))
+        parts.append(Text(f"{_name_ranks(one.ranks)}:", style="bold"))
         parts += [Text("  " + line) for line in one.stacks.splitlines()]
     return Group(*parts)
 
@@ -181,8 +179,3 @@ def write_bytes(amount: float) -> str:
     if not amount:
         return ""
     return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
-
-
-def write_clock() -> str:
-    """Return the time of day."""
-    return time.strftime("%H:%M:%S")
