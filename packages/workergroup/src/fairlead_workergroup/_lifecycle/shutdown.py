@@ -56,13 +56,8 @@ class RunningWorker:
         return self.pid, self.started
 
 
-def request_cleanup(workers: Mapping[int, Any], method: str) -> dict[Any, int]:
-    """Ask workers, given by rank, to run a method; return the rank of each request."""
-    return {worker._fairlead_cleanup.remote(method): rank for rank, worker in workers.items()}
-
-
 def wait_for_cleanup(ranks: Mapping[Any, int], method: str, timeout: float | None) -> bool:
-    """Wait for these requests; return whether all went well."""
+    """Wait until workers have run a method, given the rank of each request; return whether all went well."""
     done, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout) if ranks else ([], [])
     clean = not late
     for ref in done:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .._observe.query import find_dead
 from .._observe.watch import Watch
 from .launcher import Launcher
-from .shutdown import request_cleanup, wait_for_cleanup
+from .shutdown import wait_for_cleanup
 
 # The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
 CLEANED_S = 10.0
@@ -60,8 +60,8 @@ class Teardown:
                 dead = find_dead(now)
                 living = {member.rank: member.handle for member in now.members if member.rank not in dead}
                 with self._roster.direct(living):
-                    requests = request_cleanup(living, cleanup_method)
-                clean = wait_for_cleanup(requests, cleanup_method, timeout)
+                    ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
+                clean = wait_for_cleanup(ranks, cleanup_method, timeout)
         finally:
             self._end_workers()
         return clean and self._resources.gave_all_back

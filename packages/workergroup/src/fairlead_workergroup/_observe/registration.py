@@ -94,8 +94,7 @@ class Registration:
         """
         now = self._roster.snapshot()
         driver_node = self._about["driver"]["node_id"]
-        nodes = {*self.published, driver_node}
-        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in nodes}
+        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
         for member in now.members:
             row = self._row(member, (starting or {}).get(member.rank))
             by_node.setdefault(row["node_id"], []).append(row)
