@@ -287,7 +287,7 @@ class Launcher:
                 "epoch": epoch,
                 "rank": rank,
                 "name": worker.place.name,
-                "coords": dict(worker.coords),
+                "coords": dict(worker.facts.coords),
                 "incarnation": incarnation,
                 "tree": f"{one.mark}{incarnation}",
                 "env": {**worker.environment.variables, "MASTER_PORT": str(lease.port)},

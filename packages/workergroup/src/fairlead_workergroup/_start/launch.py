@@ -37,18 +37,13 @@ NAMED = 9
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that one worker is started from, before anything is launched."""
+    """Everything that one worker is started from, with its identity as far as it is known before it starts."""
 
     place: Place
-    coords: Mapping[str, int]
+    facts: WorkerFacts
     options: Mapping[str, Any]
     environment: WorkerEnvironment
     init_kwargs: Mapping[str, Any]
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """The identity of the worker, as far as it is known before it starts."""
-        return self.place.facts(self.coords)
 
 
 def plan_workers(
@@ -89,8 +84,8 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        coords = sharding.get_worker_coords(place.rank)
-        plans.append(WorkerPlan(place, coords, options, environment, init_kwargs))
+        facts = place.facts(sharding.get_worker_coords(place.rank))
+        plans.append(WorkerPlan(place, facts, options, environment, init_kwargs))
     return plans
 
 
@@ -236,4 +231,4 @@ def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: 
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
         others += f", {len(waiting)} had not (ranks {ranks})"
-    return WorkerStartError(reason, plan.place.rank, dict(plan.coords), plan.place.slot.node_id, trace, others)
+    return WorkerStartError(reason, plan.place.rank, dict(plan.facts.coords), plan.place.slot.node_id, trace, others)
