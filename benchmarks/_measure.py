@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers of the benchmarks: measure functions in turns, and format a table of the results."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,9 @@ class Timing(NamedTuple):
         return f"{mid} {unit} ({low} to {high})"
 
 
-def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0) -> list[Timing]:
+def interleaved(
+    *functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0, settles: bool = False
+) -> list[Timing]:
     """Return the time of one call of each function.
 
     The functions are called in turns, so that a busy moment of the machine affects all of them equally.
@@ -41,11 +44,18 @@ def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1, 
         repeats: the number of turns of each of them.
         calls: the number of calls in a turn.
         pause_s: the seconds between two turns, in which Ray ends what it still does after the calls of a turn.
+        settles: whether each turn begins with a call that is not measured, and turns have a random order. For calls
+            that depend on what was called before.
     """
     times: list[list[float]] = [[] for _ in functions]
+    turns = list(zip(functions, times, strict=True))
     for _ in range(repeats):
-        for function, seconds in zip(functions, times, strict=True):
+        if settles:
+            random.shuffle(turns)
+        for function, seconds in turns:
             time.sleep(pause_s)
+            if settles:
+                function()
             start = time.perf_counter()
             for _ in range(calls):
                 function()

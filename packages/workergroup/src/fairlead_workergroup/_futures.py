@@ -19,7 +19,10 @@ from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableExceptio
 
 from ._deadline import Deadline
 from ._ray_private import object_sizes, task_of_ref
+from ._remote.lane import PLAIN
 
+# What Ray sends with a number or a text.
+PLAIN_BYTES = 15
 # How long one kind of future is waited for before the other kind is looked at, if a wait has both.
 TURN_S = 0.005
 
@@ -340,12 +343,6 @@ def task_of_future(future: Any) -> bytes:
     return task_of_ref(end_of(future))
 
 
-def tasks_of_call(futures: Sequence[Any]) -> list[bytes]:
-    """Return the ids of the tasks of one call, whose futures are all of the same kind."""
-    ends = [future.completed() for future in futures] if futures and is_stream(futures[0]) else futures
-    return [task_of_ref(end) for end in ends]
-
-
 def wait(
     futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
@@ -435,11 +432,20 @@ def end_of(future: Any) -> Any:
     return future.completed() if is_stream(future) else future
 
 
-def sizes(futures: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent."""
-    of_ray = [future for future in futures if not isinstance(future, LaneFuture)]
-    of_messages = sum([future.size() for future in futures if isinstance(future, LaneFuture)])
-    return of_messages + (sum(object_sizes(of_ray)) if of_ray else 0)
+def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
+    """Return the bytes of fetched results, as sent.
+
+    Those of a number or a text are counted here, up to a few bytes, because Ray needs 7 us to tell the size of each.
+    """
+    size, of_ray = 0, []
+    for future, value in zip(futures, values, strict=True):
+        if type(value) in PLAIN:
+            size += PLAIN_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0)
+        elif isinstance(future, LaneFuture):
+            size += future.size()
+        else:
+            of_ray.append(future)
+    return size + sum(object_sizes(of_ray))
 
 
 def _carrier(future: Any) -> Carrier:

@@ -11,8 +11,13 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import PerWorker, RayWorkerBuilder, RayWorkerGroup, Shard
+from fairlead_workergroup._ray_private import object_sizes
 
 from ..calling import MB, store_used
+
+
+def give_back(worker, value):
+    return value
 
 
 class TestCopies:
@@ -35,6 +40,18 @@ class TestCopies:
         assert 16 * MB <= call.statistics().bytes_fetched < 16.1 * MB
         silent = [at for at, rank in enumerate(call.called_workers) if rank not in (0, 5)]
         assert ray.get([call.futures[at] for at in silent]) == [None] * 6
+
+    @pytest.mark.parametrize(
+        "value", [None, True, 2**40, 1.5, "x" * 1000, b"x" * 1000], ids=lambda one: type(one).__name__
+    )
+    def test_size_of_plain_answers(self, group, monkeypatch, value):
+        """The size of a number or a text is counted without asking Ray, and is near what Ray would have said."""
+        asked = []
+        monkeypatch.setattr("fairlead_workergroup._futures.object_sizes", lambda refs: asked.extend(refs) or [])
+        call = group.call(give_back, value)
+        assert call.result() == [value] * 8
+        assert not asked
+        assert abs(call.statistics().bytes_fetched - sum(object_sizes(call.futures))) <= 8 * 12
 
     def test_the_store_holds_one_copy(self, group):
         """By the object store's own count, 64 MB sent to eight workers take 64 MB, and later none."""

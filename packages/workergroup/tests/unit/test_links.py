@@ -146,9 +146,15 @@ class TestLocalLink:
         end.close()
         link.close()
 
-    def test_no_driver(self, monkeypatch):
-        """Where the Unix socket cannot be reached, the worker connects by the network."""
-        config = LaneConfig("tcp://127.0.0.1:9", b"name", *[b"\0" * 32] * 3, "\0fairlead-nowhere", b"key")
+    @pytest.mark.parametrize("why", ["nobody listens", "small buffers"])
+    def test_no_unix_socket(self, driver, monkeypatch, why):
+        """Where the Unix socket cannot be used, the worker connects by the network."""
+        config = driver[1]._replace(address="tcp://127.0.0.1:9", server_key=bytes(32), public_key=bytes(32))
+        config = config._replace(secret_key=bytes(32))
+        if why == "nobody listens":
+            config = config._replace(local_address="\0fairlead-nowhere")
+        else:
+            monkeypatch.setattr("fairlead_workergroup._remote.links.PACKET_BYTES", 2**40)
         link = connect(config)
         assert isinstance(link, NetworkLink)
         link.close()

@@ -191,7 +191,7 @@ class Execution:
         wanted, others = [futures[at] for at in self.positions], [futures[at] for at in self.others]
         if not self.yields_items:
             values = self._get([*wanted, *others], deadline)[: len(wanted)]
-            self.count_once(self.positions, wanted)
+            self.count_once(self.positions, wanted, values)
             return values
         streams = {self.futures[at]: self.items.setdefault(at, []) for at in self.positions}
         try:
@@ -284,7 +284,7 @@ class Execution:
     def hand_out(self, at: int, value: Any) -> Outcome:
         """Return the first item of a generator as an outcome, and release it."""
         kept = self.items[at]
-        self._count(kept[:1])
+        self._count(kept[:1], [value])
         self._handed_out[at] += 1
         del kept[0]
         return Outcome(self.ranks[at], self.coords(at), value)
@@ -433,7 +433,7 @@ class Execution:
             else:
                 value = get_one(self.futures[at])
                 if at in self.answering:
-                    self.count_once([at], [self.futures[at]])
+                    self.count_once([at], [self.futures[at]], [value])
         except Exception as error:  # noqa: BLE001  any exception of the worker
             return self.failed_outcome(at, error)
         return Outcome(self.ranks[at], self.coords(at), value)
@@ -457,7 +457,7 @@ class Execution:
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise explain_failure(self._ends(), error, self.sender)  # noqa: B904  chained there
         self.check_complete(at)
-        self.count_once([at], items)
+        self.count_once([at], items, values)
         return values
 
     def check_complete(self, at: int) -> None:
@@ -472,11 +472,11 @@ class Execution:
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
             )
 
-    def count_once(self, answers: Sequence[int], refs: Sequence[ObjectRef[Any]]) -> None:
+    def count_once(self, answers: Sequence[int], refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> None:
         """Count results as fetched, unless they have been fetched before."""
         if not self._counted.issuperset(answers):
             self._counted.update(answers)
-            self._count(refs)
+            self._count(refs, values)
 
-    def _count(self, refs: Sequence[ObjectRef[Any]]) -> None:
-        self.fetched = (self.fetched[0] + len(refs), self.fetched[1] + self.sender.counters.add_fetched(refs))
+    def _count(self, refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> None:
+        self.fetched = (self.fetched[0] + len(refs), self.fetched[1] + self.sender.counters.add_fetched(refs, values))

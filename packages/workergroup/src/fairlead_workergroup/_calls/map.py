@@ -449,5 +449,6 @@ def _result_of(call: Execution, answer: Future[Any]) -> Any:
     """Return the result of a call of one worker whose answer has arrived."""
     if answer.exception() is not None:
         return call.result()  # it explains the error, or repeats the call
-    call.count_once([0], call.futures)
-    return call.shape([answer.result()])
+    value = answer.result()
+    call.count_once([0], call.futures, [value])
+    return call.shape([value])

@@ -273,7 +273,7 @@ def fetch(
             drain(streams, singles, lambda waiting: wait_for_some(waiting, wait.deadline, wait.check_late))
         slots = [slot for future in futures for slot in streams.get(future, [future])]
         refs = [slot for slot in slots if not is_stream(slot)]
-        values = iter(get_values([*refs, *waited_for], wait.deadline, wait.check_late))
+        values = get_values([*refs, *waited_for], wait.deadline, wait.check_late)[: len(refs)]
     except CallTimeoutError:
         _items_before_deadline.update(streams)
         raise
@@ -284,8 +284,9 @@ def fetch(
         raise failure  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
-        group.sender.counters.add_fetched(refs)
-    return [references_of(slot) if is_stream(slot) else next(values) for slot in slots]
+        group.sender.counters.add_fetched(refs, values)
+    left = iter(values)
+    return [references_of(slot) if is_stream(slot) else next(left) for slot in slots]
 
 
 # Items that were taken from generators before a deadline passed. The next attempt returns them too.

@@ -162,11 +162,11 @@ async def _get_value(call: Execution, at: int) -> Any:
         await _fetch(future.completed())
         values = [await _fetch(ref) for ref in items]
         call.check_complete(at)
-        call.count_once([at], items)
+        call.count_once([at], items, values)
         return values
     value = await _fetch(future)
     if at in call.answering:
-        call.count_once([at], [future])
+        call.count_once([at], [future], [value])
     return value
 
 

@@ -41,7 +41,7 @@ class CallStatistics:
         puts: values stored in the object store for it.
         bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver so far.
-        bytes_fetched: their size in bytes, as sent.
+        bytes_fetched: their size in bytes, as sent; about, for numbers and text.
         submit_s: seconds from the call to the last request.
         route: "lane" if the requests went by the group's lane, and "ray" otherwise.
     """
@@ -67,7 +67,7 @@ class GroupStatistics:
         puts: values stored in the object store for them.
         bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver.
-        bytes_fetched: their size in bytes, as sent.
+        bytes_fetched: their size in bytes, as sent; about, for numbers and text.
         lane_requests: the requests among them that went by a lane.
         left_lane: the calls that went by Ray although a lane was open.
 
@@ -112,9 +112,9 @@ class Counters:
             for name, count in more.items():
                 self._counts[name] += count
 
-    def add_fetched(self, refs: Sequence[ObjectRef[Any]]) -> int:
+    def add_fetched(self, refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> int:
         """Count fetched results; return their size in bytes."""
-        size = sizes(refs)
+        size = sizes(refs, values)
         self.add(fetched=len(refs), bytes_fetched=size)
         return size
 

@@ -4,6 +4,7 @@
 A message is a list of frames, the first of which begins with its kind and with whether frames follow.
 """
 
+import contextlib
 import importlib
 import pickle
 import select
@@ -174,7 +175,7 @@ class LocalLink:
         lost_at, is_new: as of `Link`.
 
     Raises:
-        OSError: the driver's socket cannot be reached.
+        OSError: the driver's socket cannot be reached, or takes less than a packet at a time.
     """
 
     lost_at: float | None = None
@@ -185,6 +186,8 @@ class LocalLink:
         try:
             # Not `settimeout`, with which Python asks the system before each message whether there is one.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, POLL_MS * 1000))
+            if connected.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= PACKET_BYTES:
+                raise OSError("the buffers of Unix sockets are too small here")
             connected.connect(config.local_address)
             connected.send(config.local_key + config.identity)
         except BaseException:
@@ -358,8 +361,6 @@ def connect(config: LaneConfig) -> Link:
         ModuleNotFoundError: another way is needed, and this Python has no pyzmq.
     """
     if config.local_address:
-        try:
+        with contextlib.suppress(OSError):  # such as in a network namespace of its own
             return LocalLink(config)
-        except OSError:  # such as in a network namespace of its own
-            return NetworkLink(config)
     return NetworkLink(config)
