@@ -11,9 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import ray
@@ -28,7 +27,6 @@ from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
 from fairlead_workergroup._calls.sender import make_requests
-from fairlead_workergroup._lane.local import LocalSocket
 from fairlead_workergroup._members import WorkerFacts
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
@@ -38,10 +36,6 @@ from fairlead_workergroup._remote.ring import make_call_ring
 from fairlead_workergroup._start.worker_class import Method
 
 WORKERS = 8
-# How many times faster a call by the lane has to be than hand-written Ray, by the number of workers.
-LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 4.5, 64: 4.5}
-LANE_CPU_RATIO = 5.0
-PAUSE_S = 2.0
 
 
 class Worker:
@@ -79,11 +73,9 @@ class Initializer:
 
 def rows() -> list[Row]:
     """Return every row of the table. The run takes two minutes."""
-    init_ray(address="local", num_cpus=2 * max(LANE_RATIOS))
+    init_ray(address="local", num_cpus=2 * WORKERS)
     try:
         results = [
-            *_call_rows(),
-            *_lane_rows(),
             *_replication_rows(),
             *_sharding_rows(),
             *_start_rows(),
@@ -97,7 +89,8 @@ def rows() -> list[Row]:
 
 
 @contextlib.contextmanager
-def _start_group(workers: int = WORKERS) -> Iterator[RayWorkerGroup]:
+def start_group(workers: int = WORKERS) -> Iterator[RayWorkerGroup]:
+    """Yield a group of these workers, on two axes."""
     axes = NamedSharding.from_shape(dp=2, tp=workers // 2) if workers > 1 else NamedSharding.from_shape(dp=1, tp=1)
     with (
         RayVirtualCluster([workers], use_gpus=False) as cluster,
@@ -107,7 +100,8 @@ def _start_group(workers: int = WORKERS) -> Iterator[RayWorkerGroup]:
 
 
 @contextlib.contextmanager
-def _start_by_hand(count: int = WORKERS) -> Iterator[list[Any]]:
+def start_by_hand(count: int = WORKERS) -> Iterator[list[Any]]:
+    """Yield as many actors in a placement group of their own."""
     group = placement_group([{"CPU": 1}] * count)
     ray.get(group.ready())
     strategies = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(count)]
@@ -119,84 +113,10 @@ def _start_by_hand(count: int = WORKERS) -> Iterator[list[Any]]:
     remove_placement_group(group)
 
 
-def _call_rows() -> Iterator[Row]:
-    with _start_group() as group, _start_by_hand() as workers:
-
-        def by_hand() -> None:
-            ray.get([worker.nothing.remote() for worker in workers])
-
-        def ours() -> None:
-            group.call("nothing").result()
-
-        def classic() -> None:
-            group.get_all_worker_results(group.run_all_workers_single_data("nothing"))
-
-        interleaved(by_hand, ours, classic, repeats=50)  # warm up
-        # The first call after those of other workers is slower.
-        turns = by_hand, by_hand, ours, classic
-        base, again, timing, classic_timing = interleaved(*turns, repeats=600, settles=True)
-        yield Row(f"call without arguments to {WORKERS} workers, by hand", str(base), "", True)
-        yield Row("  the same again, as a baseline", f"{again.median / base.median:.2f}x", "about 1x", True)
-        for what, one in (("call", timing), ("the classic methods", classic_timing)):
-            ratio = one.median / base.median
-            yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.10x", ratio <= 1.10)
-
-
-def _lane_rows() -> Iterator[Row]:
-    """Compare calls by the lane with hand-written Ray, in time and in the CPU time of the driver."""
-    for count, least in LANE_RATIOS.items():
-        with _start_group(count) as group, _start_by_hand(count) as workers:
-
-            def by_hand(workers: list[Any] = workers) -> None:
-                ray.get([worker.nothing.remote() for worker in workers])
-
-            def ours(group: RayWorkerGroup = group) -> None:
-                group.call("nothing").result()
-
-            opened = []
-            for _ in range(5):
-                began = time.perf_counter()
-                with group.lane():
-                    opened.append(time.perf_counter() - began)
-            with group.lane():
-                # About a second of calls in a row, as in a loop. Ray writes the events of its calls for some time.
-                calls = min(3_000, 8_000 // count)
-                base, timing = interleaved(by_hand, ours, repeats=5, calls=calls, pause_s=PAUSE_S)
-                by_hand_s, ours_s = _cpu_s(by_hand, calls), _cpu_s(ours, calls)
-            ratio, cpu_ratio = base.median / timing.median, by_hand_s / ours_s
-            yield Row(f"call without arguments to {count} worker(s), by hand", str(base), "", True)
-            yield Row("  by the lane", f"{ratio:.1f}x faster, {timing}", f"at least {least:g}x", ratio >= least)
-            value = f"{cpu_ratio:.1f}x less, {ours_s * 1e3:.2f} ms"
-            if count < WORKERS:
-                yield Row("  CPU time of the driver", value, "", True)
-                continue
-            yield Row("  CPU time of the driver", value, f"at least {LANE_CPU_RATIO:g}x", cpu_ratio >= LANE_CPU_RATIO)
-            if count == WORKERS:
-                median_s = statistics.median(opened[1:])
-                yield Row("  opening the lane again", f"{median_s * 1e3:.0f} ms", "under 50 ms", median_s < 0.05)
-                # The workers of other nodes cannot reach the Unix socket of the driver.
-                with patch.object(LocalSocket, "complete", lambda _, config: config), group.lane():
-                    (timing,) = interleaved(ours, repeats=5, calls=calls, pause_s=PAUSE_S)
-                    ours_s = _cpu_s(ours, calls)
-                value = f"{base.median / timing.median:.1f}x faster, {timing}"
-                yield Row("  by the lane over TCP, as between nodes", value, "", True)
-                value = f"{by_hand_s / ours_s:.1f}x less, {ours_s * 1e3:.2f} ms"
-                yield Row("  CPU time of the driver over TCP", value, "", True)
-
-
-def _cpu_s(function: Callable[[], None], repeats: int) -> float:
-    """Return the CPU time of this process for one call of a function."""
-    time.sleep(PAUSE_S)
-    began = time.process_time()
-    for _ in range(repeats):
-        function()
-    return (time.process_time() - began) / repeats
-
-
 def _sharding_rows() -> Iterator[Row]:
     """Count the puts and bytes of pieces that are sharded over dp=2, with one result fetched per piece."""
     pieces = [np.ones(1_000_000), np.ones(1_000_000)]
-    with _start_group() as group:
+    with start_group() as group:
         call = group.call("give_back", Shard(pieces, "dp"), collect="dp")
         call.result()
         stats = call.statistics()
@@ -241,7 +161,7 @@ def _replication_rows() -> Iterator[Row]:
         ("keep", "that they keep", 11, 5),
         ("size", "that they drop at once", 15, None),
     ):
-        with _start_group() as group, _start_by_hand() as workers:
+        with start_group() as group, start_by_hand() as workers:
 
             def by_value() -> None:
                 ray.get([getattr(worker, method).remote(value) for worker in workers])  # noqa: B023
@@ -261,7 +181,7 @@ def _replication_rows() -> Iterator[Row]:
 
 def _start_rows() -> Iterator[Row]:
     def ours() -> None:
-        with _start_group() as group:
+        with start_group() as group:
             group.call("nothing").result()
 
     def initializers() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import bench_batching
+import bench_calls
 import bench_elastic
 import bench_placement
 import bench_scale
@@ -26,6 +27,7 @@ MODULES = {
     "placement": bench_placement,
     "venvs": bench_venvs,
     "workergroup": bench_workergroup,
+    "workergroup calls": bench_calls,
     "workergroup at scale": bench_scale,
     "workergroup that changes": bench_elastic,
     "tpu-executor": bench_tpu_executor,

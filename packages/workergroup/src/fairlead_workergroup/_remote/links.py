@@ -227,8 +227,9 @@ class LocalLink:
         """
         try:
             if self._packets.is_behind:
-                files = self.files()
-                select.select(files, files, [], POLL_MS / 1000 if waits else 0)
+                poller = select.poll()  # unlike `select.select` for a process with any number of open files
+                poller.register(self._packets.fileno(), select.POLLIN | select.POLLOUT)
+                poller.poll(POLL_MS if waits else 0)
                 self._packets.flush()
                 waits = False
             message = None
