@@ -4,6 +4,7 @@
 python benchmarks/bench_calls.py
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -109,4 +110,5 @@ def _cpu_s(function: Callable[[], None], repeats: int) -> float:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     print(table(rows()))

@@ -35,7 +35,7 @@ class LaneConfig(NamedTuple):
         public_key: the public key of the workers.
         secret_key: the secret key of the workers.
         local_address: the Unix socket of the driver, which a worker of its node uses; empty for other workers.
-        local_key: what a worker says there before anything else.
+        local_key: the key that a worker sends there first.
     """
 
     address: str
