@@ -173,7 +173,7 @@ class Attempt:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
             return self._epoch, self._version, *options, reading
 
-        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=max(0.05, 0.95 * left))
+        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=self._left_to_an_end())
         self._rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
@@ -381,9 +381,7 @@ class Attempt:
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
         sent = None if self._target.ends[rank].order_id == number else mine
-        # A target that waits for a source has to say so before the driver gives up on the target.
-        within_s = self._left() - min(1.0, 0.1 * self._left())
-        return sent, number, replies, self._verified, within_s
+        return sent, number, replies, self._verified, self._left_to_an_end()
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
@@ -443,6 +441,11 @@ class Attempt:
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
+
+    def _left_to_an_end(self) -> float:
+        """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
+        left = self._left()
+        return left - min(1.0, 0.1 * left)
 
     def _live_sources(self) -> list[int]:
         return [one.rank for one in self._source.members if one.failure is None]
