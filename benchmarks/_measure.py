@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Row", "Timing", "interleaved", "table"]
+__all__ = ["Row", "Timing", "interleaved", "table", "take_turns"]
 
 
 class Row(NamedTuple):
@@ -26,16 +26,27 @@ class Timing(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        """Return the median and the quartiles of measured times."""
+        low, median, high = statistics.quantiles(seconds, n=4)
+        return cls(median, low, high)
+
     def __str__(self) -> str:
         unit, factor = ("s", 1) if self.median >= 1 else ("ms", 1e3) if self.median >= 1e-3 else ("us", 1e6)
         low, mid, high = (f"{seconds * factor:.3g}" for seconds in (self.low, self.median, self.high))
         return f"{mid} {unit} ({low} to {high})"
 
 
-def interleaved(
+def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0) -> list[Timing]:
+    """Return the time of one call of each function; see `take_turns`."""
+    return [Timing.of(seconds) for seconds in take_turns(*functions, repeats=repeats, calls=calls, pause_s=pause_s)]
+
+
+def take_turns(
     *functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0, settles: bool = False
-) -> list[Timing]:
-    """Return the time of one call of each function.
+) -> list[list[float]]:
+    """Return the seconds of one call of each function, for each of its turns.
 
     The functions are called in turns, so that a busy moment of the machine affects all of them equally.
 
@@ -60,11 +71,7 @@ def interleaved(
             for _ in range(calls):
                 function()
             seconds.append((time.perf_counter() - start) / calls)
-    timings = []
-    for seconds in times:
-        low, median, high = statistics.quantiles(seconds, n=4)
-        timings.append(Timing(median, low, high))
-    return timings
+    return times
 
 
 def table(rows: Sequence[Row]) -> str:
