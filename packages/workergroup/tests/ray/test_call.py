@@ -46,6 +46,13 @@ class TestRecipientsAndResults:
         """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
 
+    @pytest.mark.by_ray  # a lane refuses direct calls
+    def test_direct_call(self, group):
+        """Ray refuses arguments for a method without parameters, and leaves those of others to the worker."""
+        with pytest.raises(TypeError, match="too many positional arguments"):
+            group.workers[0].rank.remote(1)
+        assert ray.get(group.workers[0].echo.remote(1, b=2)) == ((1,), {"b": 2})
+
     def test_first_along(self, group):
         """Only coordinate 0 along the axes is called."""
         call = group.call("rank", first_along=("tp",))
@@ -146,6 +153,14 @@ class TestViews:
             group.with_options(first_along="tp").with_options(collect=("dp", "tp"))
         with pytest.raises(ValueError, match="retries must be a whole number"):
             group.with_options(retries=-1)
+
+    @pytest.mark.parametrize(
+        ("retries", "message"), [(1, "needs a group with"), (True, "whole number"), ([], "whole number")]
+    )
+    def test_options_that_look_alike(self, group, retries, message):
+        """Options that were valid before do not hide the refusal of others that are equal or cannot be kept."""
+        with pytest.raises(ValueError, match=message):
+            group.call("rank", retries=retries)
 
 
 class TestNotebooks:

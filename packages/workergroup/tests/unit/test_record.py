@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -37,15 +38,18 @@ from fairlead_workergroup._remote.progress import (
 LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
 
 
-@pytest.fixture
-def record(monkeypatch):
-    """A record of this process, whose task the test sets."""
-    record = Record(["__init__", "work"])
+def make_record(monkeypatch, record):
     record.task = b"t" * 24
     monkeypatch.setattr(record, "_task", lambda: record.task)
     yield record
     record._page.close()
     os.close(record._file)
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """A record of this process, whose task the test sets."""
+    yield from make_record(monkeypatch, Record(["__init__", "work"]))
 
 
 def read(record):
@@ -65,8 +69,11 @@ def test_content(record):
     assert state["since_progress_s"] <= state["running_s"]
     record.progress(message="x" * 1000)
     assert read(record)["message"] == "x" * 256
+    ending = time.monotonic()
     record.end(key)
-    assert (read(record)["method"], read(record)["running_s"], read(record)["step"]) == (None, 0.0, 7)
+    state = read(record)
+    assert (state["method"], state["running_s"], state["step"], state["task"]) == (None, 0.0, 7, b"")
+    assert state["since_progress_s"] <= time.monotonic() - ending
 
 
 @pytest.mark.parametrize(("step", "error"), [(1.5, TypeError), (2**63, ValueError), (-(2**63), ValueError)])
@@ -199,10 +206,15 @@ def test_traffic(workers):
     assert len(request) + len(answer) < 100 * len(processes)
 
 
-def test_overlapping_calls(monkeypatch):
+@pytest.fixture
+def overlapping(monkeypatch):
+    """The record of a worker whose methods overlap."""
+    yield from make_record(monkeypatch, OverlappingRecord(["__init__", "one", "two", "three"]))
+
+
+def test_overlapping_calls(overlapping):
     """The record shows the method that has run longest, in whatever order they end."""
-    record = OverlappingRecord(["__init__", "one", "two", "three"])
-    monkeypatch.setattr(record, "_task", lambda: b"t" * 24)
+    record = overlapping
     keys = [record.begin(number) for number in (1, 2, 3)]
     assert read(record)["method"] == "one"
     record.end(keys[1])

@@ -209,11 +209,17 @@ class _MethodRun:
         self._key = self._record.begin(self._number)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            if error is not None:
-                _prepare_error(self._method, error)
-        finally:
-            self._record.end(self._key, error is not None)
+        if error is None:
+            self._record.end(self._key)
+        else:
+            _end_failed(self._record, self._key, self._method, error)
+
+
+def _end_failed(record: Record, key: int, method: str, error: BaseException) -> None:
+    try:
+        _prepare_error(method, error)
+    finally:
+        record.end(key, failed=True)
 
 
 def _prepare_error(method: str, error: BaseException) -> None:
@@ -410,7 +416,9 @@ def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int]) -> type:
+def host_class(
+    name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int], bare: Iterable[str] = ()
+) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
@@ -421,6 +429,7 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpre
         kinds: the kind of each method: plain, generator, async or async_generator.
         concurrent: whether async methods overlap; otherwise one method runs at a time, whatever its kind.
         backpressure: for each generator method that has a limit, how many items it may be ahead of its reader.
+        bare: the methods without parameters. Ray binds the arguments of every other method at each request.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
@@ -430,6 +439,8 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpre
     }
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
+    for method in bare:
+        members[method].__signature__ = inspect.signature(lambda self: None)
     for kind in KINDS:
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
@@ -454,11 +465,17 @@ def _delegate(path: str, kind: str, number: int) -> Any:
     else:
         # A plain method also for "async": one `async def` on the class would make Ray run all methods at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _MethodRun(self._fairlead_record, number, method):
+            # Not `_MethodRun`: most calls come here, and the context would cost each of them a third more.
+            key = self._fairlead_record.begin(number)
+            try:
                 result = find(self)(*args, **kwargs)
                 if kind == "async" or type(result) in _UNFINISHED:
-                    return self._fairlead_loop().run_until_complete(_value(method, result))
-                return result
+                    result = self._fairlead_loop().run_until_complete(_value(method, result))
+            except BaseException as error:
+                _end_failed(self._fairlead_record, key, method, error)
+                raise
+            self._fairlead_record.end(key)
+            return result
 
     return delegate
 

@@ -31,6 +31,10 @@ NAME = "fairlead-worker"
 # waits for others, version again.
 STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
+# When the method of a state ended, and the version of that state. The end of a method writes this in place of a state,
+# because every call pays for it.
+ENDED = "<dQ"
+ENDED_AT = 224
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
 # The number of cancelled tasks, then the ids of the latest in a ring.
@@ -73,6 +77,7 @@ class Record:
         self._version = 0
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
+        self._pack_ended = struct.Struct(ENDED).pack_into
         self._finished = make_call_ring()
         self._steps = make_step_ring()
         # How many threads wait for other workers, since when the first of them does, and how long they did before.
@@ -111,7 +116,7 @@ class Record:
         self._now = NOTHING
         ended = time.monotonic()
         self._finished(calls, method, started, ended, self._waited - waited, failed, task)
-        self._write(ended)
+        self._pack_ended(self._page, ENDED_AT, ended, self._version)
 
     def wait_begins(self) -> None:
         """Record that a thread waits for other workers."""
@@ -215,15 +220,15 @@ class OverlappingRecord(Record):
 def make_task_reader() -> Callable[[], bytes]:
     """Return a function that returns the id of the task that runs.
 
-    It uses a private attribute of Ray: the public function takes twice as long, and every call pays for it.
+    It uses private attributes of Ray: the public function takes twice as long, and every call pays for it.
     """
     try:
-        worker: Any = ray._private.worker.global_worker
-        worker.current_task_id.binary()
+        read: Any = ray._private.worker.global_worker.core_worker.get_current_task_id
+        read().binary()
     except AttributeError:
         # Call it later only: where Ray does not run, this call would start it.
         return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
-    return lambda: worker.current_task_id.binary()
+    return lambda: read().binary()
 
 
 def open_record(pid: int) -> int | None:
@@ -257,7 +262,10 @@ def read_record(file: int) -> dict[str, Any]:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
+    version, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
+    ended, ended_version = struct.unpack_from(ENDED, seen, ENDED_AT)
+    if ended_version == version:
+        method, progressed, task = IDLE, ended, b""
     now = time.monotonic()
     about = _read_about(file)
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
