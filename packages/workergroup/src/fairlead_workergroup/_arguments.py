@@ -207,8 +207,8 @@ class Arguments:
         has_answers: whether some of them are answers of a lane.
 
     >>> arguments = Arguments()
-    >>> arguments.prepare(3), arguments.puts
-    (3, 0)
+    >>> arguments.prepare(3), arguments.counts
+    (3, {'puts': 0, 'bytes_put': 0})
     """
 
     def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
@@ -262,14 +262,10 @@ class Arguments:
                 raise NotPicklableError(_explain_failure(value, error)) from None
 
     @property
-    def puts(self) -> int:
-        """The number of stored values."""
-        return len(self._refs)
-
-    @property
-    def bytes_put(self) -> int:
-        """The size of the stored values in bytes, as Ray stores them."""
-        return sum(object_sizes(list(self._refs.values())))
+    def counts(self) -> dict[str, int]:
+        """The number of stored values, and their size in bytes as Ray stores them, for `Counters`."""
+        sizes = object_sizes(list(self._refs.values()))
+        return {"puts": len(sizes), "bytes_put": sum(sizes)}
 
 
 def find_obstacle(value: Any) -> str:

@@ -18,7 +18,7 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
 from ._deadline import Deadline
-from ._ray_private import object_sizes, task_of_ref
+from ._ray_private import object_sizes, task_of_ref, tasks_of_refs
 from ._remote.lane import PLAIN
 
 # What Ray sends with a number or a text.
@@ -343,6 +343,11 @@ def task_of_future(future: Any) -> bytes:
     return task_of_ref(end_of(future))
 
 
+def tasks_of_futures(futures: Sequence[Any]) -> list[bytes]:
+    """Return the same for the futures of one call, of which all or none are generators."""
+    return tasks_of_refs(map(end_of, futures) if is_stream(futures[0]) else futures)
+
+
 def wait(
     futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
@@ -445,7 +450,7 @@ def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
             size += future.size()
         else:
             of_ray.append(future)
-    return size + sum(object_sizes(of_ray))
+    return size + sum(object_sizes(of_ray)) if of_ray else size
 
 
 def _carrier(future: Any) -> Carrier:

@@ -149,7 +149,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         if not 0 < start_timeout_s < math.inf:
             raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
         call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
-        self._map_options = MapOptions(strategy=load_balancing_strategy, move_items=enable_load_balancing)
+        map_options = MapOptions(strategy=load_balancing_strategy, move_items=enable_load_balancing)
         compression = check_compression(enable_gradient_compression)
         policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
         # It is unique on a node: the processes that carry it end with the group.
@@ -207,6 +207,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             save_trace=TraceSaver(self._read_timeline).save_for,
             call_timeout_s=call_timeout_s,
         )
+        sharding = self.sharding_annotations
+        self._own_target = Target(self._sender, Mesh(sharding), sharding, map_options)
         restarter.methods = hooks.methods(self._sender)
         self._classic_futures = ClassicFutures(self._sender)
         self._resizer = Resizer(self._sender, self._launcher)
@@ -259,12 +261,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def master_port(self) -> int:
         """The port that is leased there for the store."""
         return self._launcher.master[1]
-
-    @property
-    def _target(self) -> Target:
-        # It is not stored: it refers to the group, which must be released when its last reference is.
-        sharding = self.sharding_annotations
-        return Target(self._sender, self, Mesh(sharding), sharding, self._map_options)
 
     @property
     def world_size(self) -> int:

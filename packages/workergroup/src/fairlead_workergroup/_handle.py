@@ -167,7 +167,7 @@ class GroupHandle(TypedCalls):
     def _target(self) -> Target:
         sender = self._connect()
         sharding = sender.roster.snapshot().sharding
-        return Target(sender, self, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+        return Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.

@@ -10,7 +10,7 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .._arguments import Answer, Arguments, Gathered, PassedOn
-from .._deadline import Deadline, check_timeout
+from .._deadline import NEVER, Deadline, check_timeout
 from .._display import table_html
 from .._futures import LaneFuture, is_message, references_of, wait
 from .._observe.statistics import CallStatistics, Outcome
@@ -85,8 +85,8 @@ def dispatch(
             recipients.called,
             list(requests) if options.retries else requests,
             began,
-            Deadline(None if timeout_s is None else began + timeout_s),
-            {"calls": 1, "puts": stored.puts, "bytes_put": stored.bytes_put},
+            NEVER if timeout_s is None else Deadline(began + timeout_s),
+            {"calls": 1, **stored.counts},
             stored.sources,
             sharding,
             by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
@@ -179,7 +179,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         refs = [references_of(answer) for answer in self._answers]
         if any(isinstance(ref, LaneFuture) for ref in refs):
             deadline = self._execution.order.deadline
-            self._execution.result()
+            self.result()
             refs = [ref.store(deadline.left()) if isinstance(ref, LaneFuture) else ref for ref in refs]
         return refs
 

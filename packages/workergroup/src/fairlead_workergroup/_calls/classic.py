@@ -237,7 +237,7 @@ class ClassicCalls(AddressedWorkers):
         named |= {name: Column([value]) for name, value in common.items()}
         execution = dispatch(
             target.sender,
-            target.owner,
+            self,
             method_name,
             recipients,
             columns,

@@ -4,7 +4,6 @@
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -56,7 +55,6 @@ class Execution:
         method: the method that was called.
         positions: the positions of the workers that return a result, in the order of the results.
         others: the positions of the other called workers.
-        answering: the same as `positions`, as a set.
     """
 
     sender: Sender
@@ -72,7 +70,7 @@ class Execution:
     attempt: int = 0
     positions: list[int] = field(init=False)
     others: list[int] = field(init=False)
-    _handed_out: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _handed_out: dict[int, int] = field(default_factory=dict)
     _counted: set[int] = field(default_factory=set)
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
@@ -85,9 +83,9 @@ class Execution:
         self.ranks: list[int] = list(self.order.ranks)
         self.method: Method = self.order.method
         self.positions, self.others = split_positions(self.ranks, self.returned)
-        self.answering: frozenset[int] = frozenset(self.positions)
-        # Requests that have been sent were made one by one, and only retries keep them.
-        if isinstance(self.sent, Future) and not self.options.retries:
+        if not isinstance(self.sent, Future):
+            self.futures = self.sent.futures
+        elif not self.options.retries:  # which need the requests again
             self.order = self.order._replace(requests=())
 
     @property
@@ -100,6 +98,11 @@ class Execution:
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         self.wait_until_sent(self.order.deadline)
         return self._result_of_sending.futures
+
+    @cached_property
+    def answering(self) -> frozenset[int]:
+        """The same as `positions`, as a set."""
+        return frozenset(self.positions)
 
     @property
     def epoch(self) -> int:
@@ -163,15 +166,14 @@ class Execution:
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all called workers and fetch the results; see `Call.result`."""
         deadline = self.until(timeout)
-        with short_traceback():
-            while True:
-                attempt = self.attempt
-                try:
-                    return self.shape(self._collect(deadline))
-                except WorkerFailureError as error:
-                    if not self.repeat(attempt, deadline):
-                        self.sender.save_trace(error)
-                        raise
+        while True:
+            attempt = self.attempt
+            try:
+                return self.shape(self._collect(deadline))
+            except WorkerFailureError as error:
+                if not self.repeat(attempt, deadline):
+                    self.sender.save_trace(error)
+                    raise
 
     def cancel(self, *, force: bool = False) -> list[int]:
         """Give the call up; see `Call.cancel`."""
@@ -285,7 +287,7 @@ class Execution:
         """Return the first item of a generator as an outcome, and release it."""
         kept = self.items[at]
         self._count(kept[:1], [value])
-        self._handed_out[at] += 1
+        self._handed_out[at] = self._handed_out.get(at, 0) + 1
         del kept[0]
         return Outcome(self.ranks[at], self.coords(at), value)
 
@@ -466,7 +468,7 @@ class Execution:
         Raises:
             WorkerGroupError: `Call.stream` has handed out items.
         """
-        if count := self._handed_out[at]:
+        if count := self._handed_out.get(at):
             raise WorkerGroupError(
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."

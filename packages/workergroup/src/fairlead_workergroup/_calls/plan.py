@@ -55,6 +55,24 @@ class CallOptions:
         self.__dict__.update(collect=collect, first_along=as_axes(self.first_along))
 
 
+def make_options(collect: Axes, first_along: Axes, timeout: float | None, retries: int, discard: bool) -> CallOptions:
+    """Return the options of a call. They are kept, so the same options again cost next to nothing.
+
+    Raises:
+        TypeError, ValueError: as `CallOptions` does.
+    """
+    given: tuple[Any, ...] = collect, first_along, timeout, retries, discard
+    try:
+        options = _keep_options(*given)
+    except TypeError:  # axes in a list are not kept; an option of a wrong type is refused below
+        options = None
+    return options or CallOptions(*given)
+
+
+# By type too: True is no number of retries, and it is equal to 1.
+_keep_options = lru_cache(maxsize=64, typed=True)(CallOptions)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The workers that a call may reach, on the axes that it may name.
@@ -371,21 +389,19 @@ def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), disca
     >>> plan.called, plan.returned
     ([0, 1, 2, 3], [3, 2])
     """
-    wanted = None if collect is None else as_axes(collect)
-    first = as_axes(first_along)
-    for axes in (wanted or (), first):
-        mesh.check(axes)
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"an axis is named twice: {list(axes)}")
-    if both := [axis for axis in wanted or () if axis in first]:
-        raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
-    if discard and wanted is not None:
-        raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(wanted)}")
-    return _make_plan(mesh, wanted, first, discard)
+    return _make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
 
 
 @lru_cache(maxsize=64)
 def _make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
+    for axes in (collect or (), first):
+        mesh.check(axes)
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"an axis is named twice: {list(axes)}")
+    if both := [axis for axis in collect or () if axis in first]:
+        raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
+    if discard and collect is not None:
+        raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
     sharding = mesh.sharding
     ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
     is_answer = is_called & (not discard)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sending of requests: in turn, after a restart that is due, and without blocking an event loop."""
 
-import asyncio
 import contextlib
 import itertools
 import threading
 import time
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -293,7 +293,7 @@ class Sender:
             try:
                 now = self.check_callable(order.ranks)
                 check_epoch(order, now)
-                lost = self.policy.blocking(now, order.ranks)
+                lost = self.policy.blocking(now, order.ranks) if now.lost else ()
                 if not lost:
                     yield now
                     return
@@ -362,7 +362,7 @@ def check_epoch(order: Order, now: Snapshot) -> None:
     Raises:
         EpochError: the group has been resized since then.
     """
-    if (order.sharding is None or order.sharding is now.sharding) and now.has(order.ranks):
+    if order.sharding is now.sharding or (order.sharding is None and now.has(order.ranks)):
         return
     raise EpochError(
         f"{order.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "
@@ -373,11 +373,8 @@ def check_epoch(order: Order, now: Snapshot) -> None:
 
 def is_on_event_loop() -> bool:
     """Return whether this code runs on an event loop, which must not be blocked."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    # The public function raises an exception if there is none, and every call asks.
+    return _get_running_loop() is not None
 
 
 def make_requests(

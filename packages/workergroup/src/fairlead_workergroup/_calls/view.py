@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calling methods of a group and of its views, with the types of their results."""
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -13,7 +12,18 @@ from ..exceptions import EpochError
 from .call import Call, dispatch
 from .lane import serving_handles
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, plan_call, select
+from .plan import (
+    Axes,
+    CallExplanation,
+    CallOptions,
+    CallPlan,
+    Mesh,
+    Selection,
+    make_columns,
+    make_options,
+    plan_call,
+    select,
+)
 from .sender import Sender
 from .wait import ResultStream
 
@@ -40,7 +50,6 @@ class Target:
 
     Attributes:
         sender: the sender of the group.
-        owner: the group, which stays alive as long as a caller waits for a call.
         mesh: the workers on their axes.
         sharding: the axes of the whole group that the mesh was made from.
         map_options: the options of `map` that hold for the whole group.
@@ -49,7 +58,6 @@ class Target:
     """
 
     sender: Sender
-    owner: object
     mesh: Mesh
     sharding: NamedSharding
     map_options: MapOptions
@@ -76,9 +84,14 @@ class Target:
         return replace(self, mesh=mesh, sharding=now.sharding)
 
     def call(
-        self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        owner: object,
+        method: str | Callable[..., Any],
+        options: CallOptions,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Call:
-        """Make a call; see `RayWorkerGroup.call`."""
+        """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive meanwhile."""
         self.sender.renew()
         target = self.follow()
         while True:
@@ -86,7 +99,7 @@ class Target:
             columns, named = make_columns(args, kwargs, plan.column)
             sharding = target.sharding
             try:
-                return Call(dispatch(self.sender, self.owner, method, plan, columns, named, options, sharding=sharding))
+                return Call(dispatch(self.sender, owner, method, plan, columns, named, options, sharding=sharding))
             except EpochError:
                 # Another thread has resized the group. Values that were split for its size before cannot be sent.
                 if any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values())):
@@ -113,13 +126,25 @@ class Target:
         return plan_call(self.mesh, collect=collect, first_along=first_along, discard=discard)
 
 
-class AddressedWorkers(ABC):
-    """Workers on named axes, with the members that a group and its views share. It has no state."""
+class AddressedWorkers:
+    """Workers on named axes, with the members that a group and its views share.
+
+    The target does not refer to the group, which must be released when its last reference is.
+    """
+
+    # On the axes that the group had when the workers were used last.
+    _own_target: Target
 
     @property
-    @abstractmethod
     def _target(self) -> Target:
-        """The workers that calls go to."""
+        """The workers that calls go to, on the present axes."""
+        target = self._own_target = self._own_target.follow()
+        return target
+
+    @property
+    def _owner(self) -> object:
+        """The group."""
+        return self
 
     @property
     def ranks(self) -> list[int]:
@@ -144,10 +169,10 @@ class AddressedWorkers(ABC):
             IndexError: a coordinate is outside its axis; the message names the axis and its size.
         """
         try:
-            return GroupView(self._target.at(coords))
+            return GroupView(self._owner, self._target.at(coords))
         except IndexError:
             self._target.sender.renew()  # another process may have resized the group
-            return GroupView(self._target.at(coords))
+            return GroupView(self._owner, self._target.at(coords))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -167,7 +192,7 @@ class AddressedWorkers(ABC):
         target = self._target
         all_options = replace(target.options or CallOptions(), **options)
         target.plan(all_options)
-        return GroupView(replace(target, options=all_options))
+        return GroupView(self._owner, replace(target, options=all_options))
 
     def map(
         self,
@@ -241,7 +266,7 @@ class AddressedWorkers(ABC):
             return_exceptions=return_exceptions,
             each=each,
         )
-        return map_items(target.sender, target.owner, ranks, method, items, map_options)
+        return map_items(target.sender, self._owner, ranks, method, items, map_options)
 
 
 class GroupView(AddressedWorkers):
@@ -254,13 +279,13 @@ class GroupView(AddressedWorkers):
     that needs the workers raises `EpochError`.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, group: object, target: Target) -> None:
+        self._group = group
         self._own_target = target
 
     @property
-    def _target(self) -> Target:
-        self._own_target = self._own_target.follow()
-        return self._own_target
+    def _owner(self) -> object:
+        return self._group
 
     def __repr__(self) -> str:
         try:
@@ -292,7 +317,7 @@ class GroupView(AddressedWorkers):
             The call.
         """
         options, kwargs = self._split(kwargs)
-        return self._target.call(method, options, args, kwargs)
+        return self._target.call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
         """Explain a call, as `RayWorkerGroup.explain` does. After `with_options`, all keywords are the method's.
@@ -312,7 +337,7 @@ class GroupView(AddressedWorkers):
 
 
 class TypedCalls(AddressedWorkers):
-    """The calling methods of a group. It has no state."""
+    """The calling methods of a group."""
 
     @overload
     def call(
@@ -426,8 +451,8 @@ class TypedCalls(AddressedWorkers):
             WorkerFailureError: a worker that would be called is known to be dead, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._target.call(method, options, args, kwargs)
+        options = make_options(collect, first_along, timeout, retries, discard)
+        return self._target.call(self, method, options, args, kwargs)
 
     def explain(
         self,
@@ -451,5 +476,5 @@ class TypedCalls(AddressedWorkers):
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
         """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
+        options = make_options(collect, first_along, timeout, retries, discard)
         return self._target.explain(method, options, args, kwargs)

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._futures import task_of_future
+from .._futures import task_of_future, tasks_of_futures
 from .._remote.process import make_memory_file
-from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASKS
+from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
 
 # The number in the ring, when it began, the number of workers, the name, the first tasks.
 _Entry = tuple[int, float, int, bytes, bytes]
@@ -49,7 +49,7 @@ class RequestLog:
         """
         if not futures:
             return
-        tasks = [task_of_future(future)[:8] for future in futures[:TASKS]]
+        tasks = [task[:TASK_BYTES] for task in tasks_of_futures(futures[:TASKS])]
         with self._lock:
             self._open[tasks[0]] = self._add(began, len(futures), method, b"".join(tasks))
             if len(self._open) > KEPT:
@@ -81,7 +81,7 @@ class RequestLog:
             for future in futures:
                 if not self._open:
                     break
-                if (task := task_of_future(future)[:8]) in self._open:
+                if (task := task_of_future(future)[:TASK_BYTES]) in self._open:
                     self._write(self._open.pop(task), time.monotonic(), failed)
 
     def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> _Entry:
