@@ -328,9 +328,12 @@ def _copy_outcome(source: Future[Any], target: Future[Any]) -> None:
     _set(target, None if error is not None else source.result(), error=error)
 
 
+_STREAMS = (ObjectRefGenerator, LaneStream)
+
+
 def is_stream(future: Any) -> bool:
     """Return whether a future is that of a generator method."""
-    return isinstance(future, (ObjectRefGenerator, LaneStream))
+    return isinstance(future, _STREAMS)
 
 
 def is_message(future: Any) -> bool:
@@ -344,8 +347,8 @@ def task_of_future(future: Any) -> bytes:
 
 
 def tasks_of_futures(futures: Sequence[Any]) -> list[bytes]:
-    """Return the same for the futures of one call, of which all or none are generators."""
-    return tasks_of_refs(map(end_of, futures) if is_stream(futures[0]) else futures)
+    """Return the same for each of several futures."""
+    return tasks_of_refs(future.completed() if isinstance(future, _STREAMS) else future for future in futures)
 
 
 def wait(
