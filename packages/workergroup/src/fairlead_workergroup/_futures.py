@@ -348,7 +348,7 @@ def task_of_future(future: Any) -> bytes:
 
 def tasks_of_futures(futures: Sequence[Any]) -> list[bytes]:
     """Return the same for each of several futures."""
-    return tasks_of_refs(future.completed() if isinstance(future, _STREAMS) else future for future in futures)
+    return tasks_of_refs([future.completed() if isinstance(future, _STREAMS) else future for future in futures])
 
 
 def wait(

@@ -85,7 +85,8 @@ class Execution:
         self.positions, self.others = split_positions(self.ranks, self.returned)
         if not isinstance(self.sent, Future):
             self.futures = self.sent.futures
-        elif not self.options.retries:  # which need the requests again
+        elif not self.options.retries:
+            # Only retries need the requests again. Those of a call that is sent at once are made one by one.
             self.order = self.order._replace(requests=())
 
     @property
@@ -134,10 +135,10 @@ class Execution:
             CallTimeoutError: the deadline passed before it was sent.
             WorkerFailureError, WorkerGroupError: it could not be sent.
         """
-        if self.sending is None:
+        if not isinstance(self.sent, Future):
             return
         try:
-            error = self.sending.exception(deadline.left())
+            error = self.sent.exception(deadline.left())
         except CancelledError:
             raise CallCancelledError(self.method.name, self.cancelled) from None
         except TimeoutError:

@@ -330,8 +330,8 @@ class GroupView(AddressedWorkers):
 
     def _split(self, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
         """Return the options of a call and the keyword arguments of its method."""
-        if self._target.options is not None:
-            return self._target.options, kwargs
+        if (options := self._own_target.options) is not None:
+            return options, kwargs
         given = {name: value for name, value in kwargs.items() if name in CallOptions.__dataclass_fields__}
         return CallOptions(**given), {name: value for name, value in kwargs.items() if name not in given}
 

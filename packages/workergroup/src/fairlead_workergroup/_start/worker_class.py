@@ -41,17 +41,17 @@ class Method:
     function: Any = None
     backpressure: int | None = None
 
-    @property
+    @cached_property
     def hosted(self) -> str:
         """The name of the host's method that runs it."""
         return self.name if self.function is None else f"_fairlead_function_{self.kind}"
 
-    @property
+    @cached_property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
 
-    @property
+    @cached_property
     def obstacle(self) -> str:
         """The reason why a lane cannot carry a call; empty if it can."""
         return "" if self.backpressure is None else "the method limits how far it may be ahead of its reader"
