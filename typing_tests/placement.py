@@ -43,6 +43,7 @@ from fairlead_placement.spi import (
     Agent,
     ErrorWithFields,
     Output,
+    Rounds,
     SlotClaim,
     Waiting,
     add_command,
@@ -280,6 +281,9 @@ def wait() -> None:
         assert_type(waiting, Waiting)
         assert_type(waiting.show("a node", limit_s=60), None)
     assert_type(release_when_dropped(slot, lambda: "held", lambda: None), None)
+    rounds = Rounds("rounds", 0.5, lambda: None, lambda: False, exit_s=5)
+    assert_type(rounds.start(), None)
+    assert_type(rounds.close(), None)
     assert_type(never_connect(), None)
     with block_shutdown():
         pass

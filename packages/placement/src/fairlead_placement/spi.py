@@ -20,6 +20,7 @@ from ._nodes.directory import (
     withdraw,
 )
 from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes, run_in_thread, wait_until
+from ._nodes.rounds import Rounds
 from ._ray_private import autoscaler_is_there, block_shutdown, drain_deadlines, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
@@ -34,6 +35,7 @@ __all__ = [
     "Agent",
     "ErrorWithFields",
     "Output",
+    "Rounds",
     "SlotClaim",
     "Waiting",
     "add_command",

@@ -22,7 +22,7 @@ def publications(monkeypatch):
     monkeypatch.setattr(directory, "_notify", lambda requests: None)
     published = directory._Publications()
     yield published
-    published.close()
+    published.rounds.close()
 
 
 def test_an_agent_that_hangs_does_not_delay_a_shutdown(publications, monkeypatch):
@@ -57,7 +57,7 @@ def test_many_nodes_are_asked_in_turn(publications, monkeypatch):
     monkeypatch.setattr(directory, "ask_nodes", answer)
     publications.add("me", "key", 1, {f"{at:056x}": "value" for at in range(nodes)})
     assert done.wait(30)
-    publications.close()
+    publications.rounds.close()
     assert set(sizes) == {directory.CHECKED_AT_ONCE}
     assert len(asked) == nodes
     assert max(asked.values()) - min(asked.values()) <= 1

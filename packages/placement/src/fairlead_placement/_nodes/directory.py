@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of all jobs of a cluster, and what is published at them."""
 
-import atexit
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +9,10 @@ from typing import Any, TypeVar
 
 import ray
 
-from .._ray_private import block_shutdown, never_connect
 from ..exceptions import HeadTimeoutError, PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_nodes, notify_node, start_agents, this_process
 from .head import ask_head, choose_alive, head_deadline
+from .rounds import Rounds
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -67,48 +66,26 @@ def withdraw(key: str, node_ids: Iterable[str]) -> None:
 
 
 class _Publications:
-    """What this process has published, and the thread that publishes it again where an agent has died.
-
-    The thread exists only while something is published.
-    """
+    """What this process has published, and publishes again where an agent has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._end = threading.Event()
         # By key: this process's worker id, the version, and the values by node id.
         self._values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
-        self._thread: threading.Thread | None = None
         # How many nodes have been asked.
         self._asked = 0
+        self.rounds: Rounds = Rounds(
+            "fairlead-publications", CHECK_EVERY_S, self._check, lambda: bool(self._values), exit_s=PUBLISH_S
+        )
 
     def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
         with self._lock:
             self._values[key] = owner, version, values
-            if self._thread is None and not self._end.is_set():
-                self._thread = threading.Thread(target=self._run, name="fairlead-publications", daemon=True)
-                self._thread.start()
+        self.rounds.start()
 
     def remove(self, key: str) -> None:
         with self._lock:
             self._values.pop(key, None)
-
-    def close(self) -> None:
-        """End the thread before Ray ends, at the exit of the interpreter."""
-        self._end.set()
-        if (thread := self._thread) is not None:
-            thread.join(timeout=PUBLISH_S)
-
-    def _run(self) -> None:
-        never_connect()
-        while True:
-            if self._end.wait(CHECK_EVERY_S):
-                return
-            with block_shutdown():
-                self._check()
-            with self._lock:
-                if not self._values:
-                    self._thread = None
-                    return
 
     def _check(self) -> None:
         """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
@@ -141,7 +118,6 @@ class _Publications:
 
 
 _publications = _Publications()
-atexit.register(_publications.close)
 
 
 def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:

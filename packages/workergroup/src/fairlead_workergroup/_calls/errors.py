@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of calls: the exception that is raised, its traceback, and errors that no caller asks for."""
 
-import atexit
 import logging
 import threading
 import weakref
@@ -12,7 +11,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from fairlead_placement.spi import block_shutdown, connection, never_connect
+from fairlead_placement.spi import Rounds, connection
 
 from .._arguments import Source
 from .._futures import get, is_message, wait
@@ -30,6 +29,8 @@ KNOWN_S = 5.0
 # Packages whose frames say nothing about the user's error.
 INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 LOOK_EVERY_S = 0.5
+# How long the exit of the interpreter waits for a look.
+EXIT_S = 5.0
 
 
 class short_traceback:
@@ -179,37 +180,19 @@ class _LateErrors:
 
 
 class _Retriever:
-    """The thread that retrieves late errors, which exists only while there may be any."""
+    """Retrieves late errors as long as there may be any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._end = threading.Event()
         self._late: list[_LateErrors] = []
-        self._thread: threading.Thread | None = None
+        self._rounds = Rounds(
+            "fairlead-late-errors", LOOK_EVERY_S, self._retrieve_once, lambda: bool(self._late), exit_s=EXIT_S
+        )
 
     def add(self, late: _LateErrors) -> None:
         with self._lock:
             self._late.append(late)
-            if self._thread is None and not self._end.is_set():
-                self._thread = threading.Thread(target=self._run, name="fairlead-late-errors", daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """End the thread before Ray ends, at the exit of the interpreter."""
-        self._end.set()
-        if (thread := self._thread) is not None:
-            thread.join(timeout=5)
-
-    def _run(self) -> None:
-        never_connect()
-        while not self._end.wait(LOOK_EVERY_S):
-            # It covers the release of the references too.
-            with block_shutdown():
-                self._retrieve_once()
-            with self._lock:
-                if not self._late:
-                    self._thread = None
-                    return
+        self._rounds.start()
 
     def _retrieve_once(self) -> None:
         ended = [late for late in list(self._late) if _retrieve(late)]
@@ -226,7 +209,6 @@ def _retrieve(late: _LateErrors) -> bool:
 
 
 _retriever = _Retriever()
-atexit.register(_retriever.close)
 
 
 def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:

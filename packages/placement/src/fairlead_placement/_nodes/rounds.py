@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that a process does at intervals on a thread of its own, as long as there is some."""
+
+import atexit
+import threading
+from collections.abc import Callable
+
+from .._ray_private import block_shutdown, never_connect
+
+
+class Rounds:
+    """Do some work at intervals, on a thread that exists only while there is work.
+
+    The thread ends before Ray does at the exit of the interpreter, because Ray must not end during a round.
+
+    Args:
+        name: the name of the thread.
+        every_s: the seconds before the first round and between two of them.
+        work: one round. Ray is not shut down meanwhile. It must not raise an exception.
+        is_left: whether there is work for another round. It must not wait for a lock that is held during `start`.
+        exit_s: how long the exit of the interpreter waits for a round.
+    """
+
+    def __init__(
+        self, name: str, every_s: float, work: Callable[[], None], is_left: Callable[[], bool], *, exit_s: float
+    ) -> None:
+        self._name = name
+        self._every_s = every_s
+        self._work = work
+        self._is_left = is_left
+        self._exit_s = exit_s
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        atexit.register(self.close)
+
+    def start(self) -> None:
+        """Have the work done that has been added, unless the thread runs already."""
+        with self._lock:
+            if self._thread is None and not self._end.is_set():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Begin no more rounds, and wait for one that is under way."""
+        self._end.set()
+        if (thread := self._thread) is not None:
+            thread.join(timeout=self._exit_s)
+
+    def _run(self) -> None:
+        never_connect()
+        while not self._end.wait(self._every_s):
+            # It covers the release of references too.
+            with block_shutdown():
+                self._work()
+            with self._lock:
+                if not self._is_left():
+                    self._thread = None
+                    return
