@@ -46,13 +46,6 @@ class TestRecipientsAndResults:
         """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
 
-    @pytest.mark.by_ray  # a lane refuses direct calls
-    def test_direct_call(self, group):
-        """Ray refuses arguments for a method without parameters, and leaves those of others to the worker."""
-        with pytest.raises(TypeError, match="too many positional arguments"):
-            group.workers[0].rank.remote(1)
-        assert ray.get(group.workers[0].echo.remote(1, b=2)) == ((1,), {"b": 2})
-
     def test_first_along(self, group):
         """Only coordinate 0 along the axes is called."""
         call = group.call("rank", first_along=("tp",))

@@ -416,9 +416,7 @@ def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def host_class(
-    name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int], bare: Iterable[str] = ()
-) -> type:
+def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int]) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
@@ -429,7 +427,6 @@ def host_class(
         kinds: the kind of each method: plain, generator, async or async_generator.
         concurrent: whether async methods overlap; otherwise one method runs at a time, whatever its kind.
         backpressure: for each generator method that has a limit, how many items it may be ahead of its reader.
-        bare: the methods without parameters. Ray binds the arguments of every other method at each request.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
@@ -439,8 +436,6 @@ def host_class(
     }
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
-    for method in bare:
-        members[method].__signature__ = inspect.signature(lambda self: None)
     for kind in KINDS:
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
@@ -465,7 +460,7 @@ def _delegate(path: str, kind: str, number: int) -> Any:
     else:
         # A plain method also for "async": one `async def` on the class would make Ray run all methods at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Not `_MethodRun`: most calls come here, and the context would cost each of them a third more.
+            # Not `_MethodRun`, because most calls come here, and its methods cost time.
             key = self._fairlead_record.begin(number)
             try:
                 result = find(self)(*args, **kwargs)

@@ -145,8 +145,7 @@ class WorkerClass:
         """The generated Ray actor class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        bare = [m.name for m in self.methods.values() if m.signature is not None and not m.signature.parameters]
-        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits, bare=bare))
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function.
