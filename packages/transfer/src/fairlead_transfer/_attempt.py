@@ -11,7 +11,7 @@ from ._descriptions import check_replicas
 from ._remote.transport import explain_failure
 from ._report import TransferReport
 from ._routes import Route, Router, Staged
-from ._side import Requests, Side, describe_reply, first_error
+from ._side import Requests, Side, describe_reply, first_error, left_to_an_end
 from ._states import States
 from .exceptions import LayoutMismatchError, Mismatch, Phase, RankProblem, TransferError
 
@@ -173,7 +173,7 @@ class Attempt:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
             return self._epoch, self._version, *options, reading
 
-        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=self._left_to_an_end())
+        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=left_to_an_end(left))
         self._rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
@@ -381,7 +381,7 @@ class Attempt:
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
         sent = None if self._target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, self._left_to_an_end()
+        return sent, number, replies, self._verified, left_to_an_end(self._left())
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
@@ -441,11 +441,6 @@ class Attempt:
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
-
-    def _left_to_an_end(self) -> float:
-        """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
-        left = self._left()
-        return left - min(1.0, 0.1 * left)
 
     def _live_sources(self) -> list[int]:
         return [one.rank for one in self._source.members if one.failure is None]

@@ -176,6 +176,11 @@ class Side:
         self.version = -1
 
 
+def left_to_an_end(left_s: float) -> float:
+    """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
+    return left_s - min(1.0, 0.1 * left_s)
+
+
 def describe_reply(reply: Reply) -> str:
     """Return why a request has failed."""
     if reply.failure is not None:
