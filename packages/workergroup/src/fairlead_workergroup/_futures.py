@@ -18,7 +18,7 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
 from ._deadline import Deadline
-from ._ray_private import object_sizes, task_of_ref, tasks_of_refs
+from ._ray_private import object_sizes, task_of_ref
 from ._remote.lane import PLAIN
 
 # What Ray sends with a number or a text.
@@ -328,12 +328,9 @@ def _copy_outcome(source: Future[Any], target: Future[Any]) -> None:
     _set(target, None if error is not None else source.result(), error=error)
 
 
-_STREAMS = (ObjectRefGenerator, LaneStream)
-
-
 def is_stream(future: Any) -> bool:
     """Return whether a future is that of a generator method."""
-    return isinstance(future, _STREAMS)
+    return isinstance(future, (ObjectRefGenerator, LaneStream))
 
 
 def is_message(future: Any) -> bool:
@@ -344,11 +341,6 @@ def is_message(future: Any) -> bool:
 def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
     return task_of_ref(end_of(future))
-
-
-def tasks_of_futures(futures: Sequence[Any]) -> list[bytes]:
-    """Return the same for each of several futures."""
-    return tasks_of_refs([future.completed() if isinstance(future, _STREAMS) else future for future in futures])
 
 
 def wait(
@@ -453,7 +445,7 @@ def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
             size += future.size()
         else:
             of_ray.append(future)
-    return size + sum(object_sizes(of_ray)) if of_ray else size
+    return size + sum(object_sizes(of_ray))
 
 
 def _carrier(future: Any) -> Carrier:

@@ -59,13 +59,8 @@ def task_of_ref(ref: ObjectRef) -> bytes:
 
     It is cut out of the object's id, which begins with it, because the method that returns it is not documented.
     """
-    (task,) = tasks_of_refs([ref])
+    task: bytes = ref.binary()[:24]
     return task
-
-
-def tasks_of_refs(refs: Iterable[ObjectRef]) -> list[bytes]:
-    """Return the same for each of several objects."""
-    return [ref.binary()[:24] for ref in refs]
 
 
 def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:

@@ -135,10 +135,10 @@ class Execution:
             CallTimeoutError: the deadline passed before it was sent.
             WorkerFailureError, WorkerGroupError: it could not be sent.
         """
-        if not isinstance(self.sent, Future):
+        if (sending := self.sending) is None:
             return
         try:
-            error = self.sent.exception(deadline.left())
+            error = sending.exception(deadline.left())
         except CancelledError:
             raise CallCancelledError(self.method.name, self.cancelled) from None
         except TimeoutError:

@@ -293,7 +293,7 @@ class Sender:
             try:
                 now = self.check_callable(order.ranks)
                 check_epoch(order, now)
-                lost = self.policy.blocking(now, order.ranks) if now.lost else ()
+                lost = self.policy.blocking(now, order.ranks)
                 if not lost:
                     yield now
                     return

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._futures import task_of_future, tasks_of_futures
+from .._futures import task_of_future
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
 
@@ -49,7 +49,7 @@ class RequestLog:
         """
         if not futures:
             return
-        tasks = [task[:TASK_BYTES] for task in tasks_of_futures(futures[:TASKS])]
+        tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]
         with self._lock:
             self._open[tasks[0]] = self._add(began, len(futures), method, b"".join(tasks))
             if len(self._open) > KEPT:

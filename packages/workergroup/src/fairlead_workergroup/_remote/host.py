@@ -209,17 +209,11 @@ class _MethodRun:
         self._key = self._record.begin(self._number)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self._record.end(self._key)
-        else:
-            _end_failed(self._record, self._key, self._method, error)
-
-
-def _end_failed(record: Record, key: int, method: str, error: BaseException) -> None:
-    try:
-        _prepare_error(method, error)
-    finally:
-        record.end(key, failed=True)
+        try:
+            if error is not None:
+                _prepare_error(self._method, error)
+        finally:
+            self._record.end(self._key, error is not None)
 
 
 def _prepare_error(method: str, error: BaseException) -> None:
@@ -460,17 +454,11 @@ def _delegate(path: str, kind: str, number: int) -> Any:
     else:
         # A plain method also for "async": one `async def` on the class would make Ray run all methods at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Not `_MethodRun`, because most calls come here, and its methods cost time.
-            key = self._fairlead_record.begin(number)
-            try:
+            with _MethodRun(self._fairlead_record, number, method):
                 result = find(self)(*args, **kwargs)
                 if kind == "async" or type(result) in _UNFINISHED:
-                    result = self._fairlead_loop().run_until_complete(_value(method, result))
-            except BaseException as error:
-                _end_failed(self._fairlead_record, key, method, error)
-                raise
-            self._fairlead_record.end(key)
-            return result
+                    return self._fairlead_loop().run_until_complete(_value(method, result))
+                return result
 
     return delegate
 
