@@ -340,7 +340,7 @@ def is_message(future: Any) -> bool:
 
 def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
-    return task_of_ref(end_of(future))
+    return task_of_ref(future if isinstance(future, ObjectRef) else end_of(future))
 
 
 def wait(
@@ -445,7 +445,7 @@ def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
             size += future.size()
         else:
             of_ray.append(future)
-    return size + sum(object_sizes(of_ray))
+    return size + sum(object_sizes(of_ray)) if of_ray else size
 
 
 def _carrier(future: Any) -> Carrier:

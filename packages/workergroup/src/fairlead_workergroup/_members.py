@@ -266,6 +266,7 @@ class Snapshot:
 
 
 Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
+_NO_DETOUR = nullcontext()
 
 
 class Roster:
@@ -329,7 +330,7 @@ class Roster:
         Raises:
             WorkerGroupError: that Ray has been shut down.
         """
-        if not self.connected:
+        if self._made_on != connection():
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:
@@ -351,7 +352,7 @@ class Roster:
     def direct(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
         """Return a context in which Ray's calls of these workers run in their turn, also while a lane is open."""
         detour = self.detour
-        return nullcontext() if detour is None else detour(ranks)
+        return _NO_DETOUR if detour is None else detour(ranks)
 
     def find(self, actor_id: str) -> WorkerFacts | None:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
@@ -589,4 +590,4 @@ def find_worker(actor_id: str) -> tuple[Roster, WorkerFacts] | None:
 def direct(member: Member) -> AbstractContextManager[None]:
     """Return a context in which Ray's calls of a worker run in their turn, also while a lane is open."""
     found = find_worker(actor_id_of(member.handle))
-    return nullcontext() if found is None else found[0].direct([member.rank])
+    return _NO_DETOUR if found is None else found[0].direct([member.rank])

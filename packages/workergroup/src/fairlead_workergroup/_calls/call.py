@@ -70,14 +70,17 @@ def dispatch(
         EpochError: the group has been resized since the call was planned.
     """
     began = time.monotonic()
-    sender.check_retries(options.retries)
+    if options.retries:
+        sender.check_retries(options.retries)
     method = sender.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     blocking = not (may_wait and is_on_event_loop())
     has_lane = sender.lane is not None
     stored = Arguments(for_lane=has_lane)
     try:
-        sender.check_callable(recipients.called)
+        if args or kwargs or method.function is not None:
+            # Before anything is stored. A call is checked again when it is sent.
+            sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
         requests = make_requests(method, recipients, args, kwargs, stored)
         order = Order(

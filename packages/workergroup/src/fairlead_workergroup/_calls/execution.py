@@ -55,6 +55,7 @@ class Execution:
         method: the method that was called.
         positions: the positions of the workers that return a result, in the order of the results.
         others: the positions of the other called workers.
+        is_single: whether the result is one worker's value, and not a list.
     """
 
     sender: Sender
@@ -82,6 +83,7 @@ class Execution:
         self.submit_s = time.monotonic() - self.order.began
         self.ranks: list[int] = list(self.order.ranks)
         self.method: Method = self.order.method
+        self.is_single: bool = self.options.collect == ()
         self.positions, self.others = split_positions(self.ranks, self.returned)
         if not isinstance(self.sent, Future):
             self.futures = self.sent.futures
@@ -251,11 +253,6 @@ class Execution:
         if self.options.discard:
             return None
         return values[0] if self.is_single else values
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the result is one worker's value, and not a list."""
-        return self.options.collect == ()
 
     def iterate_items(self, timeout: float | None) -> Generator[Outcome]:
         """Yield the items of generators as they arrive; see `Call.stream`."""

@@ -201,7 +201,7 @@ class Sender:
 
         Raises:
             EpochError: the group has been resized since the call was planned; nothing has been sent.
-            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_turn` does; nothing has been sent.
+            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_take_turn` does; nothing has been sent.
         """
         lane = self.lane
         if lane is not None and not lane.wait_for_room(order.ranks, order.deadline.left()):
@@ -213,10 +213,13 @@ class Sender:
         if order.has_answers and (lane is None or order.obstacle):
             # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
             order = self._store_answers(order)
-        with self._turn(order) as now:
+        now = self._take_turn(order)
+        try:
             futures = self._send(now, order)
             if self.launcher.worker_class.concurrent:
                 self.overlapping.note(futures)
+        finally:
+            self.restarter.turn.release()
         self.log.begin(order.method.name, order.began, futures)
         by_lane = len(futures) if futures and is_message(futures[0]) else 0
         self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
@@ -275,11 +278,10 @@ class Sender:
 
         return self.queue.add(self.traced()(send_later))
 
-    @contextlib.contextmanager
-    def _turn(self, order: Order) -> Iterator[Snapshot]:
-        """Wait until the workers of a call are available, then keep other threads from sending.
+    def _take_turn(self, order: Order) -> Snapshot:
+        """Wait until the workers of a call are available, and keep other threads from sending until `turn` is released.
 
-        Yields:
+        Returns:
             The members of the group.
 
         Raises:
@@ -288,19 +290,23 @@ class Sender:
         """
         turn, deadline = self.restarter.turn, order.deadline
         while True:
-            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
+            if not turn.acquire(blocking=False) and not turn.acquire(
+                timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0
+            ):
                 raise self.unsent_error(order)
+            may_send = False
             try:
                 now = self.check_callable(order.ranks)
                 check_epoch(order, now)
-                lost = self.policy.blocking(now, order.ranks)
-                if not lost:
-                    yield now
-                    return
+                lost = self.policy.blocking(now, order.ranks) if now.lost else ()
+                may_send = not lost
+                if may_send:
+                    return now
                 if self.restarter.began is not None:  # this thread is restarting them, and a worker was lost again
                     raise WorkerFailureError(lost, self.restarter.remedy(lost))
             finally:
-                turn.release()
+                if not may_send:
+                    turn.release()
             if deadline.at is None:
                 self.restart()
                 continue
@@ -405,8 +411,12 @@ def make_requests(
 def _make_rows(
     method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
 ) -> Iterator[Request]:
-    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
-    if recipients.answers is None and not gathers and all(column.index is None for column in columns):
+    all_equal, gathers = recipients.answers is None, False
+    for column in columns:
+        all_equal = all_equal and column.index is None
+        for value in column.values:
+            gathers = gathers or isinstance(value, Gathered)
+    if all_equal and not gathers:
         values = [column.values[0] for column in columns]
         positional = len(columns) - len(names)
         request = Request(method.hosted, values[:positional], dict(zip(names, values[positional:], strict=True)))

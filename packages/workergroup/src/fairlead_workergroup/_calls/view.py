@@ -76,8 +76,6 @@ class Target:
             EpochError: the group does not have some of them any more.
         """
         now = self.sender.roster.snapshot()
-        if now.sharding is self.sharding:
-            return self
         mesh = Mesh(now.sharding)
         for selection in self.path:
             mesh = selection.apply(mesh, now.resizes)
@@ -92,11 +90,10 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive meanwhile."""
-        self.sender.renew()
-        target = self.follow()
+        target = self
         while True:
             plan = target.plan(options)
-            columns, named = make_columns(args, kwargs, plan.column)
+            columns, named = make_columns(args, kwargs, plan.column) if args or kwargs else ([], {})
             sharding = target.sharding
             try:
                 return Call(dispatch(self.sender, owner, method, plan, columns, named, options, sharding=sharding))
@@ -138,8 +135,15 @@ class AddressedWorkers:
     @property
     def _target(self) -> Target:
         """The workers that calls go to, on the present axes."""
-        target = self._own_target = self._own_target.follow()
+        target = self._own_target
+        if target.sender.roster.snapshot().sharding is not target.sharding:
+            target = self._own_target = target.follow()
         return target
+
+    def _renew_target(self) -> Target:
+        """Return the workers that calls go to, also if another process has resized the group."""
+        self._own_target.sender.renew()
+        return self._target
 
     @property
     def _owner(self) -> object:
@@ -171,8 +175,7 @@ class AddressedWorkers:
         try:
             return GroupView(self._owner, self._target.at(coords))
         except IndexError:
-            self._target.sender.renew()  # another process may have resized the group
-            return GroupView(self._owner, self._target.at(coords))
+            return GroupView(self._owner, self._renew_target().at(coords))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -245,9 +248,7 @@ class AddressedWorkers:
             Exception: a worker's own exception, with its type and a note that names the item. The items of other
                 workers are cancelled.
         """
-        target = self._target
-        target.sender.renew()
-        target = target.follow()
+        target = self._renew_target()
         options = target.options or CallOptions()
         meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
         if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
@@ -317,7 +318,7 @@ class GroupView(AddressedWorkers):
             The call.
         """
         options, kwargs = self._split(kwargs)
-        return self._target.call(self._group, method, options, args, kwargs)
+        return self._renew_target().call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
         """Explain a call, as `RayWorkerGroup.explain` does. After `with_options`, all keywords are the method's.
@@ -452,7 +453,7 @@ class TypedCalls(AddressedWorkers):
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         options = make_options(collect, first_along, timeout, retries, discard)
-        return self._target.call(self, method, options, args, kwargs)
+        return self._renew_target().call(self, method, options, args, kwargs)
 
     def explain(
         self,
