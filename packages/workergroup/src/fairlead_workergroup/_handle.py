@@ -169,6 +169,10 @@ class GroupHandle(TypedCalls):
         sharding = sender.roster.snapshot().sharding
         return Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
 
+    def _renew_target(self) -> Target:
+        self._connect().renew()
+        return self._target
+
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
 
