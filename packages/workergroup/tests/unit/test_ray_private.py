@@ -84,7 +84,7 @@ def test_task_in_a_worker(monkeypatch):
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=TASK.hex))
     assert progress.make_task_reader()() == TASK
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
-    assert progress.make_task_reader()() == progress.NO_TASK
+    assert progress.make_task_reader()() == b""
 
 
 def test_death_causes(monkeypatch):

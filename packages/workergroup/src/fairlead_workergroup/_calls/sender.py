@@ -405,28 +405,22 @@ def make_requests(
             raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
     if method.function is not None:
         columns = [Column([method.name]), Column([arguments.prepare(method.function)]), *columns]
-    return _make_rows(method, recipients, columns, list(kwargs))
+    same = []
+    for column in columns:
+        if column.index is None and not isinstance(column.values[0], Gathered):
+            same.append(column.values[0])
+    if recipients.answers is not None or len(same) < len(columns):
+        return _make_rows(method, recipients, columns, list(kwargs))
+    positional = len(columns) - len(kwargs)
+    request = Request(method.hosted, same[:positional], dict(zip(kwargs, same[positional:], strict=True)))
+    return itertools.repeat(request, len(recipients.called))
 
 
 def _make_rows(
     method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
 ) -> Iterator[Request]:
-    all_equal, gathers = recipients.answers is None, False
-    for column in columns:
-        all_equal = all_equal and column.index is None
-        for value in column.values:
-            gathers = gathers or isinstance(value, Gathered)
-    if all_equal and not gathers:
-        values = [column.values[0] for column in columns]
-        positional = len(columns) - len(names)
-        request = Request(method.hosted, values[:positional], dict(zip(names, values[positional:], strict=True)))
-        return itertools.repeat(request, len(recipients.called))
-    return _make_each_row(method, recipients, columns, names, gathers)
-
-
-def _make_each_row(
-    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str], gathers: bool
-) -> Iterator[Request]:
+    """Return requests that are not the same for all recipients."""
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
     hosted, count, answers = method.hosted, len(recipients.called), recipients.answers
     positional = len(columns) - len(names)
     rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count

@@ -18,8 +18,7 @@ from .._futures import task_of_future
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
 
-# The number in the ring, when it began, the number of workers, the name, the first tasks.
-_Entry = tuple[int, float, int, bytes, bytes]
+NAME_BYTES = 64
 
 
 class RequestLog:
@@ -30,13 +29,17 @@ class RequestLog:
     """
 
     def __init__(self, group: str) -> None:
-        self._layout = struct.Struct(REQUEST)
-        file, self._page = make_memory_file(REQUESTS_FILE + group, KEPT * self._layout.size)
+        size = struct.calcsize(REQUEST)
+        file, page = make_memory_file(REQUESTS_FILE + group, KEPT * size)
         weakref.finalize(self, os.close, file)
+        # The same memory three times. A write of one word takes less time than one of a whole entry.
+        self._bytes = memoryview(page)
+        self._words, self._times = self._bytes.cast("q"), self._bytes.cast("d")
+        self._size = size // 8
         self._lock = threading.Lock()
         self._written = 0
-        # The entries of calls that have not ended, by the first task of each.
-        self._open: OrderedDict[bytes, _Entry] = OrderedDict()
+        # The number of the entry of each call that has not ended, by the first task of the call.
+        self._open: OrderedDict[bytes, int] = OrderedDict()
         _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> None:
@@ -66,13 +69,12 @@ class RequestLog:
             failed = False
         finally:
             with self._lock:
-                self._write(entry, time.monotonic(), failed)
+                self._end(entry, failed)
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
-        now = time.monotonic()
         with self._lock:
-            self._write(self._add(now, 0, name), now, failed=True)
+            self._end(self._add(time.monotonic(), 0, name), failed=True)
 
     def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds."""
@@ -82,21 +84,29 @@ class RequestLog:
                 if not self._open:
                     break
                 if (task := task_of_future(future)[:TASK_BYTES]) in self._open:
-                    self._write(self._open.pop(task), time.monotonic(), failed)
+                    self._end(self._open.pop(task), failed)
 
-    def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> _Entry:
-        """Write an entry that has no end yet, and return it."""
-        self._written += 1
-        entry = self._written, began, workers, name.encode()[:64], tasks
-        self._write(entry)
-        return entry
+    def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
+        """Write an entry that has no end yet, and return its number."""
+        self._written = number = self._written + 1
+        at, last = number % KEPT * self._size, (number % KEPT + 1) * self._size - 1
+        self._words[at] = number
+        self._times[at + 1] = began
+        self._times[at + 2] = 0.0
+        self._words[at + 3] = False
+        self._words[at + 4] = workers
+        text = 8 * (at + 5)
+        self._bytes[text : text + NAME_BYTES] = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        self._bytes[text + NAME_BYTES : text + NAME_BYTES + len(tasks)] = tasks
+        self._words[last] = number
+        return number
 
-    def _write(self, entry: _Entry, ended: float = 0.0, failed: bool = False) -> None:
-        """Write an entry, unless a later one has taken its place."""
-        number, began, *values = entry
+    def _end(self, number: int, failed: bool) -> None:
+        """Write the end of an entry, unless a later one has taken its place."""
         if number > self._written - KEPT:
-            at, version = number % KEPT * self._layout.size, 2 * number + bool(ended)
-            self._layout.pack_into(self._page, at, version, began, ended, failed, *values, version)
+            at = number % KEPT * self._size
+            self._words[at + 3] = failed
+            self._times[at + 2] = time.monotonic()
 
 
 _logs: weakref.WeakValueDictionary[str, "RequestLog"] = weakref.WeakValueDictionary()

@@ -22,18 +22,18 @@ from typing import Any
 import ray
 
 from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
-from .ring import make_call_ring, make_step_ring, view_words
+from .ring import make_call_ring, make_step_ring
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
-# All of it is words of 8 bytes; see `view_words`.
+# Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
 # Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message, whether it
 # waits for others, version again.
-STATE = "=qqqddq24sqqq"
+STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
 # When the method of a state ended, and the version of that state. The end of a method writes this in place of a state,
 # because every call pays for it.
-ENDED = "=dq"
+ENDED = "<dQ"
 ENDED_AT = 224
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
@@ -50,8 +50,7 @@ NO_STEP = -(2**63)
 IDLE = -1
 # What runs: the method, its start, its task, the number of the call, and the seconds waited before it.
 Running = tuple[int, float, bytes, int, float]
-NO_TASK = bytes(CANCELLED_BYTES)
-NOTHING: Running = (IDLE, 0.0, NO_TASK, 0, 0.0)
+NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0)
 
 
 class Record:
@@ -68,8 +67,7 @@ class Record:
         self._file, self._page = make_memory_file(NAME, size)
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
-        self._words, self._times, self._bytes = view_words(self._page)
-        self._seen = self._words[CANCELLED_AT // 8]
+        self._seen = self._page[CANCELLED_AT : CANCELLED_AT + 8]
         self._task = make_task_reader()
         self._calls = 0
         self._step = NO_STEP
@@ -77,6 +75,9 @@ class Record:
         # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
         self._version = 0
+        # Bound methods: a lookup by the format's text would cost every call half as much again.
+        self._pack = struct.Struct(STATE).pack_into
+        self._pack_ended = struct.Struct(ENDED).pack_into
         self._finished = make_call_ring()
         self._steps = make_step_ring()
         # How many threads wait for other workers, since when the first of them does, and how long they did before.
@@ -100,7 +101,7 @@ class Record:
         self._now = (method, started, self._task(), self._calls, self._waited)
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
-        if self._words[CANCELLED_AT // 8] != self._seen and self._is_cancelled(self._now[2]):
+        if self._page[CANCELLED_AT : CANCELLED_AT + 8] != self._seen and self._is_cancelled(self._now[2]):
             self.end(self._calls, failed=True)
             raise ray.exceptions.TaskCancelledError
         return self._calls
@@ -115,8 +116,7 @@ class Record:
         self._now = NOTHING
         ended = time.monotonic()
         self._finished(calls, method, started, ended, self._waited - waited, failed, task)
-        self._times[ENDED_AT // 8] = ended
-        self._words[ENDED_AT // 8 + 1] = self._version
+        self._pack_ended(self._page, ENDED_AT, ended, self._version)
 
     def wait_begins(self) -> None:
         """Record that a thread waits for other workers."""
@@ -159,26 +159,28 @@ class Record:
             self._write(time.monotonic())
 
     def _write(self, progressed: float) -> None:
-        # No lock: Python switches threads and runs signal handlers only at calls and loops, and there are none here.
-        words, times = self._words, self._times
+        # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
         method, started, task, _, _ = self._now
         self._version = version = self._version + 1
-        at = STATES_AT[version & 1] // 8
-        words[at] = version
-        words[at + 1] = self._calls
-        words[at + 2] = method
-        times[at + 3] = started
-        times[at + 4] = progressed
-        words[at + 5] = self._step
-        self._bytes[8 * at + 48 : 8 * at + 72] = task
-        words[at + 9] = self._message
-        words[at + 10] = self._waiting
-        words[at + 11] = version
+        self._pack(
+            self._page,
+            STATES_AT[version & 1],
+            version,
+            self._calls,
+            method,
+            started,
+            progressed,
+            self._step,
+            task,
+            self._message,
+            self._waiting > 0,
+            version,
+        )
 
     def _is_cancelled(self, task: bytes) -> bool:
         # `_seen` stays as it is: the ring may also hold calls that are queued behind this one.
         ring = CANCELLED_AT + 8
-        at = self._page.find(task, ring, ABOUT_AT) if task != NO_TASK else -1
+        at = self._page.find(task, ring, ABOUT_AT) if task else -1
         while at >= 0 and (at - ring) % CANCELLED_BYTES:  # the match spans two ids
             at = self._page.find(task, at + 1, ABOUT_AT)
         return at >= 0
@@ -225,7 +227,7 @@ def make_task_reader() -> Callable[[], bytes]:
         read().binary()
     except AttributeError:
         # Call it later only: where Ray does not run, this call would start it.
-        return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or NO_TASK.hex())
+        return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
     return lambda: read().binary()
 
 

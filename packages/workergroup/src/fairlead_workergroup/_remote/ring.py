@@ -16,11 +16,12 @@ from .process import make_memory_file, open_memory_file
 
 KEPT = 512
 # Sequence, call number, method (an index), start, end, seconds spent waiting, whether it failed, task, sequence again.
-CALL = "=qqqdddq8sq"
+CALL = "<QQidddB8sQ"
 # Sequence, time, step, sequence again.
-STEP = "=qdqq"
-# Version, start, end (0: not yet), whether it failed, number of workers, method, the task of each, version again.
-REQUEST = "<QddBI64s512sQ"
+STEP = "<QdqQ"
+# Words of 8 bytes: sequence, start, end (0: not yet), whether it failed, number of workers, method, the task of each,
+# sequence again.
+REQUEST = "=qddqq64s512sq"
 # Of a task's id the first bytes, which tell the tasks of one worker apart.
 TASK_BYTES, TASKS = 8, 64
 CALLS_FILE = "fairlead-calls"
@@ -28,25 +29,16 @@ STEPS_FILE = "fairlead-steps"
 REQUESTS_FILE = "fairlead-requests-"
 
 
-def view_words(page: mmap.mmap) -> tuple[memoryview, memoryview, memoryview]:
-    """Return the same memory as integers of 64 bits, as floats of 64 bits, and as bytes.
-
-    Every call of a worker writes some of each. The code of `struct` and of `mmap` has left the caches of the processor
-    by then, and a write with them takes three times as long.
-    """
-    memory = memoryview(page)[: len(page) // 8 * 8]
-    return memory.cast("q"), memory.cast("d"), memory
-
-
-def open_ring(file_name: str, form: str) -> tuple[mmap.mmap, int]:
+def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap, int]:
     """Create a ring that lives as long as this process.
 
     Returns:
-        The memory, and the size of an entry in words.
+        The function that packs an entry, the memory, and the size of an entry.
     """
+    layout = struct.Struct(form)
     # The file stays open: readers find it among the open files of the process.
-    _, page = make_memory_file(file_name, KEPT * struct.calcsize(form))
-    return page, struct.calcsize(form) // 8
+    _, page = make_memory_file(file_name, KEPT * layout.size)
+    return layout.pack_into, page, layout.size
 
 
 def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], None]:
@@ -55,39 +47,24 @@ def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], N
     It is a closure with the values as parameters, because every call of a worker pays for it: attributes, or a tuple of
     values, would cost twice as much.
     """
-    page, size = open_ring(CALLS_FILE, CALL)
-    words, times, memory = view_words(page)
+    pack, page, size = open_ring(CALLS_FILE, CALL)
     next_number = itertools.count(1).__next__
 
     def add(call: int, method: int, started: float, ended: float, waited: float, failed: bool, task: bytes) -> None:
         number = next_number()
-        at = number % KEPT * size
-        words[at] = number
-        words[at + 1] = call
-        words[at + 2] = method
-        times[at + 3] = started
-        times[at + 4] = ended
-        times[at + 5] = waited
-        words[at + 6] = failed
-        memory[8 * at + 56 : 8 * at + 64] = task[:TASK_BYTES]
-        words[at + 8] = number
+        pack(page, number % KEPT * size, number, call, method, started, ended, waited, failed, task, number)
 
     return add
 
 
 def make_step_ring() -> Callable[[float, int], None]:
     """Create the ring of reported steps, and return the function that adds one."""
-    page, size = open_ring(STEPS_FILE, STEP)
-    words, times, _ = view_words(page)
+    pack, page, size = open_ring(STEPS_FILE, STEP)
     next_number = itertools.count(1).__next__
 
     def add(reported: float, step: int) -> None:
         number = next_number()
-        at = number % KEPT * size
-        words[at] = number
-        times[at + 1] = reported
-        words[at + 2] = step
-        words[at + 3] = number
+        pack(page, number % KEPT * size, number, reported, step, number)
 
     return add
 
