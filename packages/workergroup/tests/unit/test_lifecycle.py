@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens at the start and at the end of a group, without Ray."""
 
+import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -14,6 +16,8 @@ from fairlead_workergroup._futures import LaneFuture
 from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._observe import requests
+from fairlead_workergroup._remote.outside import read_requests
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
 from fairlead_workergroup._start.report import StartClock
@@ -156,12 +160,32 @@ def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
     assert ended == [0]
 
 
+def requests_of(group):
+    """Return the entries of the log of a group, as an agent reads them."""
+    return read_requests(os.getpid(), start_tick(os.getpid()), socket.gethostname(), group)
+
+
 def test_a_repetition_ends_in_the_log():
     """A call that is repeated on some of its workers is a second entry, which ends when the call ends."""
     first, second, again = (LaneFuture(None, name.ljust(24)) for name in (b"first", b"second", b"again"))
     log = requests.RequestLog("test")
-    log.begin("train", 1.0, [first, second])
-    log.end([first, second], failed=True)
-    log.begin("train", 1.0, [again])
-    log.end([first, again])
-    assert not log._open
+    lost = log.begin("train", 1.0, [first, second])
+    log.end([lost], failed=True)
+    repeated = log.begin("train", 1.0, [again])
+    log.end([lost, repeated])
+    began, other = requests_of("test")
+    assert [(entry[2], entry[3], entry[5]) for entry in (began, other)] == [
+        (True, 2, [b"first   ", b"second  "]),
+        (False, 1, [b"again   "]),
+    ]
+    assert began[0] < began[1] <= other[1]
+
+
+def test_an_entry_that_was_replaced():
+    """The end of a call whose entry has been overwritten by later calls is not noted; that of the latest is."""
+    log = requests.RequestLog("replaced")
+    entries = [log.begin(f"step_{at}", 1.0, [LaneFuture(None, bytes(24))]) for at in range(requests.KEPT + 2)]
+    log.end(entries[:3])
+    shown = requests_of("replaced")
+    assert len(shown) == requests.KEPT
+    assert [entry[4] for entry in shown if entry[1]] == ["step_2"]

@@ -86,7 +86,7 @@ class Execution:
         self.is_single: bool = self.options.collect == ()
         self.positions, self.others = split_positions(self.ranks, self.returned)
         if not isinstance(self.sent, Future):
-            self.futures = self.sent.futures
+            self.futures, self.entries = self.sent.futures, [self.sent.entry]
         elif not self.options.retries:
             # Only retries need the requests again. Those of a call that is sent at once are made one by one.
             self.order = self.order._replace(requests=())
@@ -101,6 +101,11 @@ class Execution:
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         self.wait_until_sent(self.order.deadline)
         return self._result_of_sending.futures
+
+    @cached_property
+    def entries(self) -> list[int]:
+        """The numbers of the call, which has been sent, and of its repetitions in the log."""
+        return [self._result_of_sending.entry]
 
     @cached_property
     def answering(self) -> frozenset[int]:
@@ -237,6 +242,7 @@ class Execution:
             with self.sender.traced():
                 sent = self.sender.send(again)
             self._repeated_in = sent.epoch
+            self.entries.append(sent.entry)
             for at, future in zip(lost, sent.futures, strict=True):
                 self.futures[at] = future
                 self.items.pop(at, None)
@@ -249,7 +255,7 @@ class Execution:
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
-        self.sender.log.end(self.futures)
+        self.sender.log.end(self.entries)
         if self.options.discard:
             return None
         return values[0] if self.is_single else values
@@ -368,7 +374,7 @@ class Execution:
             CallCancelledError: the call has been cancelled.
         """
         self.check_open()
-        self.sender.log.end(self.futures, failed=True)
+        self.sender.log.end(self.entries, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt

@@ -25,7 +25,7 @@ from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy
-from .._members import Member, Roster, Snapshot
+from .._members import Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
 from .._observe.requests import RequestLog
@@ -75,10 +75,17 @@ class Order(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A call that has been sent: the future of each worker, and the epoch in which they run it."""
+    """A call that has been sent.
+
+    Attributes:
+        futures: the future of each worker.
+        epoch: the epoch in which the workers run the call.
+        entry: the number of its entry in the log.
+    """
 
     futures: list[Any]
     epoch: int
+    entry: int
 
 
 class _Queue:
@@ -220,10 +227,10 @@ class Sender:
                 self.overlapping.note(futures)
         finally:
             self.restarter.turn.release()
-        self.log.begin(order.method.name, order.began, futures)
+        entry = self.log.begin(order.method.name, order.began, futures)
         by_lane = len(futures) if futures and is_message(futures[0]) else 0
         self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
-        return Sent(futures, now.epoch)
+        return Sent(futures, now.epoch, entry)
 
     def _send(self, now: Snapshot, order: Order) -> list[Any]:
         """Send the requests by the lane if one is open and can carry them, and otherwise by Ray."""
@@ -235,8 +242,14 @@ class Sender:
         if order.has_answers:  # which have been stored, unless the lane has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests
+        futures = []
         with self.roster.direct(order.ranks):
-            return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
+            for rank, request in zip(order.ranks, requests, strict=True):
+                method = members[rank].method(request.method)
+                if request.backpressure is not None:
+                    method = method.options(_generator_backpressure_num_objects=request.backpressure)
+                futures.append(method.remote(*request.args, **request.kwargs))
+        return futures
 
     def _store_answers(self, order: Order) -> Order:
         """Return an order with references in the place of answers of a lane.
@@ -297,7 +310,8 @@ class Sender:
             may_send = False
             try:
                 now = self.check_callable(order.ranks)
-                check_epoch(order, now)
+                if order.sharding is not now.sharding:
+                    check_epoch(order, now)
                 lost = self.policy.blocking(now, order.ranks) if now.lost else ()
                 may_send = not lost
                 if may_send:
@@ -363,12 +377,12 @@ class Sender:
 
 
 def check_epoch(order: Order, now: Snapshot) -> None:
-    """Refuse to send a call that was planned on another size of the group.
+    """Refuse to send a call that was planned on other axes of the group, or whose ranks it does not have.
 
     Raises:
         EpochError: the group has been resized since then.
     """
-    if order.sharding is now.sharding or (order.sharding is None and now.has(order.ranks)):
+    if order.sharding is None and now.has(order.ranks):
         return
     raise EpochError(
         f"{order.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "
@@ -448,14 +462,6 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         plan.append((name, len(value.refs) if is_list else None))
         flat.extend(value.refs if is_list else [value])
     return [plan, *flat]
-
-
-def send(member: Member, request: Request) -> Any:
-    """Send a request to a worker by Ray; return its future."""
-    method = member.method(request.method)
-    if request.backpressure is not None:
-        method = method.options(_generator_backpressure_num_objects=request.backpressure)
-    return method.remote(*request.args, **request.kwargs)
 
 
 def _store_answers(request: Request, deadline: Deadline) -> Request:

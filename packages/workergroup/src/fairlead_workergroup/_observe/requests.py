@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,75 +37,63 @@ class RequestLog:
         self._size = size // 8
         self._lock = threading.Lock()
         self._written = 0
-        # The number of the entry of each call that has not ended, by the first task of the call.
-        self._open: OrderedDict[bytes, int] = OrderedDict()
         _logs[group] = self
 
-    def begin(self, method: str, began: float, futures: Sequence[Any]) -> None:
-        """Note a call that has been sent.
+    def begin(self, method: str, began: float, futures: Sequence[Any]) -> int:
+        """Note a call that has been sent; return the number of its entry.
 
         Args:
             method: the name of the method.
             began: when the call was made, by `time.monotonic`.
             futures: the future of each worker.
         """
-        if not futures:
-            return
         tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]
-        with self._lock:
-            self._open[tasks[0]] = self._add(began, len(futures), method, b"".join(tasks))
-            if len(self._open) > KEPT:
-                self._open.popitem(last=False)
+        return self._add(began, len(futures), method, b"".join(tasks))
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Note something that this process does with the group and that is no call, such as a transfer, in a block."""
-        with self._lock:
-            entry = self._add(time.monotonic(), 0, name)
+        entry = self._add(time.monotonic(), 0, name)
         failed = True
         try:
             yield
             failed = False
         finally:
-            with self._lock:
-                self._end(entry, failed)
+            self.end([entry], failed=failed)
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
-        with self._lock:
-            self._end(self._add(time.monotonic(), 0, name), failed=True)
+        self.end([self._add(time.monotonic(), 0, name)], failed=True)
 
-    def end(self, futures: Sequence[Any], *, failed: bool = False) -> None:
-        """Note that the caller has the results of a call, or its error; what was noted first holds."""
+    def end(self, entries: Sequence[int], *, failed: bool = False) -> None:
+        """Note that the caller has the results of a call, or its error; what was noted first holds.
+
+        Args:
+            entries: the numbers of the entries of the call; each repetition has one.
+            failed: whether it is an error.
+        """
         with self._lock:
-            # A repetition, which is an entry of its own, begins with the first worker that was lost.
-            for future in futures:
-                if not self._open:
-                    break
-                if (task := task_of_future(future)[:TASK_BYTES]) in self._open:
-                    self._end(self._open.pop(task), failed)
+            for number in entries:
+                at = number % KEPT * self._size
+                # A later entry may have taken its place.
+                if self._words[at] == number and not self._times[at + 2]:
+                    self._words[at + 3] = failed
+                    self._times[at + 2] = time.monotonic()
 
     def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
         """Write an entry that has no end yet, and return its number."""
-        self._written = number = self._written + 1
-        at, last = number % KEPT * self._size, (number % KEPT + 1) * self._size - 1
-        self._words[at] = number
-        self._times[at + 1] = began
-        self._times[at + 2] = 0.0
-        self._words[at + 3] = False
-        self._words[at + 4] = workers
-        text = 8 * (at + 5)
-        self._bytes[text : text + NAME_BYTES] = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        self._bytes[text + NAME_BYTES : text + NAME_BYTES + len(tasks)] = tasks
-        self._words[last] = number
+        text = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0") + tasks
+        with self._lock:
+            self._written = number = self._written + 1
+            at, last = number % KEPT * self._size, (number % KEPT + 1) * self._size - 1
+            self._words[at] = number
+            self._times[at + 1] = began
+            self._times[at + 2] = 0.0
+            self._words[at + 3] = False
+            self._words[at + 4] = workers
+            self._bytes[8 * (at + 5) : 8 * (at + 5) + len(text)] = text
+            self._words[last] = number
         return number
-
-    def _end(self, number: int, failed: bool) -> None:
-        """Write the end of an entry, unless a later one has taken its place."""
-        if number > self._written - KEPT:
-            at = number % KEPT * self._size
-            self._words[at + 3] = failed
-            self._times[at + 2] = time.monotonic()
 
 
 _logs: weakref.WeakValueDictionary[str, "RequestLog"] = weakref.WeakValueDictionary()
