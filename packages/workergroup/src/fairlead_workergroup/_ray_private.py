@@ -76,6 +76,24 @@ def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
     return ref.binary(), owner, status
 
 
+def skip_tracing(cls: type) -> type:
+    """Keep Ray from wrapping the methods of an actor class for its tracing, if that is not enabled; return the class.
+
+    Every call of a method would run the wrapper, which does nothing then. Ray has no option for it, only the mark of
+    methods that have been wrapped already. A Ray without the mark, or that does not tell whether tracing is enabled,
+    wraps the methods.
+    """
+    try:
+        is_enabled: bool = ray.util.tracing.tracing_helper._is_tracing_enabled()
+    except AttributeError:
+        return cls
+    if not is_enabled:
+        for function in vars(cls).values():
+            if isinstance(function, types.FunctionType):
+                function.__dict__["__ray_tracing_wrapped__"] = True
+    return cls
+
+
 def dead_actors() -> frozenset[str]:
     """Return the ids of this job's actors that are dead, with one request.
 

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -74,6 +75,16 @@ class TestCalls:
         assert call.result() == list(range(8))
         assert repr(call).startswith("Call('rank', ")
         assert call.statistics().puts == 0
+
+    def test_tracing_is_off(self, group):
+        """Ray's wrapper for its tracing does not run then."""
+
+        def calling_functions(worker):
+            return [frame.name for frame in traceback.extract_stack()]
+
+        names = {name for called in group.call(calling_functions).result() for name in called}
+        assert "_fairlead_apply" in names
+        assert "_resume_span" not in names
 
     def test_arguments_and_answers(self, group):
         """A function works with wrapped arguments, collected axes, views, calls as arguments, and closures."""

@@ -78,6 +78,21 @@ def test_dumps_by_value(monkeypatch, missing):
     assert pickle.loads(by_value)() == 3
 
 
+def test_tracing(monkeypatch):
+    """Ray wraps methods while its tracing is enabled, and if it does not tell whether it is."""
+
+    def has_mark():
+        cls = private.skip_tracing(type("Host", (), {"call": lambda self: None, "limit": 3}))
+        return hasattr(cls.call, "__ray_tracing_wrapped__")
+
+    helper = ray.util.tracing.tracing_helper
+    assert has_mark()
+    monkeypatch.setattr(helper, "_is_tracing_enabled", lambda: True)
+    assert not has_mark()
+    monkeypatch.delattr(helper, "_is_tracing_enabled")
+    assert not has_mark()
+
+
 def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
     monkeypatch.setattr(ray._private.worker, "global_worker", object())

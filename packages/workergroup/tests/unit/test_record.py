@@ -42,7 +42,6 @@ def make_record(monkeypatch, record):
     record.task = b"t" * 24
     monkeypatch.setattr(record, "_task", lambda: record.task)
     yield record
-    record._page.close()
     os.close(record._file)
 
 

@@ -67,7 +67,8 @@ class Record:
         self._file, self._page = make_memory_file(NAME, size)
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
-        self._seen = self._page[CANCELLED_AT : CANCELLED_AT + 8]
+        self._cancelled = memoryview(self._page)[CANCELLED_AT : CANCELLED_AT + 8].cast("Q")
+        self._seen = self._cancelled[0]
         self._task = make_task_reader()
         self._calls = 0
         self._step = NO_STEP
@@ -101,7 +102,7 @@ class Record:
         self._now = (method, started, self._task(), self._calls, self._waited)
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
-        if self._page[CANCELLED_AT : CANCELLED_AT + 8] != self._seen and self._is_cancelled(self._now[2]):
+        if self._cancelled[0] != self._seen and self._is_cancelled(self._now[2]):
             self.end(self._calls, failed=True)
             raise ray.exceptions.TaskCancelledError
         return self._calls
