@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every use of a Ray API that is not public, each with its reason and its fallback."""
 
+import inspect
 import io
 import re
 import signal
@@ -86,11 +87,9 @@ def skip_tracing(cls: type) -> type:
     try:
         is_enabled: bool = ray.util.tracing.tracing_helper._is_tracing_enabled()
     except AttributeError:
-        return cls
-    if not is_enabled:
-        for function in vars(cls).values():
-            if isinstance(function, types.FunctionType):
-                function.__dict__["__ray_tracing_wrapped__"] = True
+        is_enabled = True
+    for _, function in inspect.getmembers(cls, inspect.isfunction):
+        function.__dict__["__ray_tracing_wrapped__"] = not is_enabled
     return cls
 
 

@@ -83,7 +83,7 @@ def test_tracing(monkeypatch):
 
     def has_mark():
         cls = private.skip_tracing(type("Host", (), {"call": lambda self: None, "limit": 3}))
-        return hasattr(cls.call, "__ray_tracing_wrapped__")
+        return cls.call.__ray_tracing_wrapped__
 
     helper = ray.util.tracing.tracing_helper
     assert has_mark()
