@@ -4,6 +4,7 @@
 import asyncio
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -85,6 +86,23 @@ class TestCalls:
         names = {name for called in group.call(calling_functions).result() for name in called}
         assert "_fairlead_apply" in names
         assert "_resume_span" not in names
+
+    def test_without_arguments(self, group, monkeypatch):
+        """Ray does not bind arguments if there are none; it does if there are."""
+        bound = []
+
+        def bind(signature, *args, bind=inspect.Signature.bind, **kwargs):
+            bound.append(args)
+            return bind(signature, *args, **kwargs)
+
+        group.call("rank").result()
+        group.call("echo", 2).result()  # this process binds its arguments once
+        monkeypatch.setattr(inspect.Signature, "bind", bind)
+        group.call("rank").result()
+        assert not bound
+        call = group.call("echo", 3)
+        assert call.result() == [((3,), {})] * 8
+        assert len(bound) == (8 if call.statistics().route == "ray" else 0)
 
     def test_arguments_and_answers(self, group):
         """A function works with wrapped arguments, collected axes, views, calls as arguments, and closures."""

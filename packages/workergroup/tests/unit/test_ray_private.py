@@ -93,6 +93,26 @@ def test_tracing(monkeypatch):
     assert not has_mark()
 
 
+def test_checks_of_arguments():
+    """Only a method that needs no argument is not checked; handles that are pickled have Ray's own list."""
+
+    class Host:
+        def free(self, *args, plus=1, **kwargs): ...
+
+        def bound(self, one): ...
+
+    before = ray.remote(Host).__ray_metadata__.method_meta.signatures["free"]
+    signatures = private.skip_checks(ray.remote(Host)).__ray_metadata__.method_meta.signatures
+    assert not signatures["free"]
+    assert list(signatures["free"]) == before
+    assert type(signatures["bound"]) is list
+    again = pickle.loads(pickle.dumps(signatures["free"]))
+    assert type(again) is list
+    assert again == before
+    other = SimpleNamespace(__ray_metadata__=SimpleNamespace())
+    assert private.skip_checks(other) is other
+
+
 def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
     monkeypatch.setattr(ray._private.worker, "global_worker", object())

@@ -17,7 +17,7 @@ from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._observe.failures import remote_traceback
-from .._ray_private import dumps_by_value, skip_tracing
+from .._ray_private import dumps_by_value, skip_checks, skip_tracing
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
@@ -146,7 +146,7 @@ class WorkerClass:
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
         cls = host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits)
-        return ray.remote(skip_tracing(cls))
+        return skip_checks(ray.remote(skip_tracing(cls)))
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function.
