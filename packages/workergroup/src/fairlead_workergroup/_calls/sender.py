@@ -25,7 +25,7 @@ from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy
-from .._members import Roster, Snapshot
+from .._members import Member, Roster, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
 from .._observe.requests import RequestLog
@@ -242,14 +242,8 @@ class Sender:
         if order.has_answers:  # which have been stored, unless the lane has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests
-        futures = []
         with self.roster.direct(order.ranks):
-            for rank, request in zip(order.ranks, requests, strict=True):
-                method = members[rank].method(request.method)
-                if request.backpressure is not None:
-                    method = method.options(_generator_backpressure_num_objects=request.backpressure)
-                futures.append(method.remote(*request.args, **request.kwargs))
-        return futures
+            return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     def _store_answers(self, order: Order) -> Order:
         """Return an order with references in the place of answers of a lane.
@@ -462,6 +456,14 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         plan.append((name, len(value.refs) if is_list else None))
         flat.extend(value.refs if is_list else [value])
     return [plan, *flat]
+
+
+def send(member: Member, request: Request) -> Any:
+    """Send a request to a worker by Ray; return its future."""
+    method = member.method(request.method)
+    if request.backpressure is not None:
+        method = method.options(_generator_backpressure_num_objects=request.backpressure)
+    return method.remote(*request.args, **request.kwargs)
 
 
 def _store_answers(request: Request, deadline: Deadline) -> Request:
