@@ -264,7 +264,7 @@ class Arguments:
     @property
     def counts(self) -> dict[str, int]:
         """The number of stored values, and their size in bytes as Ray stores them, for `Counters`."""
-        sizes = object_sizes(list(self._refs.values())) if self._refs else []
+        sizes = object_sizes(list(self._refs.values()))
         return {"puts": len(sizes), "bytes_put": sum(sizes)}
 
 

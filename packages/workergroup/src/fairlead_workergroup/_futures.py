@@ -445,7 +445,7 @@ def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
             size += future.size()
         else:
             of_ray.append(future)
-    return size + sum(object_sizes(of_ray)) if of_ray else size
+    return size + sum(object_sizes(of_ray))
 
 
 def _carrier(future: Any) -> Carrier:

@@ -15,6 +15,8 @@ from ray import ObjectRef
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
+# Parameters that take any number of arguments, also none.
+VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -115,7 +117,7 @@ def skip_checks(actor_class: Any) -> Any:
     except AttributeError:
         return actor_class
     for name, parameters in signatures.items():
-        if all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or one.default != one.empty for one in parameters):
+        if all(one.kind in VARIADIC or one.default is not one.empty for one in parameters):
             signatures[name] = _NoneNeeded(parameters)
     return actor_class
 

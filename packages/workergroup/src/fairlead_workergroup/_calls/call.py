@@ -80,7 +80,8 @@ def dispatch(
     try:
         if args or kwargs or method.function is not None:
             stored = Arguments(for_lane=has_lane)
-            # Before anything is stored. Every call is checked when it is sent.
+        if has_lane or stored is not NO_ARGUMENTS:
+            # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
             sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
         requests = make_requests(method, recipients, args, kwargs, stored)

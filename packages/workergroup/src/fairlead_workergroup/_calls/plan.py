@@ -389,8 +389,7 @@ def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), disca
     >>> plan.called, plan.returned
     ([0, 1, 2, 3], [3, 2])
     """
-    wanted = None if collect is None else as_axes(collect)
-    return _make_plan(mesh, wanted, as_axes(first_along) if first_along else (), discard)
+    return _make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
 
 
 @lru_cache(maxsize=64)

@@ -304,8 +304,7 @@ class Sender:
             may_send = False
             try:
                 now = self.check_callable(order.ranks)
-                if order.sharding is not now.sharding:
-                    check_epoch(order, now)
+                check_epoch(order, now)
                 lost = self.policy.blocking(now, order.ranks) if now.lost else ()
                 may_send = not lost
                 if may_send:
@@ -371,12 +370,12 @@ class Sender:
 
 
 def check_epoch(order: Order, now: Snapshot) -> None:
-    """Refuse to send a call that was planned on other axes of the group, or whose ranks it does not have.
+    """Refuse to send a call that was planned on another size of the group.
 
     Raises:
         EpochError: the group has been resized since then.
     """
-    if order.sharding is None and now.has(order.ranks):
+    if order.sharding is now.sharding or (order.sharding is None and now.has(order.ranks)):
         return
     raise EpochError(
         f"{order.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "

@@ -40,13 +40,18 @@ class RequestLog:
         _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> int:
-        """Note a call that has been sent; return the number of its entry.
+        """Note a call that has been sent.
 
         Args:
             method: the name of the method.
             began: when the call was made, by `time.monotonic`.
             futures: the future of each worker.
+
+        Returns:
+            The number of its entry; 0, which is no entry, for a call without workers.
         """
+        if not futures:
+            return 0
         tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]
         return self._add(began, len(futures), method, b"".join(tasks))
 
@@ -76,7 +81,7 @@ class RequestLog:
             for number in entries:
                 at = number % KEPT * self._size
                 # A later entry may have taken its place.
-                if self._words[at] == number and not self._times[at + 2]:
+                if number and self._words[at] == number and not self._times[at + 2]:
                     self._words[at + 3] = failed
                     self._times[at + 2] = time.monotonic()
 
