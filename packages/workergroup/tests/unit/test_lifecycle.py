@@ -181,6 +181,16 @@ def test_a_repetition_ends_in_the_log():
     assert began[0] < began[1] <= other[1]
 
 
+def test_a_moment_in_the_log():
+    """Something that has gone wrong has one time, which tells it from a call; a call without workers has no entry."""
+    log = requests.RequestLog("moments")
+    log.end([log.begin("train", 1.0, [])])
+    log.mark("rank 1 lost: killed")
+    ((began, ended, failed, workers, method, _),) = requests_of("moments")
+    assert 0 < began == ended
+    assert (failed, workers, method) == (True, 0, "rank 1 lost: killed")
+
+
 def test_an_entry_that_was_replaced():
     """The end of a call whose entry has been overwritten by later calls is not noted; that of the latest is."""
     log = requests.RequestLog("replaced")

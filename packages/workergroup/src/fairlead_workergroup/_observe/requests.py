@@ -68,22 +68,25 @@ class RequestLog:
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
-        self.end([self._add(time.monotonic(), 0, name)], failed=True)
+        now = time.monotonic()
+        self.end([self._add(now, 0, name)], failed=True, ended=now)
 
-    def end(self, entries: Sequence[int], *, failed: bool = False) -> None:
+    def end(self, entries: Sequence[int], *, failed: bool = False, ended: float | None = None) -> None:
         """Note that the caller has the results of a call, or its error; what was noted first holds.
 
         Args:
             entries: the numbers of the entries of the call; each repetition has one.
             failed: whether it is an error.
+            ended: when it ended, by `time.monotonic`; None for now.
         """
+        moment = time.monotonic() if ended is None else ended
         with self._lock:
             for number in entries:
                 at = number % KEPT * self._size
                 # A later entry may have taken its place.
                 if number and self._words[at] == number and not self._times[at + 2]:
                     self._words[at + 3] = failed
-                    self._times[at + 2] = time.monotonic()
+                    self._times[at + 2] = moment
 
     def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
         """Write an entry that has no end yet, and return its number."""
