@@ -330,7 +330,7 @@ class Roster:
         Raises:
             WorkerGroupError: that Ray has been shut down.
         """
-        if self._made_on != connection():
+        if not self.connected:
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:

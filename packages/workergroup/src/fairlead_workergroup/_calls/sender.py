@@ -297,9 +297,7 @@ class Sender:
         """
         turn, deadline = self.restarter.turn, order.deadline
         while True:
-            if not turn.acquire(blocking=False) and not turn.acquire(
-                timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0
-            ):
+            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
                 raise self.unsent_error(order)
             may_send = False
             try:

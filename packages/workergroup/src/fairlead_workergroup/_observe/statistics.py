@@ -115,9 +115,7 @@ class Counters:
     def add_fetched(self, refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> int:
         """Count fetched results; return their size in bytes."""
         size = sizes(refs, values)
-        with self._lock:
-            self._counts["fetched"] += len(refs)
-            self._counts["bytes_fetched"] += size
+        self.add(fetched=len(refs), bytes_fetched=size)
         return size
 
 
