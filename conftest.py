@@ -6,13 +6,16 @@ import contextlib
 import gc
 import importlib.util
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +67,45 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+# After so many seconds without output, a line says which test is running.
+SILENCE_S = 15.0
+
+
+class Progress:
+    """Prints which test is running when nothing else has been printed for a while, so that no wait is silent."""
+
+    def __init__(self) -> None:
+        self._test, self._number, self._count = "", 0, 0
+        self._began = self._shown = time.monotonic()
+        self._finished = threading.Event()
+        # pytest captures file descriptor 1 while a test runs.
+        self._output = os.dup(1)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._count = len(session.items)
+        threading.Thread(target=self._report, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._test, self._number = nodeid, self._number + 1
+        self._began = self._shown = time.monotonic()
+
+    def pytest_sessionfinish(self) -> None:
+        self._finished.set()
+
+    def _report(self) -> None:
+        while not self._finished.wait(1.0):
+            now = time.monotonic()
+            if now - self._shown >= SILENCE_S:
+                self._shown = now
+                line = f"\n{self._test}: {now - self._began:.0f} s [{self._number}/{self._count}]\n"
+                os.write(self._output, line.encode())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show progress also during long tests."""
+    config.pluginmanager.register(Progress())
 
 
 class LocalRay:
@@ -216,6 +258,19 @@ def start_raylets(
 def raylets() -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """Return `start_raylets`."""
     return start_raylets
+
+
+@pytest.fixture(scope="session")
+def coordinator_port() -> Iterator[str]:
+    """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test run uses."""
+    for port in random.sample(range(20000, 30000), 100):  # The system and Ray choose theirs elsewhere.
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            break
+    else:
+        pytest.fail("100 ports of 20000-29999 are in use")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COORD_PORT", str(port))
+        yield str(port)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every check, example and benchmark: `nox` checks a change, `nox -s demo` shows the main job."""
+"""Run every check, example and benchmark: `nox` checks a change in minutes, `nox -s ci` checks the rest.
+
+`nox -s demo` shows the main job.
+"""
 
 import contextlib
 import os
@@ -10,15 +13,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["lint", "typecheck", "tests", "integration"]
+nox.options.sessions = ["lint", "quick"]
 nox.options.default_venv_backend = "uv|venv"
 
 ROOT = Path(__file__).parent
@@ -36,7 +40,10 @@ if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     UV_ENV["UV_COMPILE_BYTECODE"] = "1"
 SPHINX = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design")
 PROSE = ("codespell", "proselint")
-RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# Checks start a Ray of their own, whatever else runs on the machine.
+RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+# Examples and benchmarks do too, unless the user names a cluster.
+EXAMPLE_ENV = {**RAY_ENV, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"}
 # Of tests that build environments from an index.
 TEST_ENV = {**RAY_ENV, **CERTIFICATES}
 
@@ -79,7 +86,35 @@ def build_wheel(session: nox.Session, name: str, dist: Path) -> Path:
 
 def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings come from this repository."""
-    session.install("-c", "constraints.txt", *what, env=UV_ENV)
+    with report_every(PATIENCE_S, lambda seconds: f"{session.name}: installing, {seconds:.0f} s"):
+        session.install("-c", "constraints.txt", *what, env=UV_ENV)
+
+
+# People wait at most this long for a sign of progress.
+PATIENCE_S = 15.0
+
+
+@contextlib.contextmanager
+def report_every(interval_s: float, line: Callable[[float], str]) -> Iterator[None]:
+    """Print a line at intervals while the block runs.
+
+    Args:
+        interval_s: seconds between two lines.
+        line: returns the text of the line, given the seconds since the beginning of the block.
+    """
+    began, done = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not done.wait(interval_s):
+            print(line(time.monotonic() - began), flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_requirements(name: str) -> list[str]:
@@ -122,6 +157,23 @@ def tests(session: nox.Session, name: str) -> None:
     """Run the tests of one package, with only its declared dependencies installed."""
     install(session, *map(package, [*SIBLINGS[name], name]), *test_requirements(name))
     session.run("pytest", f"packages/{name}", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Show that every package works on this machine: all unit tests, and the tests on Ray that are marked `smoke`.
+
+    They share one environment, which has no torch. Its end says what `nox -s ci` adds.
+    """
+    needed = {requirement for name in SIBLINGS for requirement in test_requirements(name)}
+    install(session, *map(package, SIBLINGS), *sorted(needed))
+    # Ray makes its sessions below this folder. The path is short, because that of a socket is limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="fl-", ignore_cleanup_errors=True) as folder:
+        env = {**TEST_ENV, "RAY_TMPDIR": folder}
+        session.run("pytest", *(package(name, "/tests/unit") for name in SIBLINGS), *session.posargs, env=env)
+        session.run("pytest", "-m", "smoke", "packages", "integration-tests", *session.posargs, env=env)
+    added = ", ".join(name for name in CI_SESSIONS)
+    print(f"`nox -s ci` checks the rest, in about {CI_MINUTES} minutes on 2 cores: {added}.", flush=True)
 
 
 # In an environment that exists, only this repository's packages are installed again.
@@ -169,7 +221,8 @@ def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray."""
     extra = package("workergroup", "[otel]")
     install(session, *map(package, SIBLINGS), extra, "nox", "psutil", "jsonschema", "pytest", "pytest-timeout")
-    session.run("pytest", "integration-tests", f"--ignore={MULTIHOST}", *session.posargs, env=TEST_ENV)
+    options = [f"--ignore={MULTIHOST}", "-m", "not smoke", *session.posargs]
+    session.run("pytest", "integration-tests", *options, env=TEST_ENV)
 
 
 @nox.session
@@ -213,16 +266,16 @@ def interop(session: nox.Session) -> None:
     extras = package("placement", "[metrics]"), package("workergroup", "[torch,otel]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer"]), *extras, *requirements)
-    session.run("pytest", "packages/sharding/tests/interop", *session.posargs)
-    session.run("pytest", "packages/workergroup/tests/ray/test_torch.py", *session.posargs, env=RAY_ENV)
-    tests = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
-    tests += [f"workergroup/tests/{name}.py" for name in ("unit/test_describe", "ray/test_watch")]
-    session.run("pytest", *map(package, tests), "-k", "torch or metrics", *session.posargs, env=RAY_ENV)
-    session.run("pytest", package("workergroup/tests/unit/test_otel.py"), *session.posargs)
-    session.run("pytest", "packages/batching/tests/ray", *session.posargs, env=RAY_ENV)
-    names = "unit/test_torch", "ray/test_torch_groups", "ray/test_environments"
-    transfer = [f"packages/transfer/tests/{name}.py" for name in names]
-    session.run("pytest", *transfer, "-k", "not environments or torch", *session.posargs, env={**RAY_ENV, **UV_ENV})
+    pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
+    pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends")]
+    pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe", "otel")]
+    session.run("pytest", package("sharding/tests/interop"), *map(package, pure), *session.posargs, env=RAY_ENV)
+    whole = "workergroup/tests/ray/test_torch.py", "batching/tests/ray", "transfer/tests/ray/test_torch_groups.py"
+    session.run("pytest", *map(package, whole), *session.posargs, env=RAY_ENV)
+    parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
+    parts += ["workergroup/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
+    env = {**RAY_ENV, **UV_ENV}
+    session.run("pytest", *map(package, parts), "-k", "torch or metrics", *session.posargs, env=env)
     session.run(
         "pytest",
         "integration-tests/test_documented.py",
@@ -231,7 +284,7 @@ def interop(session: nox.Session) -> None:
         *session.posargs,
     )
     # What `nox -s demo -- torch` runs, shortened.
-    session.run("python", "examples/train_digits_torch.py", "--epochs", "2", "--address", "local", env=RAY_ENV)
+    session.run("python", "examples/train_digits_torch.py", "--epochs", "2", env=RAY_ENV)
 
 
 @nox.session
@@ -260,21 +313,21 @@ def demo(session: nox.Session) -> None:
     if with_torch:
         install(session, "torch")
     script = "examples/train_digits_torch.py" if with_torch else "examples/train_digits.py"
-    session.run("python", script, *session.posargs[with_torch:], env=RAY_ENV)
+    session.run("python", script, *session.posargs[with_torch:], env=EXAMPLE_ENV)
 
 
 @nox.session
 def lane(session: nox.Session) -> None:
     """Train with a pipeline schedule by Ray's actor calls and by a lane, and print the speed of both."""
     install(session, *map(package, SIBLINGS["workergroup"]), package("workergroup", "[lane]"))
-    session.run("python", "examples/lane.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "examples/lane.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
 def survive(session: nox.Session) -> None:
     """Train as in the demo, kill a worker in the middle, and reach the same accuracy."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "scikit-learn")
-    session.run("python", "examples/survive.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "examples/survive.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
@@ -283,21 +336,21 @@ def grpo(session: nox.Session) -> None:
     install(
         session, *map(package, [*SIBLINGS["transfer"], "transfer", "batching"]), "torch", "transformers", "matplotlib"
     )
-    session.run("python", "examples/grpo.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "examples/grpo.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
 def elastic(session: nox.Session) -> None:
     """Train while the group grows, loses a worker and shrinks; the loss must be that of one process."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "matplotlib")
-    session.run("python", "examples/elastic.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "examples/elastic.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
 def tpu_psum(session: nox.Session) -> None:
     """Run JAX over the hosts of pretend TPU slices, and lose one of them in the middle."""
     install(session, *map(package, [*SIBLINGS["tpu-executor"], "tpu-executor"]), "jax")
-    session.run("python", "examples/tpu_psum.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "examples/tpu_psum.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
@@ -379,7 +432,7 @@ def workflows(session: nox.Session) -> None:
 @nox.session
 @each_package
 def wheels(session: nox.Session, name: str) -> None:
-    """Install the wheel of one package alone in an environment; import it, run its README's example and its tests."""
+    """Install the wheel of one package alone; import it, and run its README's example and what `quick` left out."""
     install(session, "build", "hatchling", "pip")
     dist = make_folder(session, "dist")
     built = {one: build_wheel(session, one, dist) for one in [*SIBLINGS[name], name]}
@@ -397,10 +450,11 @@ def wheels(session: nox.Session, name: str) -> None:
     with session.chdir(here):
         session.run(python, "-c", imported, external=True)
         session.run(python, "example.py", env=own, external=True)
-    for more in [test_requirements(name), *([["torch"]] if name == "batching" else [])]:
-        session.run(*pip, *more)
-        with session.chdir(here):
-            session.run(python, "-m", "pytest", "packages", *session.posargs, env=TEST_ENV, external=True)
+    session.run(*pip, *test_requirements(name))
+    with session.chdir(here):
+        # 5: the package has only unit tests.
+        options = [f"--ignore={package(name, '/tests/unit')}", "-m", "not smoke", *session.posargs]
+        session.run(python, "-m", "pytest", "packages", *options, env=TEST_ENV, external=True, success_codes=[0, 5])
 
 
 @nox.session
@@ -446,7 +500,7 @@ def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
     siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor", "transfer"]
     install(session, *map(package, siblings), "torch", "pyzmq")
-    session.run("python", "benchmarks/run.py", *session.posargs, env=RAY_ENV)
+    session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
@@ -460,131 +514,121 @@ def pictures(session: nox.Session) -> None:
     session.run("python", "docs/draw_trace.py", env=RAY_ENV)
 
 
-# The sessions that a change has to pass, in two lanes that run at the same time: a session mostly waits for processes.
-# The sessions that use the fixed port of several TPU slices are in one lane. An example starts its own Ray: the one
-# that it would find belongs to the other lane.
-LANES: tuple[dict[str, list[str]], ...] = (
-    {
-        "lint": [],
-        "typecheck": [],
-        "wheels(workergroup)": [],
-        "wheels(placement)": [],
-        "wheels(venvs)": [],
-        "docs": [],
-    },
-    {
-        "workflows": [],
-        "wheels(sharding)": [],
-        "wheels(batching)": [],
-        "vendor": [],
-        "build": [],
-        "wheels(tpu-executor)": [],
-        "wheels(transfer)": [],
-        "integration": [],
-        "multihost": [],
-        "nixl": [],
-        "demo": ["--address", "local"],
-        "grpo": ["--steps", "5", "--address", "local"],
-        "lane": ["--steps", "10"],
-        "survive": ["--steps", "120", "--address", "local"],
-        "elastic": ["--address", "local"],
-        "soak": ["60"],
-        "interop": [],
-    },
-)
+# What `ci` adds to `nox`, with the arguments of each session, the longest first: two sessions run at a time.
+CI_SESSIONS: dict[str, list[str]] = {
+    "wheels(workergroup)": [],
+    "wheels(placement)": [],
+    "multihost": [],
+    "docs": [],
+    "integration": [],
+    "wheels(tpu-executor)": [],
+    "wheels(transfer)": [],
+    "wheels(venvs)": [],
+    "interop": [],
+    "nixl": [],
+    "grpo": ["--steps", "5"],
+    "soak": ["60"],
+    "survive": ["--steps", "120"],
+    "elastic": [],
+    "typecheck": [],
+    "lane": ["--steps", "10"],
+    "demo": [],
+    "wheels(batching)": [],
+    "wheels(sharding)": [],
+    "vendor": [],
+    "build": [],
+    "workflows": [],
+}
+# How long that takes on 2 cores.
+CI_MINUTES = 27
+AT_A_TIME = 2
 
 
-@dataclass(frozen=True)
-class SessionResult:
-    """The result of a session of `ci`, and its output."""
+@dataclass
+class SessionRun:
+    """A session of `ci` in a nox of its own."""
 
     name: str
-    returncode: int
-    seconds: float
-    output: str
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    returncode: int | None = None
+    lines: list[str] = field(default_factory=list)
+
+    def run(self, posargs: list[str], folder: Path) -> None:
+        """Run the session to its end; a folder holds what Ray records."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nox", "--session", self.name, "--", *posargs],
+            cwd=ROOT,
+            env={**os.environ, "RAY_TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        self.lines.extend(process.stdout)
+        self.returncode = process.wait()
+        self.seconds = time.monotonic() - self.began
 
     @property
     def failed_tests(self) -> list[str]:
         """The lines of pytest's summary with the tests that failed."""
-        return re.findall(r"^(?:FAILED|ERROR) .*$", self.output, flags=re.MULTILINE) if self.returncode else []
+        return [line.rstrip() for line in self.lines if line.startswith(("FAILED ", "ERROR "))]
+
+    @property
+    def progress(self) -> str:
+        """The name of a running session, its minutes, and the last count of tests that it has printed."""
+        counts = (re.search(r"\[ *(\d+)/(\d+)\]$", line.rstrip()) for line in reversed(self.lines))
+        last = next((f", test {count[1]} of {count[2]}" for count in counts if count), "")
+        return f"{self.name} {(time.monotonic() - self.began) / 60:.1f} min{last}"
 
     def __str__(self) -> str:
-        counts = re.findall(r"^=+ (.*(?:passed|failed).*?) =+$", self.output, flags=re.MULTILINE)
+        counts = re.findall(r"^=+ (.*(?:passed|failed).*?) =+$", "".join(self.lines), flags=re.MULTILINE)
         word = "failed" if self.returncode else "passed"
         return f"{word}  {self.seconds / 60:5.1f} min  {self.name:22}  {'; '.join(counts)}".rstrip()
 
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Run everything that a change has to pass: checks, tests against wheels, several hosts, the examples, a soak.
-
-    Tests that fail are run a second time, alone on the machine. The end of the output names those that pass then.
-    """
+    """Run what a change has to pass beside `nox`: types, tests against wheels, several hosts, examples, a soak."""
     began = time.monotonic()
-    stop = threading.Event()
-    # Ray records in this folder which cluster it started last, so each lane has its own.
-    with tempfile.TemporaryDirectory(prefix="ci-", ignore_cleanup_errors=True) as folder:
-        folders = [Path(folder, str(number)) for number in range(len(LANES))]
-        with ThreadPoolExecutor(len(LANES)) as pool:
-            try:
-                results = [one for lane in pool.map(run_lane, LANES, folders, [stop] * len(LANES)) for one in lane]
-            finally:  # also after Ctrl-C, which ends the sessions that run
-                stop.set()
-        unstable: list[str] = []
-        first = [one for one in results if one.returncode]
-        # Many failed tests, or a session that failed without one, are no accident.
-        if all(one.failed_tests for one in first) and sum(len(one.failed_tests) for one in first) <= MOST_REPEATED:
-            for one in first:
-                (number,) = (number for number, lane in enumerate(LANES) if one.name in lane)
-                print(f"once more, alone: {one.name}", flush=True)
-                again = run_session(one.name, LANES[number][one.name], folders[number], "--last-failed")
-                print(again, *again.failed_tests, sep="\n", flush=True)
-                results[results.index(one)] = again
-                if not again.returncode:
-                    unstable += one.failed_tests
-    failed = [one for one in results if one.returncode]
+    waiting = list(CI_SESSIONS.items())
+    running: list[SessionRun] = []
+    finished: list[SessionRun] = []
+
+    def work(folder: Path) -> None:
+        while waiting:
+            name, posargs = waiting.pop(0)
+            running.append(one := SessionRun(name))
+            one.run(posargs, folder)
+            running.remove(one)
+            finished.append(one)
+            # The output of a session that failed comes at the end. These lines say already what it will be.
+            print(one, *one.failed_tests, sep="\n", flush=True)
+
+    def describe(seconds: float) -> str:
+        now = "; ".join(one.progress for one in list(running))
+        return f"{seconds / 60:5.1f} min, {len(finished)} of {len(CI_SESSIONS)} sessions; {now}"
+
+    # Ray records in its folder which cluster it started last, so sessions that run at the same time have their own.
+    with (
+        tempfile.TemporaryDirectory(prefix="ci-", ignore_cleanup_errors=True) as folder,
+        report_every(PATIENCE_S, describe),
+        ThreadPoolExecutor(AT_A_TIME) as pool,
+    ):
+        try:
+            list(pool.map(work, [Path(folder, str(number)) for number in range(AT_A_TIME)]))
+        finally:  # after Ctrl-C too, which ends the sessions that run
+            waiting.clear()
+    failed = [one for one in finished if one.returncode]
     for one in failed:
-        print(f"\n{one.output}\n{one}")
-    print(*results, f"        {(time.monotonic() - began) / 60:5.1f} min  altogether", sep="\n", flush=True)
-    if unstable:
-        print("UNSTABLE: these failed beside another session, and passed alone. Find out why:", *unstable, sep="\n")
+        print(f"\n{''.join(one.lines)}\n{one}")
+    order = list(CI_SESSIONS)
+    finished.sort(key=lambda one: order.index(one.name))
+    print(*finished, f"        {(time.monotonic() - began) / 60:5.1f} min  altogether", sep="\n", flush=True)
     if failed:
-        session.error(f"{len(failed)} of {len(results)} sessions failed: {', '.join(one.name for one in failed)}")
-
-
-# More failed tests than this are not run a second time.
-MOST_REPEATED = 5
-
-
-def run_lane(lane: dict[str, list[str]], folder: Path, stop: threading.Event) -> list[SessionResult]:
-    """Run sessions one after another, each in a nox of its own, and print the result of each."""
-    results: list[SessionResult] = []
-    for name, posargs in lane.items():
-        if stop.is_set():
-            break
-        results.append(run_session(name, posargs, folder))
-        # The whole output of a session that failed comes at the end; these lines say at once what it will be.
-        print(results[-1], *results[-1].failed_tests, sep="\n", flush=True)
-    return results
-
-
-def run_session(name: str, posargs: list[str], folder: Path, *pytest_options: str) -> SessionResult:
-    """Run a session in a nox of its own; a folder holds what Ray and pytest record."""
-    began = time.monotonic()
-    tests = folder / "tests" / name
-    tests.mkdir(parents=True, exist_ok=True)
-    options = [os.environ.get("PYTEST_ADDOPTS", ""), "-o", f"cache_dir='{tests}'", *pytest_options]
-    done = subprocess.run(
-        [sys.executable, "-m", "nox", "--session", name, "--", *posargs],
-        cwd=ROOT,
-        env={**os.environ, "RAY_TMPDIR": str(folder), "PYTEST_ADDOPTS": " ".join(options)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    return SessionResult(name, done.returncode, time.monotonic() - began, done.stdout)
+        session.error(f"{len(failed)} of {len(finished)} sessions failed: {', '.join(one.name for one in failed)}")
 
 
 if __name__ == "__main__":

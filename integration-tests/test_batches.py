@@ -68,6 +68,7 @@ def groups(local_ray):
         yield policy, generation
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "how", [{"dynamic_batching_args": DYNAMIC}, {"sequence_packing_args": PACKED}], ids=["dynamic", "packed"]
 )

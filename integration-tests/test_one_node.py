@@ -34,6 +34,7 @@ class Model:
         os._exit(1)
 
 
+@pytest.mark.smoke
 def test_sharded_dot_product(local_ray):
     """With weights sharded over tp and data over dp, the partial results add up to the full dot products."""
     weights, batch = np.arange(8.0), [np.ones(8), np.full(8, 2.0)]
@@ -58,6 +59,7 @@ def test_sharded_dot_product(local_ray):
             assert [worker["node_idx"] for worker in group.worker_metadata] == [0] * 4 + [1] * 4
 
 
+@pytest.mark.smoke
 def test_each_worker_has_its_own_gpu(local_ray):
     """Rank r sees exactly the logical GPU of slot r, and the slots are in ascending order of GPUs."""
     with RayVirtualCluster([4]) as cluster, RayWorkerGroup(cluster, RayWorkerBuilder(Model, 1)) as group:

@@ -25,7 +25,7 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def slices() -> Iterator[PretendSlices]:
+def slices(coordinator_port: str) -> Iterator[PretendSlices]:
     """Start two pretend slices of two hosts each."""
     with PretendSlices() as made:
         made.add_slice()

@@ -33,7 +33,7 @@ def test_sessions():
     listed = json.loads(run("-m", "nox", "--list", "--json", "--session", *sessions))
     assert sorted(one["session"] for one in listed) == sorted(sessions)
     each = {f"{name}({package})" for name in ("wheels", "minimums") for package in NAMES}
-    assert {"lint", "workflows", "integration", "soak", *each} <= set(sessions)
+    assert {"lint", "quick", "workflows", "integration", "soak", *each} <= set(sessions)
 
 
 def test_pythons():
@@ -44,7 +44,7 @@ def test_pythons():
     declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT.read_text())
     assert len(declared) > 1
     for session, versions in pythons.items():
-        assert versions == (declared if session.startswith("wheels(") else declared[:1]), session
+        assert versions == (declared if session.startswith(("quick", "wheels(")) else declared[:1]), session
 
 
 def test_root():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the job matrix of .github/workflows/ci.yml: the sessions of `nox -s ci`, and `minimums` of every package.
+"""Print the job matrix of .github/workflows/ci.yml: the sessions of `nox` and `nox -s ci`, and `minimums` of packages.
 
 Tests of packages run on every Python version that the packages declare, other sessions on the lowest. Needs nox.
 """
@@ -13,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # These sessions create network namespaces.
 AS_ROOT = {"multihost", "nixl", "soak"}
+# Tests of packages.
+ON_EVERY_PYTHON = {"quick", "wheels"}
 
 
 def read_pythons() -> list[str]:
@@ -27,7 +29,7 @@ def make_matrix(sessions: list[tuple[str, list[str]]], pythons: list[str]) -> li
     entries = []
     for session, posargs in sessions:
         name = session.partition("(")[0]
-        for python in pythons if name == "wheels" else pythons[:1]:
+        for python in pythons if name in ON_EVERY_PYTHON else pythons[:1]:
             more = {"arguments": " ".join(posargs), "root": name in AS_ROOT}
             entries.append({"session": session, "python": python, **more})
     return entries
@@ -37,6 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import noxfile
 
-    sessions = [session for lane in noxfile.LANES for session in lane.items()]
+    sessions = [(name, []) for name in noxfile.nox.options.sessions or ()]
+    sessions += noxfile.CI_SESSIONS.items()
     sessions += [(f"minimums({name})", []) for name in noxfile.SIBLINGS]
     sys.stdout.write(f"include={json.dumps(make_matrix(sessions, read_pythons()))}\n")

@@ -36,6 +36,7 @@ def without_ids(text):
     return re.sub(r" +", " ", re.sub(r"─+", "─", text)).strip()
 
 
+@pytest.mark.smoke
 def test_readme(run_script):
     """The example of the README runs as a script and prints what the README shows."""
     text = README.read_text(encoding="utf-8")

@@ -15,6 +15,11 @@ from fairlead_tpu_executor.testing import PretendSlices
 STALE = {"MEGASCALE_SLICE_ID": "77", "MEGASCALE_COORDINATOR_ADDRESS": "stale", "TPU_ZONE": "zone-of-node"}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_coordinator_port(coordinator_port: str) -> None:
+    """Give this test run its own port for the coordinator of several slices; the default is fixed."""
+
+
 @pytest.fixture(scope="module")
 def slices() -> Iterator[PretendSlices]:
     """Start slice-1 and slice-2, v4-16, worker 1 before worker 0. Tests do not change them."""

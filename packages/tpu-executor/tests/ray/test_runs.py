@@ -43,6 +43,7 @@ def groups(pool):
     return [slot.placement_group.id for slot in pool.slots()]
 
 
+@pytest.mark.smoke
 def test_one_slice(slices):
     """Each host is called once, in the order of the worker ids, although the hosts started in the other order."""
     status = RayExecutor.execute(where, ONE)
@@ -57,7 +58,8 @@ def test_one_slice(slices):
     assert [one.slice_name for one in status.info.slices] == ["slice-1"]
 
 
-def test_two_slices(slices):
+@pytest.mark.smoke
+def test_two_slices(slices, coordinator_port):
     """Results come slice by slice, flat or nested; every host has the coordinators; stale variables are overridden."""
     config = TpuAcceleratorConfig("v4-16", 2, scale_timeout_s=30)
     nested = RayExecutor.autoscale_execute(variables, config, flatten=False).result
@@ -68,14 +70,14 @@ def test_two_slices(slices):
             assert {name: value for name, value in found.items() if name.startswith("MEGASCALE_")} == {
                 "MEGASCALE_COORDINATOR_ADDRESS": nested[0][0]["MEGASCALE_COORDINATOR_ADDRESS"],
                 "MEGASCALE_NUM_SLICES": "2",
-                "MEGASCALE_PORT": "8081",
+                "MEGASCALE_PORT": coordinator_port,
                 "MEGASCALE_SLICE_ID": str(at),
             }
             assert found["EXECUTOR_CALL_SLICE"] == str(at)
             assert found["EXECUTOR_CALL_INDEX"] == found["TPU_HOST_ID"] == found["TPU_WORKER_ID"] == str(worker)
             assert found["TPU_SLICE_NAME"] == found["TPU_NAME"] == first[at]
             assert (found["TPU_POD_COUNT"], found["TPU_VERSION"]) == ("2", "v4-16")
-    assert nested[0][0]["MEGASCALE_COORDINATOR_ADDRESS"].endswith(":8081")
+    assert nested[0][0]["MEGASCALE_COORDINATOR_ADDRESS"].endswith(f":{coordinator_port}")
     coordinators = [{found["EXECUTOR_COORDINATOR_ADDRESS"] for found in of_slice} for of_slice in nested]
     assert len(coordinators[0]) == len(coordinators[1]) == len(coordinators[0] | coordinators[1]) - 1 == 1
     flat = RayExecutor.autoscale_execute(where, config).result

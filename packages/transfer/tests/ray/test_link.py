@@ -38,6 +38,7 @@ def groups(slots):
         yield policy, generation
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "object_store"])
 def test_send(groups, transport):
     """Each send brings the current tensors to all target ranks, in at most three rounds."""
@@ -169,6 +170,7 @@ def test_bad_options(groups, options, error, text):
         Link(*groups, source="weights", **options)
 
 
+@pytest.mark.smoke
 def test_versions_grow(groups):
     """A version must be larger than the last one, unless it is sent again on purpose."""
     policy, generation = groups

@@ -74,6 +74,7 @@ def only(caught):
     return error
 
 
+@pytest.mark.smoke
 def test_full_cluster(spec_of, tools):
     """An environment is built although every CPU is in use, and later calls find it, also on this machine."""
 
@@ -146,6 +147,7 @@ def test_too_large(spec_of, monkeypatch):
         create_local_venv_on_each_node(spec_of("alpha"))
 
 
+@pytest.mark.smoke
 def test_worker(worker_spec, tmp_path, monkeypatch):
     """An actor runs in the environment, with its Python, its packages, and its scripts on the path."""
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "it's a folder"))
@@ -248,6 +250,7 @@ def test_classes(worker_spec):
         make_actor_runtime_env("package.module.Worker")
 
 
+@pytest.mark.smoke
 def test_errors_of_nodes(spec_of):
     """The error of a node has the node and the output of uv."""
     with pytest.raises(VenvNodesError, match="1 of 1 environments are not ready, on ") as caught:

@@ -16,6 +16,7 @@ from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
 from fairlead_venvs._build.store import FORMAT, MANIFEST
 
 
+@pytest.mark.smoke
 def test_requirements(spec_of, tools, root):
     """An environment has the requested packages, and its scripts and VIRTUAL_ENV work in its final place."""
     python = create_local_venv(spec_of("beta", "alpha<2"))
@@ -30,6 +31,7 @@ def test_requirements(spec_of, tools, root):
     assert said.split() == ["1.0", str(folder), str(folder)]
 
 
+@pytest.mark.smoke
 def test_warm(spec_of, make_project, project_spec):
     """An existing environment is found without starting a process, also that of a project."""
     started = []
@@ -133,6 +135,7 @@ def test_local_folders(make_project, project_spec, tools, tmp_path, wheels):
     assert tools.says(changed, "import other; print(other.answer)") == "43"
 
 
+@pytest.mark.smoke
 def test_setup(spec_of, tools):
     """The setup command runs inside, with what is installed; if it fails there is no environment."""
     write = "import sys, alpha, pathlib; pathlib.Path(sys.prefix, 'seen').write_text(alpha.version)"

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, as it is typed."""
 
+import pytest
+
 from fairlead_venvs import create_local_venv
 
 
+@pytest.mark.smoke
 def test_build_list_prune(run, spec_of, wheels, root):
     """Environments are built, listed and pruned, and standard output has only the results."""
     found = ["--find-links", str(wheels), "--no-index"]

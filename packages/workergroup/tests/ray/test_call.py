@@ -9,6 +9,7 @@ from fairlead_workergroup import Call, LateWorker, MultiWorkerFuture, PerWorker,
 
 
 class TestRecipientsAndResults:
+    @pytest.mark.smoke
     def test_everybody(self, group):
         """Without options all workers are called with the same arguments, and results are by rank."""
         call = group.call("rank")
@@ -17,6 +18,7 @@ class TestRecipientsAndResults:
         assert call.result() == list(range(8))
         assert group.call("echo", 1, b=2).result() == [((1,), {"b": 2})] * 8
 
+    @pytest.mark.smoke
     def test_shards(self, group):
         """Each argument has its own axes; the worker at coordinate c gets piece c, whatever its rank."""
         got = group.call("echo", Shard(["d0", "d1"], "dp"), x=Shard([["t0d0", "t0d1"]] + [["?", "?"]] * 3, "tp", "dp"))
@@ -25,6 +27,7 @@ class TestRecipientsAndResults:
         assert answers[0] == (("d1",), {"x": "t0d1"})
         assert [args[0] for args, _ in answers] == ["d1", "d0", "d0", "d1", "d1", "d0", "d0", "d1"]
 
+    @pytest.mark.smoke
     def test_per_worker(self, group):
         """Each called worker gets one value, by ascending rank."""
         assert [args[0] for args, _ in group.call("echo", PerWorker([f"r{i}" for i in range(8)])).result()] == [
@@ -32,6 +35,7 @@ class TestRecipientsAndResults:
         ]
         assert group.call("echo", PerWorker(["r0", "r5"]), first_along="tp").result() == [(("r0",), {}), (("r5",), {})]
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(
         ("collect", "ranks"),
         [
@@ -46,6 +50,7 @@ class TestRecipientsAndResults:
         """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
 
+    @pytest.mark.smoke
     def test_first_along(self, group):
         """Only coordinate 0 along the axes is called."""
         call = group.call("rank", first_along=("tp",))
@@ -63,6 +68,7 @@ class TestRecipientsAndResults:
         assert again.result() == [5, 0]
         assert group.call("rank").outcomes()[3].coords == {"dp": 1, "tp": 2}
 
+    @pytest.mark.smoke
     @pytest.mark.by_ray
     def test_discard(self, group):
         """No worker returns a result, and nothing is fetched, but errors are raised."""
@@ -73,6 +79,7 @@ class TestRecipientsAndResults:
         with pytest.raises(ValueError, match="rank 3 would not"):
             group.call("fail", [3], discard=True).result()
 
+    @pytest.mark.smoke
     def test_bad_calls_reach_no_worker(self, group):
         """Wrong methods, arguments, axes, numbers of pieces and timeouts reach no worker."""
         before = group.statistics().requests

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import ray
 
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
@@ -36,6 +37,7 @@ def answers(group, method):
 
 
 class TestWorkers:
+    @pytest.mark.smoke
     def test_rank_variables(self, cluster):
         """Every worker has torch's rank variables, and all have the same master address and leased port."""
         with RayWorkerGroup(cluster, Reporter, workers_per_node=4) as group:
