@@ -113,12 +113,13 @@ class ProcessMeter:
                     with process.oneshot():
                         if process.status() == psutil.STATUS_ZOMBIE:
                             continue
-                        cpu = process.cpu_times()
+                        # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
+                        cpu, now = process.cpu_times(), time.time()
                         memory, threads = process.memory_info().rss, process.num_threads()
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
                 key = (pid, process.create_time())
-                seconds, now = cpu.user + cpu.system, time.time()
+                seconds = cpu.user + cpu.system
                 # At first, since the process started.
                 before, since = self._last.get(key, (0.0, key[1]))
                 self._last[key] = (seconds, now)
