@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +65,54 @@ def start_script(tmp_path):
 def run_script(start_script):
     """Return a function that runs a script to its end and returns its output."""
     return lambda source, **env: start_script(source, **env).finish()[0]
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Return a list of the pauses of the reservations that wait, in seconds: it is empty until one waits."""
+    made = []
+
+    def sleep(seconds):
+        made.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("fairlead_placement._reserve.attempt.time", clock)
+    return made
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Let Ray take a minute to place a group, and two to start a process, even for a reservation that does not wait.
+
+    However busy the machine is, what fits is then placed in the first attempt.
+    """
+    monkeypatch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)
+    monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 120.0)
+    monkeypatch.setattr("fairlead_placement._reserve.gpus.LEAST_S", 120.0)
+
+
+@pytest.fixture(scope="session")
+def hold_group():
+    """Return a context manager that holds a placement group, as another user of the cluster does."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from fairlead_placement._reserve.groups import are_shown
+
+    @contextlib.contextmanager
+    def hold(bundles, name="", **options):
+        group = placement_group(bundles, name=name, **options)
+        try:
+            ray.get(group.ready())
+            # Until the node reports the group, its resources look free.
+            while not are_shown({group.id.hex()}):
+                time.sleep(0.02)
+            yield group
+        finally:
+            remove_placement_group(group)
+
+    return hold
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
@@ -48,23 +48,23 @@ class Trainer:
         return [int(one) for one in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
+def free_gpus():
+    return ray.available_resources().get("GPU", 0)
+
+
 @contextlib.contextmanager
 def actor(**options):
-    made = ray.remote(Trainer).options(**{"num_cpus": 0, "num_gpus": 1, **options}).remote()
+    """Hold GPUs with an actor. Until its node reports them, they look free."""
+    options = {"num_cpus": 0, "num_gpus": 1, **options}
+    left = free_gpus() - (0 if "scheduling_strategy" in options else options["num_gpus"])
+    made = ray.remote(Trainer).options(**options).remote()
     try:
-        yield ray.get(made.gpus.remote())
+        gpus = ray.get(made.gpus.remote())
+        while free_gpus() > left:
+            time.sleep(0.02)
+        yield gpus
     finally:
         ray.kill(made)
-
-
-@contextlib.contextmanager
-def hold_group(bundles, name=""):
-    group = placement_group(bundles, name=name)
-    ray.get(group.ready())
-    try:
-        yield group
-    finally:
-        remove_placement_group(group)
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def local(local_ray):
     assert groups_there() == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ids", [[2], [3, 1], [0, 1, 2, 3]])
 def test_the_bundles_have_the_ids(local, ids):
     """The bundles are on the named GPUs, in ascending order; the other GPUs are free again."""
@@ -103,7 +104,7 @@ def test_auto(local, monkeypatch):
 
 def test_two_at_once(local):
     """Two clusters that request different GPUs of one node at the same time both get theirs."""
-    clusters = [RayVirtualCluster([2], gpu_ids=ids, reserve_timeout_s=60) for ids in ([1, 2], [0, 3])]
+    clusters = [RayVirtualCluster([2], gpu_ids=ids) for ids in ([1, 2], [0, 3])]
     threads = [threading.Thread(target=cluster.reserve) for cluster in clusters]
     for thread in threads:
         thread.start()
@@ -114,7 +115,7 @@ def test_two_at_once(local):
         cluster.shutdown()
 
 
-def test_held_by_actors(local):
+def test_held_by_actors(local, hold_group, patient):
     """A reservation waits for GPUs of live actors until its deadline. The error names each actor; nothing is left."""
     job = ray.get_runtime_context().get_job_id()
     with (
@@ -123,10 +124,8 @@ def test_held_by_actors(local):
         actor(num_gpus=0.5, scheduling_strategy=in_bundle(group)) as (second,),
     ):
         before = groups_there()
-        began = time.monotonic()
         with pytest.raises(ResourceInsufficientError) as caught:
             RayVirtualCluster([4], gpu_ids=[0, 1, 2, 3], reserve_timeout_s=0.5).reserve()
-        assert time.monotonic() - began < 10
         assert groups_there() == before
         message = caught.value.reason
         assert re.match(r"Waited \d+\.\d s for particular GPUs\. GPU ", message)
@@ -143,7 +142,7 @@ def test_held_by_actors(local):
             assert read_gpu_ids(cluster) == {0: free}
 
 
-def test_held_by_a_part(local):
+def test_held_by_a_part(local, patient):
     """A GPU of which an actor holds a part is not free, although Ray counts the rest as free."""
     with (
         actor(num_gpus=0.25) as (part,),
@@ -152,10 +151,11 @@ def test_held_by_a_part(local):
         RayVirtualCluster([1], gpu_ids=[part], reserve_timeout_s=0).reserve()
 
 
-def test_held_by_idle_reservations(local, eventually):
+def test_held_by_idle_reservations(local, eventually, patient):
     """The error names a reservation in which nothing runs, which is found by elimination."""
     with RayVirtualCluster([2], gpu_ids=[1, 3], name="idle") as cluster:
         (group,) = cluster.get_placement_groups()
+        assert eventually(lambda: free_gpus() == 2)
         with actor(), pytest.raises(ResourceInsufficientError) as caught:
             RayVirtualCluster([2], gpu_ids=[3, 2], reserve_timeout_s=0).reserve()
         name = placement_group_table(group)["name"]
@@ -163,12 +163,12 @@ def test_held_by_idle_reservations(local, eventually):
         who = f"placement group {name} {group.id.hex()[:8]} (job {ray.get_runtime_context().get_job_id()})"
         assert f"id 3 is held by {who}, in which nothing runs" in caught.value.reason
         assert groups_there() == [group.id.hex()]
-        assert eventually(lambda: ray.available_resources()["GPU"] == 2)
+        assert eventually(lambda: free_gpus() == 2)
         with pytest.raises(ResourceInsufficientError, match=r"GPU 1, 3, asked .*: ids 1, 3 are held by placement"):
             RayVirtualCluster([3], gpu_ids=[3, 2, 1], reserve_timeout_s=0).reserve()
 
 
-def test_held_by_a_task(local, tmp_path, eventually):
+def test_held_by_a_task(local, tmp_path, eventually, patient):
     """Ray does not report the GPUs of tasks: the error names a task if no other holder is known."""
     started, stop = tmp_path / "started", tmp_path / "stop"
 
@@ -178,7 +178,7 @@ def test_held_by_a_task(local, tmp_path, eventually):
             time.sleep(0.05)
 
     task = ray.remote(num_cpus=0, num_gpus=4)(work).remote()
-    assert eventually(started.exists)
+    assert eventually(lambda: started.exists() and not free_gpus(), 120)
     with pytest.raises(ResourceInsufficientError, match="id 2 is held by a running task"):
         RayVirtualCluster([1], gpu_ids=[2], reserve_timeout_s=0).reserve()
     stop.touch()
@@ -192,16 +192,15 @@ def test_held_by_a_task(local, tmp_path, eventually):
         ([1, 1], [[0], [0]], r"cannot hold 2 logical node\(s\) on the GPUs asked for, even when it is idle: node"),
     ],
 )
-def test_no_node_has_them(local, counts, ids, message):
-    """Ids that no node has, or that two logical nodes request on one node, are refused at once."""
-    began = time.monotonic()
+def test_no_node_has_them(local, pauses, counts, ids, message):
+    """Ids that no node has, or that two logical nodes request on one node, are refused without a wait."""
     with pytest.raises(ResourceInsufficientError, match=message) as caught:
         RayVirtualCluster(counts, gpu_ids=ids).reserve()
     assert (caught.value.report.verdict, caught.value.report.plan) == ("impossible", {})
-    assert time.monotonic() - began < 2
+    assert pauses == []
 
 
-def test_only_the_rest_is_missing(local):
+def test_only_the_rest_is_missing(local, hold_group, patient):
     """If the GPUs are free and another resource is not, the error says so."""
     with (
         hold_group([{"CPU": 15}]),
@@ -210,13 +209,13 @@ def test_only_the_rest_is_missing(local):
         RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
 
 
-def test_a_waiter_is_served(local):
+def test_a_waiter_is_served(local, pauses, eventually):
     """A waiting reservation gets its GPUs when they are released."""
     first = RayVirtualCluster([2], gpu_ids=[0, 1]).reserve()
-    second = RayVirtualCluster([2], gpu_ids=[1, 2], reserve_timeout_s=60)
+    second = RayVirtualCluster([2], gpu_ids=[1, 2])
     waiter = threading.Thread(target=second.reserve)
     waiter.start()
-    time.sleep(1)
+    assert eventually(lambda: pauses, 120)
     assert waiter.is_alive()
     first.shutdown()
     waiter.join()
@@ -224,7 +223,7 @@ def test_a_waiter_is_served(local):
     second.shutdown()
 
 
-def test_wrong_ids_are_not_kept(local, monkeypatch):
+def test_wrong_ids_are_not_kept(local, monkeypatch, patient):
     """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the check fails)."""
     checked = []
     monkeypatch.setattr(
@@ -254,7 +253,7 @@ def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypa
         assert all(100 < timeout <= 4000 for timeout in asked)
 
 
-def test_ids_are_found_without_time_to_wait(local):
+def test_ids_are_found_without_time_to_wait(local, patient):
     """A reservation without time to wait still reads its ids, because the resources are held by then."""
     with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
         assert len(cluster.slots()[0].accelerator_ids) == 1
@@ -334,15 +333,17 @@ def test_renamed(run_script):
         """
         import ray
         from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+        from fairlead_placement._reserve import gpus, groups
+        groups.PLACING_S = groups.LEAST_S = gpus.LEAST_S = 60.0  # on a busy machine
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", num_gpus=3)
 
         @ray.remote(num_cpus=0, num_gpus=1)
         class Holder:
-            def gpus(self):
+            def ids(self):
                 return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
         holder = Holder.remote()
-        print(ray.get(holder.gpus.remote()))
+        print(ray.get(holder.ids.remote()))
         with RayVirtualCluster([1], gpu_ids=[9]) as cluster:
             print([slot.accelerator_ids for slot in cluster.slots()])
         for ids in ([0], [5]):

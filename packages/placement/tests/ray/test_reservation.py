@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reservations on one node of 16 CPUs and 4 GPUs: slots, waiting, release."""
 
-import contextlib
 import gc
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
@@ -29,15 +29,7 @@ def in_bundle(slot):
     return PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle_index)
 
 
-@contextlib.contextmanager
-def hold_group(bundles, name="", **options):
-    """Hold a placement group, as another user of the cluster does."""
-    group = placement_group(bundles, name=name, **options)
-    ray.get(group.ready())
-    yield group
-    remove_placement_group(group)
-
-
+@pytest.mark.smoke
 def test_slots():
     """A slot says where it is and what one worker there requests; its bundle is pinned to its node."""
     (here,) = ray.nodes()
@@ -67,7 +59,7 @@ def test_slots():
     assert groups_there() == {}
 
 
-def test_bundles_are_pinned(monkeypatch):
+def test_bundles_are_pinned(monkeypatch, patient):
     """Every bundle is requested with the id of its node, so that Ray parks the group if the node is lost."""
     asked = []
 
@@ -80,9 +72,10 @@ def test_bundles_are_pinned(monkeypatch):
         pass
 
     pin = {"ray.io/node-id": ray.nodes()[0]["NodeID"]}
-    assert [(bundles, options["bundle_label_selector"]) for bundles, options in asked] == [
-        ([{"CPU": 1.0}], [pin]),
-        ([{"CPU": 1.0}] * 2, [pin, pin]),
+    # Groups are requested side by side, in any order.
+    assert sorted((len(bundles), bundles, options["bundle_label_selector"]) for bundles, options in asked) == [
+        (1, [{"CPU": 1.0}], [pin]),
+        (2, [{"CPU": 1.0}] * 2, [pin, pin]),
     ]
 
 
@@ -93,6 +86,7 @@ def test_slots_are_values():
         assert {one, other, pickle.loads(pickle.dumps(one))} == {one, other}
 
 
+@pytest.mark.smoke
 def test_accelerator_ids():
     """A slot names the GPUs that a process in its bundle gets; slots are in ascending order of them."""
     first = RayVirtualCluster([1]).reserve()
@@ -121,7 +115,7 @@ def test_slots_of_two_logical_nodes_on_one_node():
         assert sorted(slot.node_idx for slot in slots) == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("groups", "share"), [(3, 0.3333), (6, 0.1666), (7, 0.1428)])
+@pytest.mark.parametrize(("groups", "share"), [(3, 0.3333), (7, 0.1428)])
 def test_shares(groups, share):
     """All workers that may share a slot start if each requests its share, even if a GPU does not divide evenly."""
 
@@ -139,9 +133,10 @@ def test_shares(groups, share):
             "scheduling_strategy": in_bundle(slot),
         }
         workers = [ray.remote(Worker).options(**options).remote() for _ in range(groups)]
-        assert ray.get([worker.gpu.remote() for worker in workers], timeout=60) == [slot.accelerator_ids] * groups
+        assert ray.get([worker.gpu.remote() for worker in workers], timeout=150) == [slot.accelerator_ids] * groups
 
 
+@pytest.mark.smoke
 def test_constraints():
     """`node_resource_constraints` are held too; a resource that no node has never fits."""
     with pytest.raises(ResourceInsufficientError, match="1 CPU, 1 tape"):
@@ -155,6 +150,7 @@ def test_strategies(strategy):
         assert len(cluster.slots()) == 3
 
 
+@pytest.mark.smoke
 def test_unified():
     """A unified cluster is one group with each logical node on its own physical node; one node holds one."""
     with RayVirtualCluster([0, 2], use_gpus=False).reserve(unified=True) as cluster:
@@ -189,7 +185,7 @@ def test_empty():
                 cluster.get_master_address_and_port()
 
 
-def test_a_refusal_is_planned_once(monkeypatch):
+def test_a_refusal_is_planned_once(monkeypatch, hold_group):
     """A refusal shows the plan that was made, and makes no further one (seam: the start of planning)."""
     made = []
     site = _planner.Site
@@ -202,13 +198,11 @@ def test_a_refusal_is_planned_once(monkeypatch):
     assert (len(made), caught.value.report.verdict) == (3, "taken")
 
 
-def test_never_fits():
-    """A request that does not fit an idle node is refused in two seconds, with what was requested and found."""
-    with hold_group([{"CPU": 3}]):
-        began = time.monotonic()
-        with pytest.raises(ResourceInsufficientError) as caught:
-            RayVirtualCluster([2, 5, 5, 1]).reserve()
-        assert time.monotonic() - began < 2
+def test_never_fits(hold_group, pauses):
+    """A request that does not fit an idle node is refused without a wait, with what was requested and found."""
+    with hold_group([{"CPU": 3}]), pytest.raises(ResourceInsufficientError) as caught:
+        RayVirtualCluster([2, 5, 5, 1]).reserve()
+    assert pauses == []
     message = str(caught.value)
     for part in (
         "cannot hold 13 bundles in 4 logical node(s), even when it is idle",
@@ -221,18 +215,21 @@ def test_never_fits():
     assert groups_there() == {}
 
 
-def test_taken():
+def test_taken(hold_group, pauses):
     """A reservation waits for held resources until its deadline. The error names the holder; nothing is left."""
     with hold_group([{"CPU": 12}, {"CPU": 1}, {"CPU": 1}], name="other[/people]") as group:
         for timeout_s in (0.0, 0.7):
+            assert pauses == []
             began = time.monotonic()
             with pytest.raises(PlacementTimeoutError) as caught:
                 RayVirtualCluster([4], use_gpus=False, reserve_timeout_s=timeout_s).reserve()
-            assert timeout_s <= time.monotonic() - began < timeout_s + 3
+            assert time.monotonic() - began >= timeout_s
             assert list(groups_there()) == [group.id.hex()]
+    assert pauses
     message = str(caught.value)
     assert isinstance(caught.value, TimeoutError)
-    assert message.startswith("Waited 0.7 s: the request would fit on these nodes, but others hold what it needs")
+    beginning = r"Waited (\d+\.\d) s: the request would fit on these nodes, but others hold what it needs"
+    assert float(re.match(beginning, message)[1]) >= 0.7
     assert "wait longer (reserve_timeout_s)" in message
     assert "other[/people]" in message
     # The cell is wrapped.
@@ -241,7 +238,7 @@ def test_taken():
         assert part in words
 
 
-def test_what_ray_cannot_place_is_given_back():
+def test_what_ray_cannot_place_is_given_back(hold_group):
     """GPUs may be free in sum but not as wholes: the group that Ray cannot place is removed before the error."""
     with hold_group([{"GPU": 0.6}] * 4) as group:
         with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
@@ -257,31 +254,35 @@ def test_nothing_is_left_when_ids_are_not_reported(monkeypatch):
     assert groups_there() == {}
 
 
-def test_a_waiter_is_served():
+def test_a_waiter_is_served(pauses, eventually):
     """A waiting reservation gets the resources when another cluster is shut down."""
     first = RayVirtualCluster([16], use_gpus=False).reserve()
-    second = RayVirtualCluster([10], use_gpus=False, reserve_timeout_s=30)
+    second = RayVirtualCluster([10], use_gpus=False)
     waiter = threading.Thread(target=second.reserve)
     waiter.start()
-    time.sleep(0.3)
+    assert eventually(lambda: pauses, 60)
     assert waiter.is_alive()
     first.shutdown()
-    waiter.join(timeout=20)
+    waiter.join()
     assert len(second.slots()) == 10
     second.shutdown()
 
 
 @pytest.mark.parametrize("bundles", [[{"CPU": 16}], [{"GPU": 0.6}] * 4], ids=["waiting", "placing"])
-def test_interrupted(bundles):
-    """An interrupt ends the wait at once and leaves nothing, also while Ray places a group."""
+def test_interrupted(request, patient, bundles, hold_group, pauses, eventually):
+    """An interrupt ends the wait and leaves nothing, also while Ray places a group."""
+
+    def interrupt():
+        is_placing = request.node.callspec.id == "placing"
+        assert eventually(lambda: len(groups_there()) == 2 if is_placing else pauses, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with hold_group(bundles) as group:
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        began = time.monotonic()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
-            RayVirtualCluster([1], reserve_timeout_s=60).reserve()
-        assert time.monotonic() - began < 5
-        timer.join()
+            RayVirtualCluster([1], reserve_timeout_s=600).reserve()
+        thread.join()
         assert list(groups_there()) == [group.id.hex()]
 
 
@@ -294,7 +295,7 @@ def test_side_by_side():
             assert all(one.startswith(f"{name or 'fairlead'}-0-") for one in names)
 
 
-def test_shutdown_returns_the_resources():
+def test_shutdown_returns_the_resources(tmp_path, eventually, pauses, patient):
     """After shutdown Ray has the resources, even if they were held briefly or a worker still ran."""
     for held_s in (0, 0, 0, 0.02, 0.1):
         with RayVirtualCluster([4, 8], use_gpus=False):
@@ -303,16 +304,16 @@ def test_shutdown_returns_the_resources():
     with RayVirtualCluster([16], use_gpus=False) as cluster:
 
         @ray.remote(num_cpus=1)
-        def sleep():
+        def sleep(at):
+            (tmp_path / str(at)).touch()
             time.sleep(600)
 
-        for slot in cluster.slots()[:2]:
-            sleep.options(scheduling_strategy=in_bundle(slot)).remote()
-        time.sleep(1)
+        for at, slot in enumerate(cluster.slots()[:2]):
+            sleep.options(scheduling_strategy=in_bundle(slot)).remote(at)
+        assert eventually(lambda: len(list(tmp_path.iterdir())) == 2, 120)
     assert ray.available_resources()["CPU"] == 16
-    began = time.monotonic()
     RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=0.0).reserve().shutdown()
-    assert time.monotonic() - began < 5
+    assert pauses == []
 
 
 def test_an_error_inside_gives_back():
@@ -356,7 +357,7 @@ def test_dropping_waits_for_nothing(eventually):
     def hold_the_lock():
         with holding._lock:
             held.set()
-            release.wait(10)
+            release.wait(60)
 
     held = threading.Event()
     thread = threading.Thread(target=hold_the_lock)
@@ -371,11 +372,13 @@ def test_dropping_waits_for_nothing(eventually):
     thread.join()
 
 
-def test_groups_pinned_by_hand():
+def test_groups_pinned_by_hand(monkeypatch):
     """Either all groups are placed, each bundle on its node, or none is left."""
     node_id = ray.nodes()[0]["NodeID"]
     asked = {"a": [(node_id, {"CPU": 2}), (node_id, {"CPU": 1})], "b": [(node_id, {"GPU": 1})]}
-    groups = place_pinned(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)  # on a busy machine
+        groups = place_pinned(asked)
     placed = groups_there()
     assert [placed[group.id.hex()]["name"][:2] for group in groups] == ["a-", "b-"]
     assert [group.bundle_specs for group in groups] == [[{"CPU": 2}, {"CPU": 1}], [{"GPU": 1}]]
