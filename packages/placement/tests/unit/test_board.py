@@ -67,7 +67,7 @@ def test_agents_are_started_together(monkeypatch):
 
     def create(actor_class, args, *, name, **options):
         created.append(name)
-        together.wait(10)  # breaks if they are created one after the other
+        together.wait(60)  # breaks if they are created one after the other
         return name
 
     monkeypatch.setattr(agent_module, "create_actor", create)

@@ -2,7 +2,7 @@
 """The creation of placement groups and the wait for them, without Ray."""
 
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -84,41 +84,50 @@ def test_the_wait_is_not_quadratic(waits):
 
 
 def test_several_groups_are_created_at_a_time():
-    """Up to `CREATED_AT_ONCE` requests wait for Ray's head at a time, and the groups keep their order."""
+    """`CREATED_AT_ONCE` requests wait for Ray's head at a time, and no more, and the groups keep their order."""
     running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(CREATED_AT_ONCE)
 
     def create(at):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.005)
+        together.wait(60)  # breaks if there are fewer at a time
         with lock:
             running -= 1
         return at
 
     made = []
-    create_groups([lambda at=at: create(at) for at in range(100)], made)
-    assert made == list(range(100))
-    assert 1 < most <= CREATED_AT_ONCE
+    create_groups([lambda at=at: create(at) for at in range(3 * CREATED_AT_ONCE)], made)
+    assert made == list(range(3 * CREATED_AT_ONCE))
+    assert most == CREATED_AT_ONCE
 
 
-def test_a_creation_fails():
+def test_a_creation_fails(monkeypatch):
     """The first error is raised, no further group is created, and those that exist are known."""
-    created = []
+    created, is_cancelled = [], threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def announce(pool, wait=True, *, cancel_futures=False):
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        is_cancelled.set()
+        shutdown(pool, wait=wait)
 
     def create(at):
         if at == 20:
             raise RuntimeError("the head is gone")
-        time.sleep(0.01)
+        assert at < 20 or is_cancelled.wait(60)
         created.append(at)
         return at
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", announce)
 
     made = []
     with pytest.raises(RuntimeError, match="the head is gone"):
         create_groups([lambda at=at: create(at) for at in range(1000)], made)
     assert sorted(created) == made
-    assert len(made) < 100
+    assert len(made) <= 20 + CREATED_AT_ONCE
 
 
 @pytest.mark.parametrize("count", [groups.ASKED_ALONE, groups.ASKED_ALONE + 1])

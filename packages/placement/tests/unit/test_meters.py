@@ -81,12 +81,13 @@ def test_no_gpu(nvml, used):
 @pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
 def test_a_wedged_driver(nvml, at_first, eventually):
     """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
-    gpus = Gpus(timeout_s=0.05)
+    gpus = Gpus()
     agent = AgentProcess("0" * 56)  # its constructor does not wait for the driver
     assert nvml.inits == 0
     if not at_first:
         assert gpus.by_process() is not None
     nvml.answers.clear()
+    gpus._timeout_s = 0.05
     try:
         assert [gpus.memory() for _ in range(3)] == [None] * 3
         assert [thread.name for thread in threading.enumerate()].count("fairlead-nvml") == 1

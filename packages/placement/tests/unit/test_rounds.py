@@ -16,9 +16,12 @@ class Work:
     def __init__(self):
         self.left = 3
         self.done = threading.Event()
+        self.may_begin = threading.Event()
+        self.may_begin.set()
         self.rounds = Rounds("fairlead-test", 0.001, self.work, lambda: self.left > 0, exit_s=30.0)
 
     def work(self):
+        assert self.may_begin.wait(30)
         self.left -= 1
         if self.left <= 0:
             self.done.set()
@@ -45,9 +48,11 @@ def test_until_nothing_is_left(work):
     """One thread does all work and ends; work that comes later gets another thread."""
     assert work.threads() == []
     for _ in range(2):
+        work.may_begin.clear()
         work.rounds.start()
         work.rounds.start()
         assert len(work.threads()) == 1
+        work.may_begin.set()
         assert work.done.wait(30)
         work.wait()
         assert work.left == 0
@@ -70,7 +75,7 @@ def test_close(work, monkeypatch):
     monkeypatch.setattr(rounds, "block_shutdown", block)
     work.rounds.start()
     assert begun.wait(30)
-    threading.Timer(0.05, go_on.set).start()
+    threading.Thread(target=lambda: work.rounds._end.wait(30) and go_on.set()).start()
     work.rounds.close()
     assert (blocked, work.left, work.threads()) == ([True, False], 2, [])
     work.rounds.start()
