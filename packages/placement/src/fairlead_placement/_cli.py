@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ._cluster import RayVirtualCluster
+from ._discovery import TAG
 from ._doctor.checks import ACCELERATORS, Check, Expected
 from ._doctor.examine import examine_cluster
 from ._model import group_pairs
@@ -123,7 +124,7 @@ def _nodes(options: argparse.Namespace, output: Output) -> int:
 
 def _is_shown(name: str) -> bool:
     """Return whether a resource is one that jobs ask for, not one that marks a node."""
-    return name not in ("memory", "object_store_memory") and not name.startswith(("node:", "fairlead-local-"))
+    return name not in ("memory", "object_store_memory") and not name.startswith(("node:", TAG))
 
 
 def _explain(options: argparse.Namespace, output: Output) -> int:

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from . import _model
+from ._discovery import refuse_client
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
@@ -236,6 +237,7 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
 
     def _check_running(self) -> None:
+        refuse_client()
         if not ray.is_initialized():
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
 

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches to a Ray cluster or starts one on this machine, and identifies the one that this process is attached to."""
 
-import contextlib
-import hashlib
+import functools
 import logging
 import os
-import socket
 import weakref
 from pathlib import Path
 from typing import Any
 
 import ray
+from rich.console import Console
+from rich.text import Text
 
+from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
 from ._nodes.head import call_within
-from ._ray_private import cluster_file, connect_to_head, connection_mark, find_cluster
+from ._ray_private import connect_to_head, connection_mark, is_client
 from .exceptions import HeadTimeoutError, PlacementError
 
-# A local cluster that this function started has a resource of this name, which distinguishes it from others.
-_TAG = "fairlead-local-"
 logger = logging.getLogger(__name__)
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
@@ -33,14 +32,24 @@ def init_ray(
     num_cpus: int | None = None,
     num_gpus: int | None = None,
 ) -> Any:
-    """Attach to a running cluster if there is one, else start a local one.
+    """Attach to the cluster that was named or announced, else start a local one.
+
+    Without an address, `init_ray` looks in this order, and says on one line which cluster it is and why:
+
+    1. The cluster that `RAY_ADDRESS` names.
+    2. The cluster that `ray start` of this user has announced on this machine.
+    3. The local cluster that an `init_ray` of this user has started last, with the same `CUDA_VISIBLE_DEVICES` and the
+       same session folder (`RAY_TMPDIR`).
+    4. A new local cluster.
+
+    It never joins the private Ray of another program, nor one that another user has announced.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
-        address: of the cluster to attach to, as for `ray.init`; "local" always starts a new one. None attaches to the
-            cluster that `RAY_ADDRESS` names or that runs on this machine, except for a local cluster that this function
-            started for other visible devices.
+        address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one:
+            without `RAY_ADDRESS` it attaches to the announced cluster, or to the only one that `init_ray` has started
+            for this user and session folder.
         num_cpus: CPUs of a local cluster; None for those of the machine. If this function attaches to a running
             cluster, that keeps its size, and a warning says so.
         num_gpus: GPUs of a local cluster; None for those of the machine.
@@ -51,12 +60,14 @@ def init_ray(
     Raises:
         ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
-            `address` cannot be reached; or it wants a token that is not there.
+            `address` cannot be reached; or it wants a token that is not there. "auto" found no cluster, or several. The
+            address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
 
     `init_ray` passes nothing of this process's environment to the cluster and does not modify `os.environ`. (Ray itself
     records in it that a local cluster uses token authentication.)
     """
+    refuse_client()
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
@@ -70,7 +81,7 @@ def init_ray(
             rays.setLevel(level)
         _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
         return context
-    if (address or os.environ.get("RAY_ADDRESS")) != "local":
+    if address != "local":
         context = attach_to(address)
         if context is not None:
             _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
@@ -79,46 +90,60 @@ def init_ray(
     if log_dir is not None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         options["_temp_dir"] = str(Path(log_dir).resolve())
-    return ray.init(
+    context = ray.init(
         address="local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
-        resources={_tag(): 1},
+        resources={local_tag(): 1},
         include_dashboard=False,
         **options,
     )
+    _say(f"Started a Ray cluster on this machine: {_explain_start(address)}.")
+    return context
+
+
+def _explain_start(address: str | None) -> str:
+    if address == "local":
+        return "`address` is 'local'"
+    if os.environ.get("RAY_ADDRESS") == "local":
+        return "RAY_ADDRESS is 'local'"
+    foreign = describe_foreign_announcement()
+    return "none was named or announced" + (f" ({foreign})" if foreign else "")
+
+
+def _say(line: str) -> None:
+    """Log a line. If the program does not show its log, print it if standard error is a terminal."""
+    logger.info("%s", line)
+    console = Console(stderr=True)
+    if console.is_terminal and not logger.isEnabledFor(logging.INFO):
+        # Text, so that a path is not parsed as markup.
+        console.print(Text(line), soft_wrap=True)
 
 
 def attach_to(named: str | None, **options: Any) -> Any | None:
-    """Attach to the cluster at `named`; return None if none was named and none runs that is ours to use.
+    """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
     Args:
         named: as the address of `init_ray`.
         options: further arguments of `ray.init`.
     """
-    address = named if named not in (None, "auto") else find_cluster()
-    named = named or os.environ.get("RAY_ADDRESS")
-    if address is None or not _answers(address):
-        if named:
-            raise PlacementError(
-                f"No Ray cluster answers at {named}. Start one with `ray start --head`, or correct the address (also "
-                "RAY_ADDRESS)."
-            )
+    target = find_target(named)
+    if target is None:
         return None
+    address = target.address
     try:
-        if "://" not in address and address != "auto":
-            call_within(ATTACH_S, connect_to_head, address)
+        call_within(ATTACH_S, functools.partial(connect_to_head, address, find_token=not target.is_named))
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
-            f"The Ray cluster at {address} ({_origin(address, named)}) wants a token and this process has none that it "
+            f"The Ray cluster at {address}, which {target.reason}, wants a token and this process has none that it "
             f'takes. Set {_TOKEN}, or pass address="local" to start a cluster of your own. Ray said: {error}'
         ) from error
     except TimeoutError as error:
         raise HeadTimeoutError(
-            f"Something listens at {address} ({_origin(address, named)}), but no Ray head answered there within "
-            f"{ATTACH_S:g} s. Its cluster may have ended or hang: correct the address, end the rest of that cluster, "
-            f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
+            f"Something listens at {address}, which {target.reason}, but no Ray head answered there within "
+            f"{ATTACH_S:g} s. Its cluster may have stopped or hang: {target.advice}stop the rest of that cluster, or "
+            f'pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
@@ -126,26 +151,8 @@ def attach_to(named: str | None, **options: Any) -> Any | None:
             f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
             f"a token, set {_TOKEN}."
         ) from error
-    tags = [name for name in ray.cluster_resources() if name.startswith(_TAG)]
-    if not named and tags and _tag() not in tags:
-        # Somebody's local cluster for other devices: leave it alone.
-        ray.shutdown()
-        return None
+    _say(f"Attached to the Ray cluster at {address}, which {target.reason}.")
     return context
-
-
-def _origin(address: str, named: str | None) -> str:
-    """Return where an address comes from."""
-    if named and named == os.environ.get("RAY_ADDRESS"):
-        return "from RAY_ADDRESS"
-    if named and named != "auto":
-        return "given as address"
-    file = cluster_file()
-    with contextlib.suppress(OSError):
-        # Ray replaces a host that is this machine by the machine's own address.
-        if file and Path(file).read_text(encoding="utf-8").strip().rpartition(":")[2] == address.rpartition(":")[2]:
-            return f"from the file {file}, which Ray writes when it starts; delete it if that cluster has ended"
-    return "the address of a Ray process that runs on this machine"
 
 
 def _warn_of_no_effect(**wanted: int | None) -> None:
@@ -163,27 +170,10 @@ def _warn_of_no_effect(**wanted: int | None) -> None:
             )
 
 
-def _answers(address: str) -> bool:
-    """Return whether anything listens at an address. Ray itself tries for minutes."""
-    if "://" in address or address == "auto":
-        return True  # Ray resolves it
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
-            return True
-    except OSError:
-        return False
-
-
-def _tag() -> str:
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return _TAG + hashlib.sha256(devices.encode()).hexdigest()[:8]
-
-
 def connection() -> str:
     """Return a text that identifies the Ray that this process is connected to; empty if it is connected to none.
+
+    It is empty for a process of Ray Client, too: no Ray of such a process is of use here.
 
     The text changes once `ray.shutdown()` has been called, also if the process joins the same cluster again, because
     what it held there before is gone. Check it before you call functions of Ray that would start a new local Ray.
@@ -196,7 +186,7 @@ def connection() -> str:
     mark, latest = connection_mark(), _latest
     if mark is not None and latest is not None and latest[0]() is mark:
         return latest[1]
-    if not ray.is_initialized():
+    if not ray.is_initialized() or is_client():
         return ""
     here = ray.get_runtime_context()
     text = f"{here.get_session_name()} {here.get_worker_id()}"

@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,21 +79,60 @@ def driver_of(job_id: str) -> str:
     return job_id.ljust(56, "f")
 
 
-def find_cluster() -> str | None:
-    """Return the `host:port` that `ray.init(address="auto")` would attach to, or None.
+@dataclass(frozen=True)
+class Raylet:
+    """A raylet of this user on this machine.
 
-    Reason: Ray reports it only by attaching, and it tries for minutes to attach to a cluster that has died.
-    Fallback: "auto", with which `ray.init` does that.
+    Attributes:
+        address: the `host:port` of its cluster's head.
+        starter: the process that started it.
+        started_at: when it started, in seconds since the epoch.
+        resources: the names of its node's resources.
+    """
+
+    address: str
+    starter: int
+    started_at: float
+    resources: frozenset[str]
+
+
+def list_raylets() -> list[Raylet]:
+    """Return the raylets of this user on this machine.
+
+    Reason: Ray reports only that a cluster runs, for all users, and what it is only to a process that joins it.
+    Fallback: no raylet. Each `init_ray` without an address then starts a cluster of its own.
     """
     try:
-        from ray._private.services import canonicalize_bootstrap_address
+        import psutil  # Ray brings it along
     except ImportError:
-        return "auto"
+        return []
+    found = []
+    for process in psutil.process_iter():
+        # The process may exit, or belong to another user who hides it.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.name() != "raylet" or process.uids().real != os.getuid():
+                continue
+            pairs = (argument.partition("=") for argument in process.cmdline())
+            options = {name.lstrip("-"): value for name, _, value in pairs}
+            # Alternately the names and the amounts.
+            resources = options.get("static_resource_list", "").split(",")[::2]
+            if address := options.get("gcs-address"):
+                found.append(Raylet(address, process.ppid(), process.create_time(), frozenset(resources)))
+    return found
+
+
+def is_client() -> bool:
+    """Return whether this process is connected to Ray through Ray Client, for which most of Ray's functions fail.
+
+    Reason: `ray.is_initialized()` is true of such a process too.
+    Fallback: False. Ray's own errors then say that something is wrong.
+    """
     try:
-        address: str | None = canonicalize_bootstrap_address("auto")
-    except ConnectionError:
-        return None
-    return address
+        from ray.util.client import ray as client
+
+        return bool(client.is_connected())
+    except (ImportError, AttributeError):
+        return False
 
 
 def cluster_file() -> str | None:
@@ -108,12 +148,25 @@ def cluster_file() -> str | None:
     return str(get_ray_address_file(None))
 
 
-def connect_to_head(address: str) -> None:
+def connect_to_head(address: str, *, find_token: bool = False) -> None:
     """Connect to the head at an address, and return once it has answered. Raise what `ray.init` raises without a token.
+
+    Args:
+        address: its `host:port`.
+        find_token: turn token authentication on if the user has a token and has not configured the authentication, as
+            Ray does for a cluster that it finds itself.
 
     Reason: `ray.init` tries for minutes, and cannot be interrupted by a deadline as it has to run in the main thread.
     Fallback: nothing is done, and `ray.init` tries for minutes.
     """
+    if find_token:
+        # Earlier versions of Ray do not have it, and start local clusters without authentication.
+        with contextlib.suppress(ImportError):
+            from ray._private.authentication.authentication_token_setup import (
+                maybe_enable_token_auth_if_token_available,
+            )
+
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray._raylet import GcsClient  # type: ignore[attr-defined]

@@ -41,7 +41,9 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--address", default="auto", help="address of the cluster; default: RAY_ADDRESS, or a local one"
+        "--address",
+        default="auto",
+        help="address of the cluster; default: RAY_ADDRESS, or the announced or only local one",
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")

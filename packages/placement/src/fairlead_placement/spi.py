@@ -6,6 +6,7 @@ deadline, read what a cluster has, claim slots for a group of workers, run funct
 what a dropped object holds.
 """
 
+from ._discovery import refuse_client
 from ._init import connection
 from ._model import group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
@@ -61,6 +62,7 @@ __all__ = [
     "read_holders",
     "read_newer",
     "read_nodes",
+    "refuse_client",
     "release_when_dropped",
     "remove_placement_groups",
     "run_command",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray._private import auto_init_hook, services, utils
+from ray._private import auto_init_hook, utils
 from ray._private.authentication import authentication_token_setup
 
 from fairlead_placement import _ray_private as private
@@ -58,9 +58,23 @@ def test_processes(no_state, monkeypatch, missing):
     assert private.node_of_worker("ab" * 28) is None
 
 
-def test_find_cluster(monkeypatch):
-    monkeypatch.delattr(services, "canonicalize_bootstrap_address")
-    assert private.find_cluster() == "auto"
+def test_raylets(monkeypatch):
+    """A process that exits while it is looked at is left out, and without psutil there are none."""
+    psutil = pytest.importorskip("psutil")  # Ray brings it along, in a folder that it adds to the path.
+
+    class Process:
+        def name(self):
+            raise psutil.NoSuchProcess(1)
+
+    monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
+    assert private.list_raylets() == []
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert private.list_raylets() == []
+
+
+def test_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.util.client", None)
+    assert private.is_client() is False
 
 
 def test_cluster_file(monkeypatch):
@@ -75,6 +89,18 @@ def test_connect_to_head(monkeypatch, missing):
     else:
         monkeypatch.delattr(authentication_token_setup, "ensure_token_if_auth_enabled")
     assert private.connect_to_head("127.0.0.1:1") is None
+
+
+def test_finding_a_token(monkeypatch):
+    """For a cluster that was found, Ray's own search for a token is made; earlier versions have none."""
+    asked = []
+    monkeypatch.delattr(ray._raylet, "GcsClient")
+    name = "maybe_enable_token_auth_if_token_available"
+    monkeypatch.setattr(authentication_token_setup, name, lambda **options: asked.append(options))
+    private.connect_to_head("127.0.0.1:1", find_token=True)
+    assert asked == [{"warn_if_disabled": False}]
+    monkeypatch.delattr(authentication_token_setup, name)
+    private.connect_to_head("127.0.0.1:1", find_token=True)
 
 
 def test_visible_gpus(monkeypatch):

@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
+from .._discovery import refuse_client
 from .._ray_private import (
     clean_runtime_env,
     create_actor,
@@ -130,12 +131,14 @@ def _create_actor(key: tuple[str, str, str], sees: bool) -> Any:
 
 
 def _key(node_id: str) -> tuple[str, str, str]:
+    refuse_client()
     context = ray.get_runtime_context()
     return context.get_session_name(), context.get_job_id(), node_id
 
 
 def this_process() -> str:
     """Return the worker id of this process, which owns what the agents hold for it."""
+    refuse_client()
     return str(ray.get_runtime_context().get_worker_id())
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import placement_group_table
 
+from .._discovery import refuse_client
 from .._model import Node
 from .._plan.topology import physical_order
 from .._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors, never_connect
@@ -68,8 +69,10 @@ def ask_head(
 
     Raises:
         HeadTimeoutError: the head did not answer in time. The function continues in the background.
+        PlacementError: this process is connected through Ray Client.
         Exception: any exception of the function.
     """
+    refuse_client()
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
         timeout_s = max(LEAST_S, until - time.monotonic())

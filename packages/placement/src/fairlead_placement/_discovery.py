@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the Ray cluster that this process may attach to: one that was named, announced, or started by `init_ray`."""
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._ray_private import Raylet, cluster_file, is_client, list_raylets
+from .exceptions import PlacementError
+
+# A cluster that `init_ray` started has a resource of this name, followed by a hash of the session folder and one of
+# the visible devices.
+TAG = "fairlead-local-"
+_REMEDY = (
+    "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
+    "with `ray job submit`."
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running cluster to attach to.
+
+    Attributes:
+        address: its `host:port`.
+        reason: why it was chosen, as the end of a sentence that begins with "the Ray cluster at ADDRESS, which".
+        advice: what else to do if it does not answer, as a clause that a further one follows; "" if there is nothing.
+        is_named: whether the caller or `RAY_ADDRESS` named its address.
+    """
+
+    address: str
+    reason: str
+    advice: str = ""
+    is_named: bool = False
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The address that `ray start` has written for the drivers of this machine.
+
+    Attributes:
+        address: the `host:port`.
+        file: the path of the file.
+        uid: the user that owns the file.
+    """
+
+    address: str
+    file: str
+    uid: int
+
+    @property
+    def is_mine(self) -> bool:
+        return self.uid == os.getuid()
+
+
+def local_tag() -> str:
+    """Return the name of the resource that marks a cluster that `init_ray` starts in this process."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return f"{_session_tag()}{_hash(devices)}"
+
+
+def _session_tag() -> str:
+    """Return the part of the tag that this user's clusters with the same session folder share."""
+    file = cluster_file()
+    folder = os.environ.get("RAY_TMPDIR", "") if file is None else Path(file).parent.resolve()
+    return f"{TAG}{_hash(f'{os.getuid()} {folder}')}-"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def find_target(named: str | None) -> Target | None:
+    """Return the cluster to attach to, or None if this process is to start one.
+
+    Args:
+        named: the `address` of `init_ray`.
+
+    Raises:
+        ValueError: the address is not one.
+        PlacementError: nothing answers at the address; it is one of Ray Client; or it is "auto", and there is no
+            cluster, or more than one.
+    """
+    from_env = os.environ.get("RAY_ADDRESS") or None
+    reason = "`address` names"
+    if named in (None, "auto") and from_env not in (None, "auto"):
+        if from_env == "local":
+            if named is None:
+                return None
+            raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
+        named, reason = from_env, "RAY_ADDRESS names"
+    named = from_env if named is None else named
+    if named is None:
+        return _find_announced() or _find_started(local_tag())
+    if named == "auto":
+        return _find_announced() or _find_only_one()
+    if "://" in named:  # Ray connects to any such address through Ray Client.
+        raise PlacementError(
+            f"{named!r} is an address of Ray Client, which Fairlead does not support. {_REMEDY} Correct the address, "
+            "or RAY_ADDRESS."
+        )
+    if not answers(named):
+        raise PlacementError(
+            f"No Ray cluster answers at {named}. Start one with `ray start --head`, or correct the address (also "
+            "RAY_ADDRESS)."
+        )
+    return Target(named, reason, "correct the address, ", is_named=True)
+
+
+def refuse_client() -> None:
+    """Raise a PlacementError if this process is connected to Ray through Ray Client."""
+    if is_client():
+        raise PlacementError(
+            f"This process is connected to Ray through Ray Client, which Fairlead does not support. {_REMEDY}"
+        )
+
+
+def answers(address: str) -> bool:
+    """Return whether anything listens at an address. Ray itself tries for minutes.
+
+    Raises:
+        ValueError: the address is not one.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
+            return True
+    except OSError:
+        return False
+
+
+def read_announcement() -> Announcement | None:
+    """Return what `ray start` has announced on this machine; None if nothing that looks like an address."""
+    file = cluster_file()
+    try:
+        with open(file or "", encoding="utf-8") as opened:
+            uid, address = os.fstat(opened.fileno()).st_uid, opened.read(300).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not host.isprintable():
+        return None
+    return Announcement(address, file or "", uid)
+
+
+def describe_foreign_announcement() -> str:
+    """Return a clause about a cluster that another user has announced here and that is not followed, or ""."""
+    found = read_announcement()
+    if found is None or found.is_mine:
+        return ""
+    return (
+        f"{found.file} announces one at {found.address}, but belongs to another user (uid {found.uid}); to attach to "
+        f"that one, pass address={found.address!r} or set RAY_ADDRESS"
+    )
+
+
+def _find_announced() -> Target | None:
+    found = read_announcement()
+    if found is None or not found.is_mine or not answers(found.address):
+        return None
+    reason = f"`ray start` announced in {found.file}"
+    return Target(found.address, reason, f"delete {found.file} if that cluster has stopped, ")
+
+
+def _find_started(prefix: str) -> Target | None:
+    """Return the cluster that `init_ray` started last, of those whose tag begins with a prefix."""
+    started = _list_started(prefix)
+    return _make_target(started[-1]) if started else None
+
+
+def _make_target(raylet: Raylet) -> Target:
+    return Target(raylet.address, f"init_ray started in process {raylet.starter}")
+
+
+def _list_started(prefix: str) -> list[Raylet]:
+    """Return the raylets of the clusters that answer and whose tag begins with a prefix, the oldest first."""
+    tagged = [one for one in list_raylets() if any(name.startswith(prefix) for name in one.resources)]
+    return sorted((one for one in tagged if answers(one.address)), key=lambda one: one.started_at)
+
+
+def _find_only_one() -> Target:
+    started = _list_started(_session_tag())
+    if len(started) == 1:
+        return _make_target(started[0])
+    if started:
+        raise PlacementError(
+            f"init_ray started several Ray clusters on this machine: {_describe(started)}. Pass the address of one of "
+            "them, or set RAY_ADDRESS."
+        )
+    others = [one for one in {one.address: one for one in list_raylets()}.values() if answers(one.address)]
+    private = (
+        f" These clusters of yours are private to the programs that started them: {_describe(others)}. Pass the "
+        "address of one of them to attach to it."
+        if others
+        else ""
+    )
+    foreign = describe_foreign_announcement()
+    raise PlacementError(
+        "No Ray cluster was named or announced, and init_ray started none on this machine. Pass an address, set "
+        f"RAY_ADDRESS, or start a cluster with `ray start --head`.{private}{foreign and f' {foreign}.'}"
+    )
+
+
+def _describe(raylets: list[Raylet]) -> str:
+    return ", ".join(f"{one.address} (process {one.starter})" for one in raylets)
