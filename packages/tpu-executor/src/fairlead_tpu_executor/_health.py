@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, draining_nodes, run_in_thread
+from fairlead_placement.spi import alive_nodes, draining_nodes, refuse_client, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
@@ -73,8 +73,10 @@ class Head:
 
         Raises:
             HeadUnreachableError: the head did not answer for `timeout_s`.
+            PlacementError: this process is connected through Ray Client.
             Exception: any exception of the function.
         """
+        refuse_client()
         if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)
         while self._clock() - self._answered_at >= _PROBE_S and self.check():

@@ -2,6 +2,7 @@
 """The command line: `python -m fairlead_venvs {build,list,prune,prefetch}`."""
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -13,11 +14,12 @@ from rich.text import Text
 
 from ._build.store import venv_root
 from ._cluster.ensure import create_local_venv_on_each_node
-from ._cluster.rpc import abbreviate
+from ._cluster.rpc import CLIENT_REMEDY, abbreviate
 from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
 from ._prefetch import prefetch
 from ._progress import Bars
+from ._ray_private import announced_address
 from ._spec import VenvSpec
 from .exceptions import VenvError, VenvNodesError
 
@@ -77,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the common options of commands that build, and return the group of options that exclude `--address`."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--address", help="of a Ray cluster, to do it on its nodes ('auto': the running one)")
+    where.add_argument(
+        "--address",
+        help="of a Ray cluster, to do it on its nodes ('auto': the one in RAY_ADDRESS, or announced by `ray start`)",
+    )
     parser.add_argument("--timeout", type=_seconds, default=1800.0, metavar="TIME", help="90s, 1h (default: 30m)")
     return where
 
@@ -92,7 +97,16 @@ def _seconds(text: str) -> float:
 def _attach(address: str) -> None:
     import ray
 
-    ray.init(address=address, logging_level="warning", log_to_driver=False)
+    named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
+    if named == "auto" and not announced_address():
+        raise VenvError(
+            "No Ray cluster was named or announced. Pass the address of one, set RAY_ADDRESS, or start a cluster with "
+            "`ray start --head`."
+        )
+    if "://" in named:  # Ray connects to any such address through Ray Client.
+        raise VenvError(f"{named!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY}")
+    # Without an address, Ray takes the announced one; for "auto" it may take any that runs on this machine.
+    ray.init(address=None if named == "auto" else named, logging_level="warning", log_to_driver=False)
 
 
 def _build(options: argparse.Namespace) -> int:

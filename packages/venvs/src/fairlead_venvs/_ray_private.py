@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every use of a Ray API that is not public, each with its reason and its fallback."""
 
+import os
 from typing import Any
 
 
@@ -14,3 +15,34 @@ def draining_nodes() -> frozenset[str]:
 
     ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
     return frozenset(ask()) if ask is not None else frozenset()
+
+
+def is_client() -> bool:
+    """Return whether this process is connected through Ray Client, for which most of Ray's functions fail.
+
+    `ray.is_initialized()` is true of such a process too. Fallback: False. Ray's own errors then say that something is
+    wrong.
+    """
+    try:
+        from ray.util.client import ray as client
+
+        return bool(client.is_connected())
+    except (ImportError, AttributeError):
+        return False
+
+
+def announced_address() -> str | None:
+    """Return the address that `ray start` of this user has announced on this machine, or None.
+
+    For "auto", Ray itself also takes any other cluster of the machine, such as the private one of another program.
+    Fallback: None.
+    """
+    try:
+        from ray._private.utils import get_ray_address_file
+    except ImportError:
+        return None
+    try:
+        with open(get_ray_address_file(None), encoding="utf-8") as file:
+            return file.read(300).strip() if os.fstat(file.fileno()).st_uid == os.getuid() else None
+    except (OSError, UnicodeDecodeError):
+        return None

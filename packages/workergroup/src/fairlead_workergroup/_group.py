@@ -320,7 +320,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             name: the name of the group, or the beginning of its id, as `python -m fairlead_workergroup groups` shows
                 them.
             address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to,
-                or that `RAY_ADDRESS` names, or that runs on this machine.
+                or else for "auto".
 
         Raises:
             WorkerGroupError: there is no such group, or there are several.

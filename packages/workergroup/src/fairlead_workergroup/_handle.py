@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot, init_ray
-from fairlead_placement.spi import ask_head, head_deadline, never_connect, read_newer
+from fairlead_placement.spi import ask_head, head_deadline, never_connect, read_newer, refuse_client
 from fairlead_sharding import NamedSharding
 
 from ._calls.map import MapOptions
@@ -86,9 +86,11 @@ class GroupIdentity:
         """Connect this process to the cluster of the group, unless it is.
 
         Raises:
-            PlacementError: the cluster does not answer, or wants another token.
+            PlacementError: the cluster does not answer, or wants another token; or this process is connected through
+                Ray Client.
             WorkerGroupError: this process is connected to another cluster.
         """
+        refuse_client()
         if not ray.is_initialized():
             init_ray(address=self.address)
         here = ray.get_runtime_context()

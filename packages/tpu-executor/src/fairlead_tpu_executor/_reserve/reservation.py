@@ -10,9 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import ray
-
-from fairlead_placement.spi import Waiting
+from fairlead_placement.spi import Waiting, connection
 
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
@@ -200,7 +198,7 @@ class Reservation:
         with self._lock:
             leases, self._leases = self._leases, ()
             ports, self._ports = self._ports, Ports()
-            if not ray.is_initialized():
+            if not connection():
                 return True  # Ray has ended, and with it everything that was held.
 
             def give_back_all() -> bool:
@@ -223,7 +221,7 @@ class Reservation:
 
     def describe_leak(self) -> str:
         """Return the warning for a pool that is dropped while it holds slices, or "" if it holds none."""
-        if not self._leases or not ray.is_initialized():
+        if not self._leases or not connection():
             return ""
         return (
             f"A slice pool was dropped without close() while it held {len(self._leases)} slice(s). They are returned "

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from .. import _build, exceptions
 from .._build.recipe import Outcome
 from .._build.uv import Deadline
-from .._ray_private import draining_nodes
+from .._ray_private import draining_nodes, is_client
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 SHIPPED = (exceptions, _build)
 # The seconds that a node gets after the deadline: to report its own timeout, and to end its processes.
 GRACE_S = 2.0
+CLIENT_REMEDY = (
+    "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
+    "with `ray job submit`."
+)
 
 Key = TypeVar("Key")
 # A node, one of `node_task`'s functions, and its arguments.
@@ -73,9 +77,14 @@ def alive_nodes(nodes: Sequence[str] | None = None) -> Nodes:
 
     Raises:
         ValueError: Ray is not running, or a given node is not alive.
+        VenvError: this process is connected through Ray Client.
     """
     import ray
 
+    if is_client():
+        raise VenvError(
+            f"This process is connected to Ray through Ray Client, which Fairlead does not support. {CLIENT_REMEDY}"
+        )
     if not ray.is_initialized():
         raise ValueError("this needs a running Ray: call ray.init() first, or create_local_venv for this machine alone")
     alive = {row["NodeID"]: f"{row['NodeManagerAddress']} ({row['NodeID'][:8]})" for row in ray.nodes() if row["Alive"]}
