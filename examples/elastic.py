@@ -13,6 +13,7 @@ moments of Adam from the others, and the model is wrapped again.
 """
 
 import argparse
+import os
 import sys
 import time
 
@@ -152,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--plot", default="elastic-loss.png", help="file for the loss curves")
-    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
+    own = os.environ.get("RAY_ADDRESS") or "local"
+    parser.add_argument("--address", default=own, help="address of a Ray cluster (default: RAY_ADDRESS, or a new one)")
     options = parser.parse_args(argv)
     if options.steps < 8:
         parser.error(f"argument --steps: must be at least 8, got {options.steps}")

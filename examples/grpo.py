@@ -18,6 +18,7 @@ evaluation use the same 1,000 problems. The example shows that the loop works, n
 
 import argparse
 import hashlib
+import os
 import random
 import sys
 import time
@@ -339,7 +340,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dp", type=int, default=2, choices=(1, 2, 4, 8), help="number of workers in each group")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", default="grpo-rewards.png", help="file for the reward curve")
-    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
+    own = os.environ.get("RAY_ADDRESS") or "local"
+    parser.add_argument("--address", default=own, help="address of a Ray cluster (default: RAY_ADDRESS, or a new one)")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"argument --steps: must be at least 1, got {options.steps}")

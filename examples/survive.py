@@ -9,6 +9,7 @@ step of that checkpoint. Both runs end with exactly the same accuracy.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -108,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=40, help="steps between checkpoints")
-    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
+    own = os.environ.get("RAY_ADDRESS") or "local"
+    parser.add_argument("--address", default=own, help="address of a Ray cluster (default: RAY_ADDRESS, or a new one)")
     options = parser.parse_args(argv)
     if options.steps < 2 or options.save_every < 1:
         parser.error("--steps must be at least 2, and --save-every at least 1")

@@ -10,6 +10,7 @@ torch.distributed.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -178,7 +179,8 @@ def read_options(argv: list[str] | None, description: str | None) -> argparse.Na
     parser.add_argument("--tp", type=_at_least_one, default=2, help="tensor-parallel size")
     parser.add_argument("--epochs", type=_at_least_one, default=30)
     parser.add_argument("--hidden", type=_at_least_one, default=128, help="size of the hidden layer")
-    parser.add_argument("--address", help="address of a Ray cluster (default: a running local one, or a new one)")
+    own = os.environ.get("RAY_ADDRESS") or "local"
+    parser.add_argument("--address", default=own, help="address of a Ray cluster (default: RAY_ADDRESS, or a new one)")
     options = parser.parse_args(argv)
     if options.hidden % options.tp:
         parser.error(f"argument --tp: {options.tp} does not divide the hidden layer of {options.hidden}")
