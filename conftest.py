@@ -108,6 +108,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Progress())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the modules that use the shared Ray before the others, so that it starts once.
+
+    A module whose first test does not use it shuts it down, so those whose later tests use it come before all others.
+    """
+    modules: dict[pytest.Module | None, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.getparent(pytest.Module), []).append(item)
+
+    def place(tests: list[pytest.Item]) -> int:
+        uses = ["local_ray" in getattr(item, "fixturenames", ()) for item in tests]
+        return 1 if uses[0] else 0 if any(uses) else 2
+
+    items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
+
+
 class LocalRay:
     """The local Ray that test modules share. Starting Ray occupies all processors for several seconds."""
 
