@@ -77,15 +77,17 @@ class Progress:
     """Prints which test is running when nothing else has been printed for a while, so that no wait is silent."""
 
     def __init__(self) -> None:
-        self._test, self._number, self._count = "", 0, 0
+        self._test, self._number, self._count = "collecting the tests", 0, 0
         self._began = self._shown = time.monotonic()
         self._finished = threading.Event()
         # pytest captures file descriptor 1 while a test runs.
         self._output = os.dup(1)
 
+    def pytest_sessionstart(self) -> None:
+        threading.Thread(target=self._report, daemon=True).start()
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._count = len(session.items)
-        threading.Thread(target=self._report, daemon=True).start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._test, self._number = nodeid, self._number + 1
