@@ -90,6 +90,11 @@ class AsyncHolder(Holder):
         await asyncio.sleep(seconds)
         return before, self.holds()
 
+    async def generate_until(self, path):
+        """Run until a file exists."""
+        while not path.exists():
+            await asyncio.sleep(0.01)
+
     async def weights(self):
         await asyncio.sleep(0)
         return super().weights()

@@ -105,7 +105,7 @@ def test_stopped_worker_that_continues_late_changes_nothing(groups):
         source.call("fill", 2.0).result()
         fail_at(target, 1, "target", "move", "stop")
         with pytest.raises(TransferError) as caught:
-            link.send(1, timeout=2)
+            link.send(1, timeout=4)
         assert caught.value.phase == "move"
         hang(target, 1, "stop").close()
         assert target.call("holds").result() == [1.0, 1.0]

@@ -12,6 +12,7 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LayoutMismatchError, Link, TransferError
+from fairlead_transfer._side import Side
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 
 from ..holders import AsyncHolder, Holder
@@ -283,35 +284,63 @@ def test_dropped_link_releases_its_memory(groups, eventually, recwarn):
     assert ["dropped" in text and "from 'policy' to 'generation'" in text for text in texts] == [True]
 
 
-def test_one_transfer_at_a_time(groups):
+@pytest.fixture
+def gate(tmp_path):
+    """Yield the path of a file that workers wait for. It is created at the end of the test at the latest."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
+@pytest.fixture
+def hold(gate, eventually):
+    """Return a function that keeps all workers of a group busy until the gate is open."""
+
+    def wait_for_gate(worker):
+        while not gate.exists():
+            time.sleep(0.01)
+
+    def hold_group(group):
+        busy = group.call(wait_for_gate)
+        assert eventually(lambda: {one.state for one in group.get_worker_status()} == {"busy"}, 60)
+        return busy
+
+    return hold_group
+
+
+def test_one_transfer_at_a_time(groups, gate, hold, eventually):
     """A second thread waits for its turn, at most for its timeout."""
     policy, generation = groups
     policy.call("fill", 7.0).result()
     with Link(policy, generation, source="weights", target="weights") as link:
         link.send(0, timeout=60)
-        busy = policy.call(lambda worker: time.sleep(1.5))
+        busy = hold(policy)
         sender = threading.Thread(target=link.send, args=(1,))
         sender.start()
-        time.sleep(0.3)
-        with pytest.raises(TransferError, match="Another thread uses the link"):
-            link.send(2, timeout=0.2)
+
+        def waits_for_the_other():
+            with pytest.raises(TransferError) as caught:  # whichever of them is the first to begin
+                link.send(2, timeout=0.2)
+            return "Another thread uses the link" in str(caught.value)
+
+        assert eventually(waits_for_the_other, 60)
+        gate.touch()
         sender.join()
         busy.result()
         assert link.version == 1
 
 
-def test_deadline(groups):
-    """A busy worker is named with what it does, within the deadline; the next send works."""
+def test_deadline(groups, gate, hold):
+    """A busy worker is named with what it does, while it is busy; the next send works."""
     policy, generation = groups
     policy.call("fill", 8.0).result()
     with Link(policy, generation, source="weights", target="weights") as link:
-        busy = policy.call(lambda worker: time.sleep(4))
-        began = time.monotonic()
+        busy = hold(policy)
         with pytest.raises(TransferError, match=r"did not reply by the deadline\. It is in") as caught:
             link.send(0, timeout=1)
-        assert time.monotonic() - began < 3.5
         assert {problem.rank for problem in caught.value.problems} == {0, 1, 2, 3}
         assert caught.value.phase == "collect"
+        gate.touch()
         busy.result()
         link.send(0, timeout=60)
         assert generation.call("holds").result() == [8.0] * 4
@@ -331,7 +360,7 @@ def test_tables(groups):
         assert repr(link) == "Link('policy' -> 'generation', version 0)"
 
 
-def test_commit_is_exclusive_on_asyncio_workers(groups, slots):
+def test_commit_is_exclusive_on_asyncio_workers(groups, slots, gate, monkeypatch, eventually):
     """While methods of an asyncio worker overlap, the commit waits for them, and later ones wait for it."""
     policy, _ = groups
     policy.call("fill", 2.0).result()
@@ -361,15 +390,26 @@ def test_commit_is_exclusive_on_asyncio_workers(groups, slots):
         finally:
             done.set()
             thread.join()
+        calls.append(engine.call("generate", 0.05))  # after the last commit
         seen = [pair for call in calls for pair in call.result(timeout=60)]
         assert all(before == after for before, after in seen)
         assert {before for before, _ in seen} >= {1.0, 4.0}
-        # The steps before the commit fit into the time limit on a loaded machine too.
-        slow = engine.call("generate", 5.0)
+        ask = Side.ask
+
+        def ask_briefly(side, ranks, operation, arguments, *, alone_within_s=None):
+            """Let the commit alone wait for methods for a short time only, and not the steps before it."""
+            within_s = 0.5 if operation == "commit" else alone_within_s
+            return ask(side, ranks, operation, arguments, alone_within_s=within_s)
+
+        monkeypatch.setattr(Side, "ask", ask_briefly)
+        slow = engine.call("generate_until", gate)
+        assert eventually(lambda: {one.method for one in engine.get_worker_status()} == {"generate_until"}, 60)
         with pytest.raises(TransferError, match="methods were still running") as caught:
-            link.send(9, timeout=3)
+            link.send(9, timeout=60)
+        monkeypatch.undo()
         assert caught.value.phase == "commit"
         assert set(link.versions().values()) == {"committing"}
+        gate.touch()
         slow.result()
         link.sync(timeout=60)
         assert link.versions() == dict.fromkeys(range(4), 9)
