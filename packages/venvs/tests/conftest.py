@@ -5,9 +5,11 @@ import base64
 import contextlib
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from uv import find_uv_bin
 
 from fairlead_venvs import VenvSpec
+from fairlead_venvs._build.uv import Runner
 
 # A build backend in the project's own folder: `uv build` needs nothing from anywhere.
 BACKEND = """
@@ -187,6 +190,26 @@ def running(words):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found += [path.parent.name] if words in path.read_text(errors="replace") else []
     return found
+
+
+@pytest.fixture
+def late_at(monkeypatch):
+    """Return a function that lets the deadline pass while a command with a given word runs (seam: its start).
+
+    However slow the machine is, what comes before the command is done in time.
+    """
+
+    def choose(word):
+        run = Runner.run
+
+        def run_late(runner, command, **options):
+            if word in shlex.join(command):
+                runner.deadline._end = time.monotonic() + 0.5
+            return run(runner, command, **options)
+
+        monkeypatch.setattr(Runner, "run", run_late)
+
+    return choose
 
 
 @pytest.fixture

@@ -140,14 +140,13 @@ def test_unsatisfiable(links, root):
     assert list((root / RESOLVED).glob("[!.]*")) == []
 
 
-def test_deadline(spec, root, calls, tmp_path):
+def test_deadline(spec, root, calls, tmp_path, late_at):
     """uv is ended at the deadline."""
+    late_at("pip compile")
     program = tmp_path / "bin" / "uv"
     program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo uv 9.9.9 || exec sleep 6546\n')
-    began = time.monotonic()
     with pytest.raises(VenvTimeoutError, match="pip compile"):
-        create_local_venv(spec, timeout_s=0.5)
-    assert time.monotonic() - began < 20
+        create_local_venv(spec, timeout_s=600)
     assert list((root / RESOLVED).glob("[!.]*")) == []
 
 
