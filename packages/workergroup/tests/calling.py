@@ -45,6 +45,13 @@ class Worker:
             time.sleep(seconds)
         return tag
 
+    def wait_for(self, gate, ranks=range(8), tag=None):
+        """Wait on some ranks until a file exists."""
+        self.ran.append(tag)
+        while self.rank() in ranks and not os.path.exists(gate):
+            time.sleep(0.01)
+        return tag
+
     def hold(self, value):
         self.held = value
 

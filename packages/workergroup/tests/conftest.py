@@ -3,9 +3,10 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,27 +25,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fairlead-workergroup")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the modules of this package that use the shared Ray before its others, so that it starts once.
-
-    A module whose first test does not use it shuts it down, so those whose later tests use it come before all others.
-    Tests of other packages keep their places.
-    """
-    here = Path(__file__).parent
-    places = [at for at, item in enumerate(items) if here in item.path.parents]
-    modules: dict[pytest.Module | None, list[pytest.Item]] = {}
-    for item in [items[at] for at in places]:
-        modules.setdefault(item.getparent(pytest.Module), []).append(item)
-
-    def place(tests: list[pytest.Item]) -> int:
-        uses = ["local_ray" in getattr(item, "fixturenames", ()) for item in tests]
-        return 1 if uses[0] else 0 if any(uses) else 2
-
-    ordered = [item for tests in sorted(modules.values(), key=place) for item in tests]
-    for at, item in zip(places, ordered, strict=True):
-        items[at] = item
 
 
 @pytest.fixture
@@ -74,14 +54,20 @@ def shared(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
 
 # The tests of calls, which run a second time with a lane open.
 BY_LANE = frozenset({"test_arguments", "test_call", "test_errors", "test_functions", "test_kinds", "test_waiting"})
+# Tests in which a call of one group depends on a call of the other one, so that both kinds of both are combined.
+MIXED = frozenset({"test_a_late_argument", "test_deaths_that_are_not_the_workers"})
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of calls by Ray and by a lane, except for those of what Ray alone offers."""
     if metafunc.module.__name__.rpartition(".")[2] not in BY_LANE or metafunc.definition.get_closest_marker("by_ray"):
         return
-    for name in {"group", "doomed"} & {*metafunc.fixturenames}:
-        metafunc.parametrize(name, ["ray", "lane"], indirect=True)
+    names = [name for name in ("group", "doomed") if name in metafunc.fixturenames]
+    if metafunc.definition.name in MIXED:
+        for name in names:
+            metafunc.parametrize(name, ["ray", "lane"], indirect=True)
+    elif names:
+        metafunc.parametrize(names, [[way] * len(names) for way in ("ray", "lane")], ids=["ray", "lane"], indirect=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -126,6 +112,54 @@ def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
         with group.lane():
             yield group
             group.shutdown()  # the lane would wait for methods that a test has left running
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """Yield the path of a file that workers wait for. It is created at the end of the test at the latest."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
+@pytest.fixture(scope="session")
+def wait_until_running(eventually: Callable[..., bool]) -> Callable[..., None]:
+    """Return a function that waits until the given ranks of a group run a method."""
+
+    def wait(group: "RayWorkerGroup", method: str, *ranks: int) -> None:
+        def methods() -> list[str | None]:
+            statuses = group.get_worker_status()
+            return [statuses[rank].method for rank in ranks]
+
+        assert eventually(lambda: methods() == [method] * len(ranks), 60), methods()
+
+    return wait
+
+
+class Clock:
+    """The clock of modules of this process, in place of `time`, which a test can set forward."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def skip(self, seconds: float) -> None:
+        """Let this time pass at once."""
+        self._ahead_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
+    made = Clock()
+    for module in ("_deadline", "_start.launch", "_lane.lane"):
+        monkeypatch.setattr(f"fairlead_workergroup.{module}.time", made)
+    return made
 
 
 @pytest.fixture

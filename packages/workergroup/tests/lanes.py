@@ -105,7 +105,7 @@ class Group:
             return args, kwargs
 
         def add(value):
-            self.gate.wait(20)
+            self.gate.wait(120)
             self.ran[rank].append(value)
             return value
 

@@ -32,9 +32,11 @@ class Worker:
         self.loaded = current_worker().incarnation
 
     def slowly_load(self):
-        time.sleep(3)
+        time.sleep(1.5)
 
     def load_when_open(self):
+        """Wait until the file `GATE` exists; tell with another file that this has begun."""
+        Path(f"{os.environ['GATE']}.{current_worker().rank}").touch()
         while not os.path.exists(os.environ["GATE"]):
             time.sleep(0.02)
 

@@ -3,7 +3,6 @@
 
 import collections
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -36,6 +35,7 @@ class TestSingleData:
         with pytest.raises(TypeError, match="worker_idx must be an int"):
             group.run_single_worker_single_data("rank", rank)
 
+    @pytest.mark.smoke
     def test_all_workers(self, group):
         """All workers are called, by rank, with the same arguments."""
         refs = group.run_all_workers_single_data("echo", 1, b=2)
@@ -118,6 +118,7 @@ class TestMultipleData:
 
 
 class TestShardedData:
+    @pytest.mark.smoke
     def test_sharded_and_replicated(self, group):
         """Coordinate c along dp gets piece c, and all workers along tp get the same piece."""
         assert results(group, "give", ["a", "b"], **OVER_DP) == ["a"] * 4 + ["b"] * 4
@@ -243,6 +244,7 @@ def test_handles_are_ordinary(group):
     assert ray.get(group.workers[2].echo.remote(1, timeout=4, method="m")) == ((1,), {"timeout": 4, "method": "m"})
 
 
+@pytest.mark.smoke
 def test_calls_keep_their_order(group):
     """Calls of one thread reach a worker in the order in which they were made."""
     refs = [group.run_single_worker_single_data("count", 0)]
@@ -283,10 +285,8 @@ def test_a_killed_worker(cluster, capsys):
         future = group.run_all_workers_single_data("rank")
         ray.wait(future, num_returns=8)
         group.run_single_worker_single_data("die", 3)
-        began = time.monotonic()
         with pytest.raises(WorkerFailureError, match=r"rank 3 \(dp=0, tp=3\) on node .*: killed") as caught:
             group.get_all_worker_results(group.run_all_workers_single_data("rank"))
-        assert time.monotonic() - began < 10
         (failure,) = caught.value.failures
         assert (failure.rank, failure.kind, failure.coords) == (3, "killed", {"dp": 0, "tp": 3})
         assert group.get_all_worker_results(future) == list(range(8))

@@ -45,12 +45,20 @@ async def value_of(call):
     return await call
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_requests(ended, anew):
+def test_requests(ended):
     """Requests raise, whether or not another Ray runs; the shutdown of the group succeeds and affects neither."""
-    cluster, group, answered, streaming, classic = ended
-    if anew:
-        start()
+    cluster, group, answered, *_ = ended
+    check_requests(ended, anew=False)
+    start()
+    check_requests(ended, anew=True)
+    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 results)"
+    assert group.shutdown(cleanup_method="answer")
+    assert cluster.shutdown()
+    assert ray.is_initialized()
+
+
+def check_requests(ended, *, anew):
+    _, group, answered, streaming, classic = ended
     for asks in (
         lambda: group.call("answer"),
         lambda: group.at(worker=0).call("answer"),
@@ -75,7 +83,3 @@ def test_requests(ended, anew):
         with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
             asks()
         assert ray.is_initialized() is anew
-    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 results)"
-    assert group.shutdown(cleanup_method="answer")
-    assert cluster.shutdown()
-    assert ray.is_initialized() is anew

@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 import threading
-import time
 import traceback
 
 import numpy as np
@@ -104,6 +103,7 @@ class TestCalls:
         assert call.result() == [((3,), {})] * 8
         assert len(bound) == (8 if call.statistics().route == "ray" else 0)
 
+    @pytest.mark.smoke
     def test_arguments_and_answers(self, group):
         """A function works with wrapped arguments, collected axes, views, calls as arguments, and closures."""
         factor = 10
@@ -177,6 +177,7 @@ class TestCalls:
 
         assert group.call(fetch, collect=()).result() == "fetched"
 
+    @pytest.mark.smoke
     def test_errors(self, group):
         """An exception keeps its type, also if only the function's module has its class."""
 
@@ -191,12 +192,14 @@ class TestCalls:
             group.call(fail).result()
         assert "raised by rank 3" in caught.value.__notes__[0]
 
-    def test_deadline(self, group):
+    def test_deadline(self, group, gate, wait_until_running):
         """The error of a late function has its name, and records show it as a function."""
-        call = group.at(dp=0, tp=0).call(lambda worker: time.sleep(1.5), timeout=0.7)
+        call = group.at(dp=0, tp=0).call(lambda worker: worker.wait_for(gate), timeout=0.2)
+        wait_until_running(group, "<function>", 5)
         with pytest.raises(CallTimeoutError, match=r"<lambda> \(test_functions.py:\d+\)") as caught:
             call.result()
         assert [late.method for late in caught.value.late] == ["<function>"]
+        gate.touch()
         assert group.at(dp=0, tp=0).call("rank").result() == [5]
 
     def test_stored_functions(self, group):

@@ -47,8 +47,9 @@ class Worker:
     def count(self, most):
         yield from range(most)
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
+    def wait_for(self, gate):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
 
     def fail(self, text):
         raise ValueError(text)
@@ -105,6 +106,7 @@ def refused(handle):
     return ""
 
 
+@pytest.mark.smoke
 def test_in_another_process(group):
     """A handle that was sent to an actor calls the workers as the group does, and reports what they are doing."""
     controller = Controller.remote()
@@ -140,7 +142,7 @@ def test_plain_data(group):
         pickle.dumps(group)
 
 
-def test_checks(group):
+def test_checks(group, gate, wait_until_running):
     """Wrong calls are refused before anything is sent, and a deadline names the late workers."""
     handle = group.handle()
     with pytest.raises(AttributeError, match="'missing'"):
@@ -150,9 +152,11 @@ def test_checks(group):
     with pytest.raises(ValueError, match="process that made the group"):
         handle.call("add", 1, retries=1)
     assert handle.explain("add", 1).summary.startswith("add: 4 of 4 workers called")
-    call = handle.call("sleep", 1.0, timeout=0.2)
-    with pytest.raises(CallTimeoutError, match="in 'sleep' for"):
+    call = handle.call("wait_for", gate, timeout=0.2)
+    wait_until_running(group, "wait_for", 0, 1, 2, 3)
+    with pytest.raises(CallTimeoutError, match="in 'wait_for' for"):
         call.result()
+    gate.touch()
     call.wait()
     with pytest.raises(WorkerGroupError, match="There is no group 'critic'"):
         RayWorkerGroup.attach("critic")
@@ -244,7 +248,7 @@ OWNER = """
         input()
 """
 CLIENT = """
-    import pickle, sys
+    import pickle, sys, time
     import ray
     from fairlead_placement import PlacementError
     from fairlead_placement.spi import find_agents
@@ -262,6 +266,13 @@ CLIENT = """
         ray.kill(agent.handle)
     print(len(handle.call("pid").result()), flush=True)
     input()
+    while True:  # withdrawals are not waited for
+        try:
+            RayWorkerGroup.attach("critic")
+        except WorkerGroupError as error:
+            if str(error).startswith("No worker group is registered"):
+                break
+        time.sleep(0.05)
     for what in (lambda: handle.call("pid"), handle.status, lambda: RayWorkerGroup.attach("critic")):
         try:
             what()
@@ -301,7 +312,7 @@ def test_owner_that_is_stopped(start):
     owner = start(OWNER, **token)
     address = owner.stdout.readline().strip()
     wrong = start(CLIENT, address, **{**token, "RAY_AUTH_TOKEN": "cd" * 20})
-    assert wrong.communicate(timeout=60)[0].strip() == "PlacementError"
+    assert wrong.communicate(timeout=120)[0].strip() == "PlacementError"
     os.kill(owner.pid, signal.SIGSTOP)
     while Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
@@ -312,7 +323,6 @@ def test_owner_that_is_stopped(start):
     assert client.stdout.readline().strip() == "2"  # the owner has published the group at another agent
     go_on(owner)
     assert owner.stdout.readline().strip() == "ended"
-    time.sleep(0.5)  # withdrawals are not waited for
     go_on(client)
     ended = "has ended: it was shut down, or the process that made it has ended."
     for _ in range(2):

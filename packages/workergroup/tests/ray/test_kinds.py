@@ -4,7 +4,6 @@
 import asyncio
 import functools
 import sys
-import time
 
 import pytest
 import ray
@@ -88,24 +87,24 @@ class TestStreams:
             assert caught.value.__notes__[0].startswith("raised by rank 5")
             with pytest.raises(KeyError, match="no more"):
                 await failing
-            late = group.at(dp=0, tp=0).call("items", 2, pause_s=1.0)
+            held = tmp_path / "held"
+            late = group.at(dp=0, tp=0).call("items_after", str(held))
             with pytest.raises(CallTimeoutError):
                 await anext(late.stream(timeout=0.2))
-            assert [outcome.value async for outcome in late.stream()] == [500, 501]  # nothing was lost
+            held.touch()
+            assert [outcome.value async for outcome in late.stream()] == [1]  # nothing was lost
 
         asyncio.run(main())
 
-    def test_a_timeout_is_of_the_next_item(self, group):
+    def test_a_timeout_is_of_the_next_item(self, group, clock):
         """A stream has no time limit of its own: its timeout holds for the next item."""
-        view = group.at(dp=0, tp=0)
-        assert [outcome.value for outcome in view.call("items", 4, pause_s=0.6).stream(timeout=1.5)] == [
-            500,
-            501,
-            502,
-            503,
-        ]
+        items = []
+        for outcome in group.at(dp=0, tp=0).call("items", 4).stream(timeout=600):
+            items.append(outcome.value)
+            clock.skip(400)
+        assert items == [500, 501, 502, 503]
 
-    def test_errors(self, group, doomed):
+    def test_errors(self, group, doomed, gate):
         """An error in the middle is raised at its place with its type; a death does not end its stream silently."""
         call = group.at(dp=0, tp=0).call("items_then_fail", 2)
         stream = call.stream()
@@ -120,7 +119,8 @@ class TestStreams:
         with pytest.raises(TypeError, match="'rank' is not a generator method"):
             group.call("rank").stream()
         with pytest.raises(CallTimeoutError):
-            list(group.at(dp=0, tp=0).call("items", 2, pause_s=1.0).stream(timeout=0.2))
+            list(group.at(dp=0, tp=0).call("items_after", str(gate)).stream(timeout=0.2))
+        gate.touch()
         with pytest.raises(WorkerFailureError, match="rank 3"):
             list(doomed.call("items_then_die", [3]).stream())
         classic = doomed.at(dp=0).call("items_then_die", [1])
@@ -151,7 +151,7 @@ class TestAsync:
         """Without async_communication async methods run one after the other, and return results as others do."""
         assert group.call("slow_echo", "x").result() == ["x"] * 8
 
-    def test_overlapping(self, local_ray, eventually):
+    def test_overlapping(self, local_ray, eventually, wait_until_running):
         """With async_communication async methods overlap and can be cancelled, and all other kinds work as before."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
@@ -171,7 +171,7 @@ class TestAsync:
             assert waiting.result() == ["waited", "waited"]
             assert group.call(Overlapping.late, 4).result() == [4, 4]
             endless = group.call("forever")
-            time.sleep(0.3)
+            wait_until_running(group, "forever", 0, 1)
             with pytest.raises(CallTimeoutError, match="in 'forever' for"):
                 endless.result(timeout=0.1)
             endless.cancel()

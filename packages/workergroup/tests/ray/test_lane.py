@@ -17,6 +17,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup._lane.lane import Lane
 from fairlead_workergroup.testing import hang, kill
 
 from ..calling import store_used
@@ -68,8 +69,9 @@ class Worker:
         while True:
             yield 1
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
+    def wait_for(self, gate):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
 
     def give_up(self):
         os._exit(1)
@@ -113,6 +115,7 @@ def lane(group):
 
 
 class TestCalls:
+    @pytest.mark.smoke
     def test_order(self, lane):
         """Each worker runs the calls in the order in which they were made, also those that leave the lane."""
         for i in range(100):
@@ -143,6 +146,7 @@ class TestCalls:
         assert [len(value) for value in values.result()] == [100_000] * 8
         assert lane.call("size", np.ones(100_000)).result() == [800_000] * 8
 
+    @pytest.mark.smoke
     def test_answers_as_arguments(self, lane):
         """An answer goes to other workers as an argument, whether it came with the message or is stored."""
         for count in (10, 100_000):
@@ -185,7 +189,7 @@ class TestCalls:
 
 class TestReferences:
     def test_nothing_is_left(self, lane, eventually):
-        """1,000 calls with references in arguments, answers and exceptions leave the store as it was."""
+        """400 calls with references in arguments, answers and exceptions leave the store as it was."""
         counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
         large = np.ones(50_000)
 
@@ -201,10 +205,10 @@ class TestReferences:
         run(5)
         gc.collect()
         before, used = len(counts()), store_used()
-        run(250)
+        run(100)
         gc.collect()
-        assert eventually(lambda: len(counts()) <= before + 5)
-        assert eventually(lambda: store_used() <= used + 1_000_000)
+        assert eventually(lambda: len(counts()) <= before + 5, 60)
+        assert eventually(lambda: store_used() <= used + 1_000_000, 60)
 
     def test_kept_reference(self, lane):
         """A reference that a worker keeps stays valid after the call."""
@@ -289,29 +293,44 @@ class TestFaults:
                 assert not calls[-1].wait(timeout=0.5)
             assert [call.result(timeout=60) for call in calls] == list(range(200))
 
-    def test_late_worker(self, lone_group):
+    def test_late_worker(self, lone_group, tmp_path, clock, monkeypatch):
         """Opening and closing name the worker that does not follow, and the group works afterwards."""
-        with lone_group.lane():  # the workers import what a lane needs
-            pass
-        slow = lone_group.at(worker=1).call("sleep", 8, collect=())
-        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=3.0):
+        opening, closing = tmp_path / "opening", tmp_path / "closing"
+        run = Lane.run
+
+        def let_time_pass(when):
+            """Let the timeout of a lane pass when a condition holds."""
+
+            def run_until(lane, is_enough, timeout_s):
+                return run(lane, lambda: clock.skip(600 * when(lane)) or is_enough(), timeout_s)
+
+            monkeypatch.setattr(Lane, "run", run_until)
+
+        let_time_pass(lambda lane: any(one.rank == 0 and one.greeted for one in lane._sessions.values()))
+        slow = lone_group.at(worker=1).call("wait_for", opening, collect=())
+        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=600):
             pass
         assert caught.value.ranks == (1,)
+        opening.touch()
         slow.result()
-        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=5.0):
-            late = lone_group.at(worker=0).call("sleep", 10, collect=())
+        let_time_pass(lambda lane: [one.rank for one in lane._by_identity.values()] == [0])
+        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=600):
+            late = lone_group.at(worker=0).call("wait_for", closing, collect=())
         assert caught.value.ranks == (0,)
+        monkeypatch.undo()
+        closing.touch()
         assert late.result(timeout=60) is None
         assert len(lone_group.call("pid").result(timeout=60)) == 2
         with lone_group.lane():
             assert lone_group.call("echo", 1).result() == [1, 1]
 
-    def test_cancel(self, lone_group):
+    def test_cancel(self, lone_group, gate):
         """A call that waits behind another one is dropped."""
         with lone_group.lane():
-            first = lone_group.call("sleep", 1)
+            first = lone_group.call("wait_for", gate)
             second = lone_group.call("add", "dropped")
             assert second.cancel() == []
+            gate.touch()
             first.result()
             assert lone_group.call("all_seen").result() == [[], []]
 
@@ -323,11 +342,12 @@ class TestFaults:
                 group.call("echo", 1).result()
                 assert group.shutdown("all_seen")
 
-    def test_driver_that_dies(self, tmp_path, eventually):
+    def test_driver_that_dies(self, local_ray, tmp_path, eventually):
         """The workers of a driver that is killed end."""
         script = tmp_path / "driver.py"
         script.write_text(DRIVER)
-        process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, script, ray.get_runtime_context().gcs_address]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             pids = list(map(int, process.stdout.readline().split()))
             assert len(pids) == 2
@@ -339,7 +359,7 @@ class TestFaults:
 
 
 DRIVER = """
-import os, time
+import os, sys, time
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_workergroup import RayWorkerGroup
 
@@ -347,7 +367,7 @@ class Worker:
     def pid(self):
         return os.getpid()
 
-init_ray(address="local", num_cpus=2)
+init_ray(address=sys.argv[1])
 with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group, group.lane():
     print(*group.call("pid").result(), flush=True)
     time.sleep(600)

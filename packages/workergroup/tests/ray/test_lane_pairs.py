@@ -158,7 +158,7 @@ class TestLeavingTheLane:
                 target.call("second", references, source, timeout=0.2)
             waiting = threads.submit(lambda: target.call("second", references, source, collect=()).result(60))
             time.sleep(0.3)  # long enough for that thread to wait; the rest is right in any case
-            assert len(by_lane(target.call("pid", timeout=20))) == 1
+            assert len(by_lane(target.call("pid", timeout=60))) == 1
 
             async def call():
                 first = target.call("second", references, source, collect=())
@@ -192,9 +192,7 @@ class TestOtherProcesses:
         assert ray.get(controller.call.remote()) == [pids] * 2
         for _ in range(2):
             with pair.lane():
-                began = time.monotonic()
                 assert all("has an open lane" in text for text in ray.get(controller.call.remote()))
-                assert time.monotonic() - began < 30
                 assert by_lane(pair.call("pid")) == pids
             assert ray.get(controller.call.remote()) == [pids] * 2
         ray.kill(controller)
@@ -220,7 +218,7 @@ class TestOtherProcesses:
                 assert running == ["wait_for"] * 2
                 # All at once: each takes seconds, mostly for the start of Ray.
                 looks = [run("status", "--json"), run("why", "--after", "0.5", "--json"), run("stacks", "--json")]
-                status, why, stacks = [json.loads(one.communicate(timeout=60)[0]) for one in looks]
+                status, why, stacks = [json.loads(one.communicate(timeout=120)[0]) for one in looks]
                 assert [(one["state"], one["method"]) for one in status["workers"]] == [("busy", "wait_for")] * 2
                 (found,) = why["groups"][0]["findings"]
                 assert (found["kind"], found["ranks"], found["method"]) == ("stuck", [0, 1], "wait_for")
@@ -290,7 +288,7 @@ class TestFaults:
                 # A thread that waits without a deadline does not keep others from calling other workers.
                 waiting = threads.submit(lambda: one.call("add", "waited", collect=()).result())
                 time.sleep(0.3)
-                assert len(by_lane(pair.at(worker=1).call("pid", timeout=30))) == 1
+                assert len(by_lane(pair.at(worker=1).call("pid", timeout=60))) == 1
                 assert not waiting.done()
                 assert psutil.Process().memory_info().rss - used < 200 * MB
             assert [call.result(timeout=120) for call in calls] == list(range(1, most))

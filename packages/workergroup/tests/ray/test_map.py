@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,15 +15,11 @@ from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailure
 
 
 class Worker:
-    """A worker that records its items, and is slow, fails or dies for some of them."""
+    """A worker that records its items, and waits, fails or dies for some of them."""
 
     def work(self, item):
         kind, number = item
-        if kind == "slow" and os.environ["RANK"] == "0":
-            time.sleep(0.3)
-        if kind == "very slow":
-            time.sleep(2)
-        if kind == "wait for":
+        if kind == "wait for" or (kind == "wait in 0 for" and os.environ["RANK"] == "0"):
             while not os.path.exists(number):
                 time.sleep(0.01)
         if kind == "bad":
@@ -49,24 +46,29 @@ def group(local_ray: None) -> Iterator[RayWorkerGroup]:
     yield from made()
 
 
+@pytest.mark.smoke
 def test_round_robin_in_order(group):
     """By default item i goes to worker i modulo the number of workers, and results are in the order of the items."""
     assert list(group.map("work", [("easy", i) for i in range(10)])) == [(i, i % 4) for i in range(10)]
 
 
-def test_least_loaded(group):
+def test_least_loaded(group, gate):
     """The next item goes to the worker with the fewest items: a slow worker does not delay the others."""
-    results = list(group.map("work", [("slow", i) for i in range(24)], strategy="least_loaded", max_in_flight=1))
-    assert [number for number, _ in results] == list(range(24))
-    shares = Counter(rank for _, rank in results)
-    assert shares[0] < min(shares[rank] for rank in (1, 2, 3))
+    items = [("wait in 0 for", str(gate))] * 24
+    results = group.map("work", items, strategy="least_loaded", max_in_flight=1, ordered=False)
+    first = Counter(next(results)[1] for _ in range(23))
+    assert set(first) == {1, 2, 3}
+    gate.touch()
+    assert [rank for _, rank in results] == [0]
 
 
-def test_unordered(group):
-    """Unordered results arrive as they finish: all of them, a slow one later."""
-    results = list(group.map("work", [("slow", i) for i in range(8)], ordered=False))
-    assert sorted(number for number, _ in results) == list(range(8))
-    assert results[0][1] != 0
+@pytest.mark.smoke
+def test_unordered(group, gate):
+    """Unordered results arrive as they finish, and those of a slow worker later."""
+    results = group.map("work", [("wait in 0 for", str(gate))] * 8, ordered=False)
+    assert {next(results)[1] for _ in range(6)} == {1, 2, 3}
+    gate.touch()
+    assert [rank for _, rank in results] == [0, 0]
 
 
 def test_a_function_as_strategy(group):
@@ -103,18 +105,22 @@ def test_items_are_taken_as_needed(group):
     assert group.call("done").result() == [True] * 4
 
 
-def test_a_slow_item_bounds_the_window(group):
+def test_a_slow_item_bounds_the_window(group, gate, eventually):
     """In order, finished items wait for the oldest item; their number is bounded."""
     taken = []
 
     def items():
         for i in range(1000):
             taken.append(i)
-            yield ("very slow" if i == 0 else "easy", i)
+            yield ("wait for", str(gate)) if i == 0 else ("easy", i)
 
     results = group.map("work", items(), strategy="least_loaded", max_in_flight=1)
-    assert next(results)[0] == 0
-    assert len(taken) <= 8 * 4 + 4
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(next, results)
+        assert eventually(lambda: len(taken) > 8, 60)
+        assert not eventually(lambda: len(taken) > 8 * 4 + 4, 0.5)
+        gate.touch()
+        assert first.result(60)[0] == str(gate)
     results.close()
 
 
@@ -128,14 +134,14 @@ def test_an_error(group):
     assert group.call("done").result() == [True] * 4
 
 
-def test_exceptions_as_results(group):
+def test_exceptions_as_results(group, gate):
     """With return_exceptions an item's error is its result, and the others continue."""
     results = list(group.map("work", [("easy", 0), ("bad", 1), ("easy", 2)], return_exceptions=True))
     assert [results[0], results[2]] == [(0, 0), (2, 2)]
     assert isinstance(results[1], ValueError)
     assert results[1].__notes__[-1] == "item 1 of map('work')"
-    items = [("very slow", 0), ("easy", 1)]
-    late, easy = group.map("work", items, return_exceptions=True, timeout=0.2, ordered=True)
+    items = [("wait for", str(gate)), ("easy", 1)]
+    late, easy = group.map("work", items, return_exceptions=True, timeout=5.0, ordered=True)
     assert (type(late), easy) == (CallTimeoutError, (1, 1))
 
 
@@ -162,9 +168,11 @@ def test_async_for(group, tmp_path):
             next(mixed)
         found = [type(one) async for one in group.map("work", [("bad", 0), ("easy", 1)], return_exceptions=True)]
         assert found == [ValueError, tuple]
-        rest = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
+        later = tmp_path / "later"
+        rest = group.map("work", [("easy", 0), *[("wait for", str(later))] * 7], ordered=False)
         assert await anext(rest) == (0, 0)
         await rest.aclose()
+        later.touch()
 
     asyncio.run(main())
     results = group.map("work", [("easy", 0)])
@@ -177,10 +185,11 @@ async def _next(results):
     return await anext(results)
 
 
-def test_options_of_a_view(group):
+def test_options_of_a_view(group, gate):
     """The timeout of `with_options` holds for each item; options without a meaning are refused by name."""
-    with pytest.raises(CallTimeoutError, match="in 'work'"):
-        list(group.with_options(timeout=0.1).map("work", [("slow", 0)]))
+    with pytest.raises(CallTimeoutError):
+        list(group.with_options(timeout=0.1).map("work", [("wait for", str(gate))]))
+    gate.touch()
     assert list(group.with_options(timeout=0.01).map("work", [("easy", 0)], timeout=60)) == [(0, 0)]
     with pytest.raises(ValueError, match=r"the options \['discard'\] of this view have no meaning"):
         group.with_options(discard=True).map("work", [])
@@ -188,14 +197,15 @@ def test_options_of_a_view(group):
         group.with_options(retries=1).map("work", [])
 
 
-def test_the_rest_is_cancelled_with_one_request(group):
+def test_the_rest_is_cancelled_with_one_request(group, gate):
     """The end of a map cancels an item of every worker with one request a node."""
-    results = group.map("work", [("easy", 0), *[("very slow", i) for i in range(1, 8)]], ordered=False)
+    results = group.map("work", [("easy", 0), *[("wait for", str(gate))] * 7], ordered=False)
     assert next(results) == (0, 0)
     agent = NodeAgent(group.worker_metadata[0]["node_id"])
     before = agent.requests().get("run", 0)
     results.close()
     assert agent.requests()["run"] - before == 2
+    gate.touch()
     assert group.call("done").result() == [True] * 4
 
 
@@ -223,10 +233,15 @@ def test_bad_arguments(group, method, options, error):
         group.map(method, [1], **options)
 
 
-def test_a_deadline(group):
+def test_a_deadline(group, gate, clock, wait_until_running):
     """An item that takes longer than its timeout ends the map."""
+    results = group.map("work", [("easy", 0), ("wait for", str(gate))], timeout=600)
+    assert next(results) == (0, 0)
+    wait_until_running(group, "work", 1)
+    clock.skip(600)
     with pytest.raises(CallTimeoutError, match="in 'work'"):
-        list(group.map("work", [("slow", 0)], timeout=0.1))
+        next(results)
+    gate.touch()
 
 
 def test_leaders_of_tied_groups(local_ray):

@@ -21,7 +21,7 @@ from fairlead_workergroup.testing import assert_no_leaks, hang, kill
 
 from ..calling import store_used
 
-EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "16"))
+EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "8"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
 # A drain may cost the group its standby, so after this many events another group continues.
@@ -198,8 +198,8 @@ def test_random_events(raylets, eventually):
                     assert group.shutdown()
             with RayWorkerGroup(cluster, Worker) as group:  # in every slot
                 assert len(group.call("facts").result()) == SLOTS
-        assert eventually(lambda: count_workers() == 0)
-        assert eventually(lambda: store_used() <= used)
+        assert eventually(lambda: count_workers() == 0, 60)
+        assert eventually(lambda: store_used() <= used, 60)
     print(f"\n{EVENTS} events, seed {SEED}: {dict(sorted(counts.items()))}")  # noqa: T201
 
 

@@ -5,7 +5,6 @@ import asyncio
 import gc
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -70,16 +69,15 @@ def test_arguments_of_earlier_starts(local_ray, eventually):
 
 
 @pytest.mark.parametrize("explained", [True, False])
-def test_death_that_no_call_reported(make_group, monkeypatch, explained):
+def test_death_that_no_call_reported(make_group, monkeypatch, eventually, explained):
     """`restart_failed_workers` finds dead workers through Ray, whether or not Ray reports the cause."""
     if not explained:
         monkeypatch.setattr(Verdicts, "note_causes", lambda verdicts, dead, within_s: None)
     group = make_group()
     os.kill(group.call("pid").result()[3], signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while not (ranks := group.restart_failed_workers()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ranks == [3]
+    restarted = []
+    assert eventually(lambda: restarted.extend(group.restart_failed_workers()) or restarted, 60)
+    assert restarted == [3]
     assert group.call("state").result()[3][1] == 1
 
 
@@ -135,6 +133,7 @@ def test_cluster_shut_down(local_ray, bare):
             assert "create a new group" in caught.value.remedy
 
 
+@pytest.mark.smoke
 def test_restart_before_the_next_call(make_group):
     """With `restart_on_failure` the call that meets the loss raises; the next one works, also a classic one."""
     group = make_group(restart_on_failure=True, on_restart="load")
@@ -146,6 +145,7 @@ def test_restart_before_the_next_call(make_group):
     assert group.get_all_worker_results(group.run_all_workers_single_data("double", 4)) == [8] * 4
 
 
+@pytest.mark.smoke
 def test_retries(make_group):
     """With `retries` the call is repeated on the lost ranks only, also if it is awaited or streams."""
     group = make_group(restart_on_failure=True, on_restart="load", max_restarts=5)
@@ -267,15 +267,15 @@ def test_failed_restart(make_group):
         group.call("pid")
 
 
-def test_shutdown_during_a_restart(make_group):
+def test_shutdown_during_a_restart(make_group, tmp_path, eventually):
     """A shutdown also ends the workers that another thread is starting, and no call restarts the group."""
-    group = make_group(restart_on_failure=True, on_restart="slowly_load")
+    env_vars = {"GATE": str(tmp_path / "never")}
+    group = make_group(restart_on_failure=True, on_restart="load_when_open", env_vars=env_vars)
     die(group, 1)
     with ThreadPoolExecutor() as pool:
         call = pool.submit(group.call, "pid")
-        while not is_restarting(group):
-            time.sleep(0.01)
-        time.sleep(1.0)
+        assert eventually(lambda: is_restarting(group), 60)
+        assert eventually((tmp_path / "never.1").exists, 60)  # the new process runs `on_restart`
         group.shutdown()
         with pytest.raises((WorkerGroupError, WorkerFailureError)):
             call.result(timeout=60)
@@ -286,7 +286,7 @@ def test_shutdown_during_a_restart(make_group):
 
 def test_time_of_on_restart(make_group):
     """`on_restart` may take as long as a start; the timeout of calls does not apply."""
-    group = make_group(restart_on_failure=True, on_restart="slowly_load", call_timeout_s=1.0)
+    group = make_group(restart_on_failure=True, on_restart="slowly_load", call_timeout_s=0.5)
     die(group, 1)
     assert group.restart_failed_workers() == [1]
 
@@ -303,11 +303,11 @@ def test_two_groups(make_group, local_ray):
         assert (pending.result(), other.call("pid").result()) == ([8, 8], pids)
 
 
-def test_restart_after_forced_cancel(make_group):
+def test_restart_after_forced_cancel(make_group, wait_until_running):
     """A worker that cancel(force=True) has ended restarts like any lost worker."""
     group = make_group(restart_on_failure=True)
     call = group.at(dp=0, tp=0).call("grow", 8)
-    time.sleep(0.3)
+    wait_until_running(group, "grow", 0)
     assert call.cancel(force=True) == [0]
     assert group.call("double", 1).result() == [2] * 4
 

@@ -2,7 +2,6 @@
 """Calls that wait for a restart: their deadlines, and calls of coroutines."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,18 +31,19 @@ def test_deadline_during_a_restart(make_group, tmp_path, eventually):
 
 
 def test_event_loop_during_a_restart(make_group, tmp_path, eventually):
-    """Calls of a coroutine wait for a restart without blocking its event loop, and are sent in order."""
+    """Calls of a coroutine wait for a restart without blocking its event loop, and are sent in order.
+
+    The restart ends when this coroutine opens the gate, so a call that blocks the loop would wait forever.
+    """
     gate = tmp_path / "gate"
     group = make_group(restart_on_failure=True, on_restart="load_when_open", env_vars={"GATE": str(gate)})
     die(group, 1)
 
     async def main():
-        began = time.monotonic()
         waiting = [group.call("double", VALUE), group.call("note", config := {"lr": 1}), group.call("get_notes")]
         abandoned, cancelled, late = group.call("note", 2), group.call("note", 3), group.call("note", 4, timeout=0.3)
         items = group.call("count", 2)
         config["lr"] = 2
-        assert time.monotonic() - began < 1.0
         assert repr(waiting[0]) == "Call('double', waits to be sent, 4 results)"
         assert "not sent" in waiting[0]._repr_html_()
         assert not waiting[0].done()

@@ -2,6 +2,7 @@
 """What packages that are built on groups of workers use."""
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -12,6 +13,11 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailure
 from fairlead_workergroup.testing import kill
 
 pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def wait_for(worker, gate):
+    while not os.path.exists(gate):
+        time.sleep(0.01)
 
 
 class Worker:
@@ -27,6 +33,12 @@ class Overlapping(Worker):
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(seconds)
+        self.running -= 1
+
+    async def work_until(self, gate):
+        self.running += 1
+        while not os.path.exists(gate):
+            await asyncio.sleep(0.01)
         self.running -= 1
 
     async def items(self, count):
@@ -51,29 +63,29 @@ def fail(worker):
     raise ArithmeticError("broken")
 
 
-def test_functions_and_replies():
+def test_functions_and_replies(gate, wait_until_running):
     """A function gets the user's instance; replies are values, the worker's own errors, losses, or late."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
         group = RayWorkerGroup(cluster, RayWorkerBuilder(Worker))
         before = spi.read_members(group)
-        for options in ({}, {"alone_within_s": 1.0}):
-            replies = spi.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 30)
+        for options in ({}, {"alone_within_s": 60.0}):
+            replies = spi.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 60)
             assert {rank: reply.value for rank, reply in replies.items()} == dict.fromkeys(range(3), 10)
             assert all(reply.is_good for reply in replies.values())
         (failed,) = spi.collect(group, send(group, fail, ranks=[1]), 30).values()
         assert isinstance(failed.error, ArithmeticError)
         assert failed.worker.rank == 1
 
-        requests = send(group, lambda worker: time.sleep(1.5), ranks=[2])
-        began = time.monotonic()
+        requests = send(group, wait_for, gate, ranks=[2])
+        wait_until_running(group, "<function>", 2)
         (late,) = spi.collect(group, requests, 0.2).values()
-        assert time.monotonic() - began < 1.2
         assert late.late.rank == 2
         assert late.late.method == "<function>"
         queued = send(group, lambda worker: setattr(worker, "seen", True), ranks=[2])
-        time.sleep(0.3)  # until it has reached the worker
+        time.sleep(0.3)  # long enough to reach the worker; the rest is right in any case
         spi.cancel(queued)
-        (checked,) = spi.collect(group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 30).values()
+        gate.touch()
+        (checked,) = spi.collect(group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 60).values()
         assert checked.value is False
 
         kill(group, 0)
@@ -91,7 +103,7 @@ def test_functions_and_replies():
             spi.read_members(group)
 
 
-def test_function_that_has_an_asyncio_worker_for_itself():
+def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running):
     """Methods that run end first, later ones wait; one that takes too long keeps the function from running."""
 
     async def alone(worker):
@@ -105,18 +117,20 @@ def test_function_that_has_an_asyncio_worker_for_itself():
     ):
         calls = [group.call("work", 0.05) for _ in range(20)]
         calls.append(group.call("items", 20))
-        requests = [send(group, alone, alone_within_s=20.0) for _ in range(3)]
+        requests = [send(group, alone, alone_within_s=60.0) for _ in range(3)]
         calls += [group.call("work", 0.05) for _ in range(20)]
         for request in requests:
-            assert spi.collect(group, request, 30)[0].value == (0, 0)
+            assert spi.collect(group, request, 60)[0].value == (0, 0)
         for call in calls:
-            call.result(timeout=30)
+            call.result(timeout=60)
         assert group.call(lambda worker: worker.most, collect=()).result() > 1
 
-        slow = group.call("work", 1.0)
-        (reply,) = spi.collect(group, send(group, alone, alone_within_s=0.1), 30).values()
+        slow = group.call("work_until", gate)
+        wait_until_running(group, "work_until", 0)
+        (reply,) = spi.collect(group, send(group, alone, alone_within_s=0.1), 60).values()
         assert isinstance(reply.error, TimeoutError)
         assert "1 methods were still running" in str(reply.error)
+        gate.touch()
         slow.result()
-        assert spi.collect(group, send(group, fail, alone_within_s=1.0), 30)[0].error.args == ("broken",)
+        assert spi.collect(group, send(group, fail, alone_within_s=60.0), 60)[0].error.args == ("broken",)
         assert group.call("value").result() == [7]

@@ -22,6 +22,7 @@ from fairlead_workergroup import (
     current_worker,
     report_progress,
 )
+from fairlead_workergroup._start.report import StartClock
 from fairlead_workergroup.testing import kill
 
 
@@ -56,14 +57,14 @@ def answers(group, method, *args):
 def test_start_report(cluster):
     """The report of a start shows the phases, and names the rank with the slow constructor."""
     before = time.monotonic()
-    with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=0.5, ranks=(1,))) as group:
+    with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=2.0, ranks=(1,))) as group:
         took = time.monotonic() - before
         report = group.start_report
         assert (report.group, report.workers) == ("Slow", group.world_size)
-        assert 0.5 <= report.seconds <= took
+        assert 2.0 <= report.seconds <= took
         constructor = report["constructor"]
         assert constructor.slowest[0] == (1, constructor.max_s)
-        assert constructor.median_s < 0.5 <= constructor.max_s
+        assert constructor.median_s < 2.0 <= constructor.max_s
         assert all(report[name].max_s > 0 for name in ("create", "process", "import"))
         # Phases of the driver follow each other, and workers start only after them.
         assert sum(report[name].seconds for name in ("reserve", "environment", "describe", "create")) < report.seconds
@@ -114,6 +115,7 @@ class TestWaiting:
         assert max(finished) < made
         assert (rank, seconds > 1) == (3, True)
 
+    @pytest.mark.smoke
     def test_first_failure(self, cluster):
         """The first constructor that raises ends the start; the error has rank, node, cause and other ranks."""
         axes = NamedSharding.from_shape(dp=2, tp=2)
@@ -134,13 +136,21 @@ class TestWaiting:
         with pytest.raises(WorkerStartError, match=r"rank 2 .* lost while it started: killed"):
             RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(2,), fail="exit"), workers_per_node=3)
 
-    def test_deadline(self, cluster):
+    def test_deadline(self, cluster, clock, monkeypatch):
         """After start_timeout_s the error names the slow ranks, and all workers are ended."""
-        builder = RayWorkerBuilder(Slow, seconds=60, ranks=(1, 3))
-        began = time.monotonic()
-        with pytest.raises(WorkerStartError, match=r"2 of 4 workers had not finished .* after 10 s .*rank 1 .*rank 3"):
-            RayWorkerGroup(cluster, builder, workers_per_node=4, start_timeout_s=10)
-        assert 10 < time.monotonic() - began < 30
+        builder = RayWorkerBuilder(Slow, seconds=600, ranks=(1, 3))
+        ready, note = set(), StartClock.note
+
+        def note_and_let_time_pass(start, rank, **phases):
+            note(start, rank, **phases)
+            if "process" in phases:
+                ready.add(rank)
+            if ready == {0, 2}:
+                clock.skip(300)
+
+        monkeypatch.setattr(StartClock, "note", note_and_let_time_pass)
+        with pytest.raises(WorkerStartError, match=r"2 of 4 workers had not finished .* after 300 s .*rank 1 .*rank 3"):
+            RayWorkerGroup(cluster, builder, workers_per_node=4, start_timeout_s=300)
 
     def test_interrupt(self, cluster):
         """Ctrl-C during the start of a group leaves nothing behind."""
@@ -222,6 +232,7 @@ class TestArguments:
 
 
 class TestClasses:
+    @pytest.mark.smoke
     def test_full_name(self, cluster):
         """Only the workers import a class that is given by its full name."""
         with RayWorkerGroup(cluster, RayWorkerBuilder("decimal.Decimal", "1.50"), workers_per_node=2) as group:
@@ -340,6 +351,7 @@ class TestFacts:
 
 
 class TestManyGroups:
+    @pytest.mark.smoke
     def test_only_workers_and_one_agent(self, cluster):
         """8 workers are 8 actors, and one agent for the node."""
         with RayWorkerGroup(cluster, Slow):
@@ -360,13 +372,13 @@ class TestManyGroups:
 
     def test_no_room_for_a_group(self, cluster):
         """A slot without room refuses a second group at once; the error names the first group and the remedy."""
-        with RayWorkerGroup(cluster, Slow, workers_per_node=2, name_prefix="policy"):
-            began = time.monotonic()
-            with pytest.raises(
+        with (
+            RayWorkerGroup(cluster, Slow, workers_per_node=2, name_prefix="policy"),
+            pytest.raises(
                 ResourceInsufficientError, match=r"'Slow' cannot run .*'policy' is there.*enable_colocation=True"
-            ):
-                RayWorkerGroup(cluster, Slow, workers_per_node=2)
-            assert time.monotonic() - began < 5
+            ),
+        ):
+            RayWorkerGroup(cluster, Slow, workers_per_node=2)
         with RayWorkerGroup(cluster, Slow, workers_per_node=2):
             pass
 
@@ -377,6 +389,7 @@ class TestManyGroups:
                 with RayWorkerGroup(cluster, Slow) as group:
                     assert group.master_port == 23450
 
+    @pytest.mark.smoke
     def test_colocated(self, local_ray):
         """Two groups share the slots of a cluster that was reserved for two, also on parts of a GPU."""
         with (

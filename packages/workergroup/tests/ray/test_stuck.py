@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -32,12 +33,23 @@ class Worker:
             return file.read()
 
     def sleep_natively(self, seconds):
-        """Return the rest of the sleep: more than 0 only if a signal has interrupted it."""
-        return ctypes.CDLL(None).sleep(seconds)
+        """Return the rest of the sleep: more than 0 only if a signal has interrupted it. Report progress meanwhile."""
+        awake = threading.Event()
 
-    def steps(self, seconds):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        def report():
+            while not awake.wait(0.02):
+                report_progress(step=1)
+
+        thread = threading.Thread(target=report)
+        thread.start()
+        try:
+            return ctypes.CDLL(None).sleep(seconds)
+        finally:
+            awake.set()
+            thread.join()
+
+    def steps(self, gate):
+        while not os.path.exists(gate):
             report_progress(step=1)
             time.sleep(0.02)
 
@@ -59,9 +71,10 @@ def release(fifo, readers):
     fd = os.open(fifo, os.O_WRONLY)
     os.write(fd, b"done")
     os.close(fd)
-    return ray.get(readers, timeout=30)
+    return ray.get(readers, timeout=60)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["sleep", "native", "native-gil"])
 def test_hang(group, how):
     """A hanging worker is found with the stacks of its threads and the calling frame, and stays in its call."""
@@ -80,7 +93,7 @@ def test_hang(group, how):
         (plain,) = group.detect_stuck_workers(0.2, dump_stacks=False)
         assert (plain.stacks, plain.where) == ("", "")
     assert group.detect_stuck_workers(0.2) == []
-    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+    assert group.call("rank", timeout=60).result() == [0, 1, 2, 3]
 
 
 def test_stopped(group):
@@ -93,32 +106,33 @@ def test_stopped(group):
         assert found[1].note.startswith("the process has been stopped (SIGSTOP)")
         with open(f"/proc/{found[1].pid}/status") as file:
             assert int(next(line for line in file if line.startswith("ShdPnd")).split()[1], 16) & 1 << SIGNAL - 1 == 0
-    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+    assert group.call("rank", timeout=60).result() == [0, 1, 2, 3]
 
 
-def test_no_signal_to_other_workers(group):
+def test_no_signal_to_other_workers(group, eventually, wait_until_running):
     """A worker that is not stuck continues its sleep while another one writes its stacks."""
     with hang(group, 2):
-        time.sleep(1.2)
-        sleeper = group.workers[1].sleep_natively.remote(2)
-        time.sleep(0.3)
-        assert [one.rank for one in group.detect_stuck_workers(1)] == [2]
-        assert ray.get(sleeper, timeout=30) == 0
+        sleeper = group.workers[1].sleep_natively.remote(4)
+        wait_until_running(group, "sleep_natively", 1)
+        assert eventually(lambda: [one.rank for one in group.detect_stuck_workers(1)] == [2], 60)
+        assert group.get_worker_status()[1].method == "sleep_natively"  # it was asleep meanwhile
+        assert ray.get(sleeper, timeout=60) == 0
 
 
-def test_progress(group):
+def test_progress(group, gate, eventually):
     """A long method that reports progress is not stuck."""
-    call = group.call("steps", 1)
-    time.sleep(0.7)
-    assert group.detect_stuck_workers(0.5) == []
+    call = group.call("steps", gate)
+    assert eventually(lambda: all(one.running_s > 1.0 for one in group.get_worker_status()), 60)
+    assert group.detect_stuck_workers(1.0) == []
+    gate.touch()
     call.result()
 
 
-def test_odd_rank(group, fifo):
+def test_odd_rank(group, fifo, eventually):
     """If the others wait in one call, notes on both sides name the rank that does not, and the grid shows it."""
     readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
     with hang(group, 2, "native"):
-        time.sleep(0.4)
+        assert eventually(lambda: len(group.detect_stuck_workers(0.3, dump_stacks=False)) == 4, 60)
         found = group.detect_stuck_workers(0.3)
         assert [one.rank for one in found] == [0, 1, 2, 3]
         assert "3 others wait at " in found[2].note
@@ -131,7 +145,7 @@ def test_odd_rank(group, fifo):
         assert console.export_text().count("stuck") == 4
     release(fifo, readers)
     readers = [group.workers[rank].read.remote(str(fifo)) for rank in (0, 1, 3)]
-    time.sleep(0.4)
+    assert eventually(lambda: len(group.detect_stuck_workers(0.3, dump_stacks=False)) == 3, 60)
     assert {one.note for one in group.detect_stuck_workers(0.3)} == {
         "2 others wait at the same place; not there: rank 2 idle"
     }

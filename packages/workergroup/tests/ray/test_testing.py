@@ -28,8 +28,9 @@ class Slotted:
         await asyncio.sleep(0)
         return self.rank()
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
+    def wait_for(self, gate):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +52,37 @@ def test_hang(group, how):
     status = group.get_worker_status()[1]
     assert (status.state, status.method) == (("idle", None) if how == "stop" else ("busy", "hang"))
     call = group.call("rank")
-    assert group.at(worker=slice(2, None)).call("rank", timeout=30).result() == [2, 3]
+    assert group.at(worker=slice(2, None)).call("rank", timeout=60).result() == [2, 3]
     assert call.wait(0.3) is False
     hung.close()
     hung.close()
-    assert call.result(timeout=30) == [0, 1, 2, 3]
+    assert call.result(timeout=60) == [0, 1, 2, 3]
     assert repr(hung) == f"Hang(1, {how!r}, closed)"
 
 
-def test_stop_during_a_call(group):
+def test_stop_during_a_call(group, gate, wait_until_running):
     """A worker is stopped in the middle of a call."""
-    call = group.at(worker=0).call("sleep", 0.5)
+    call = group.at(worker=0).call("wait_for", gate)
+    wait_until_running(group, "wait_for", 0)
     with hang(group, 0, "stop"):
-        time.sleep(0.7)
-        assert not call.done()
-    call.result(timeout=30)
+        gate.touch()
+        assert not call.wait(0.3)
+    call.result(timeout=60)
 
 
-def test_busy(group):
+def test_busy(group, gate):
     """A busy worker hangs when its turn comes; after the timeout it will not hang."""
-    call = group.at(worker=0).call("sleep", 1)
+    call = group.at(worker=0).call("wait_for", gate)
     with pytest.raises(TimeoutError, match=r"rank 0 .* has not begun to hang within 0.2 s"):
         hang(group, 0, timeout_s=0.2)
     with pytest.raises(TimeoutError, match=r"rank 0 .* has not done it within 0.1 s"):
         slow(group, 0, 0, timeout_s=0.1)
+    gate.touch()
     call.result()
-    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
-    with hang(group, 0, timeout_s=30), pytest.raises(TimeoutError):
+    assert group.call("rank", timeout=60).result() == [0, 1, 2, 3]
+    with hang(group, 0, timeout_s=60), pytest.raises(TimeoutError):
         hang(group, 0, timeout_s=0.1)
-    assert group.call("rank", timeout=30).result() == [0, 1, 2, 3]
+    assert group.call("rank", timeout=60).result() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
@@ -90,12 +93,12 @@ def test_slow(cluster, concurrent):
         slow(group, 1, 0.3)
         for method, result in (("rank", 1), ("later", 1), ("items", [1])):
             began = time.monotonic()
-            assert group.at(worker=1).call(method, collect=(), timeout=30).result() == result
+            assert group.at(worker=1).call(method, collect=(), timeout=60).result() == result
             assert time.monotonic() - began >= 0.3
         slow(group, 1, 60)
-        assert group.at(worker=0).call("rank", collect=(), timeout=30).result() == 0
+        assert group.at(worker=0).call("rank", collect=(), timeout=60).result() == 0
         slow(group, 1, 0)
-        assert group.call("rank", timeout=30).result() == [0, 1]
+        assert group.call("rank", timeout=60).result() == [0, 1]
         with hang(group, 0):
             assert group.get_worker_status()[0].method == "hang"
 

@@ -3,7 +3,10 @@
 
 import json
 import os
+import random
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,20 +21,46 @@ SECRET = "secret-in-an-argument"
 
 
 class Worker:
+    def work(self, seconds):
+        time.sleep(seconds)
+
+    def wait_for(self, gate):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+
+    def fail(self, text):
+        raise ValueError(text)
+
+
+class Timed:
+    """A worker whose clock shows the time of its work alone, so that a busy machine does not change what it takes."""
+
     def __init__(self):
         self.rank = int(os.environ["RANK"])
+        self.now, self.delays = time.monotonic(), random.Random(self.rank)
+        thread, read = threading.get_ident(), time.monotonic
+        time.monotonic = lambda: self.read() if threading.get_ident() == thread else read()
+
+    def read(self):
+        """Return the time, which passes a little with each look, as for real workers."""
+        self.now += self.delays.uniform(0, 0.0001)
+        return self.now
 
     def work(self, seconds, slow=None, factor=1.2):
-        time.sleep(seconds * (factor if self.rank == slow else 1.0))
+        self.now += seconds * (factor if self.rank == slow else 1.0)
 
     def work_alike(self, seconds):
         self.work(seconds)
 
     def meet(self, folder, step):
-        """Wait until every worker is here."""
-        open(os.path.join(folder, f"{step}-{self.rank}"), "w").close()
-        while any(not os.path.exists(os.path.join(folder, f"{step}-{rank}")) for rank in range(4)):
+        """Wait until every worker is here, until the time at which the last one came."""
+        new = Path(folder, f"{step}-{self.rank}.new")
+        new.write_text(repr(self.now))
+        new.rename(new.with_suffix(""))
+        came = [Path(folder, f"{step}-{rank}") for rank in range(4)]
+        while not all(path.exists() for path in came):
             time.sleep(0.0005)
+        self.now = max(float(path.read_text()) for path in came)
 
     def work_and_meet(self, seconds, slow, folder, step):
         self.work(seconds, slow)
@@ -41,9 +70,6 @@ class Worker:
     def work_and_meet_unmarked(self, seconds, slow, folder, step):
         self.work(seconds, slow)
         self.meet(folder, step)
-
-    def fail(self, text):
-        raise ValueError(text)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +126,7 @@ def test_stragglers(local_ray, tmp_path, run):
     slow = run % 4
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
+        RayWorkerGroup(cluster, Timed, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
     ):
         for step in range(50):
             group.call("work", 0.01, slow).result()
@@ -113,38 +139,43 @@ def test_stragglers(local_ray, tmp_path, run):
     assert report.undecidable == ("work_and_meet_unmarked",)
     (timing,) = [one for one in report.timings if (one.method, one.rank) == ("work", slow)]
     assert (timing.calls, timing.slow) == (50, ("dp", "tp"))
-    assert 1.1 < timing.ratios["dp"] < 1.5
+    assert timing.ratios["dp"] == pytest.approx(1.2, abs=0.02)
 
 
-def test_trace_of_a_timeout(group, tmp_path, monkeypatch):
+def test_trace_of_a_timeout(group, tmp_path, gate, monkeypatch, wait_until_running):
     """With FAIRLEAD_TRACE_DIR set, a timeout says where its trace is, which has the call that runs."""
-    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path))
-    call = group.call("work", 0.5, timeout=0.2)
+    traces = tmp_path / "traces"
+    monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(traces))
+    call = group.call("wait_for", gate, timeout=0.2)
+    wait_until_running(group, "wait_for", 0, 1, 2, 3)
     with pytest.raises(CallTimeoutError) as raised:
         call.result()
-    (name,) = os.listdir(tmp_path)
-    assert str(tmp_path / name) in raised.value.__notes__[-1]
-    trace = json.loads((tmp_path / name).read_text())
-    assert [one["name"] for one in trace["traceEvents"] if one.get("args", {}).get("running")] == ["work"] * 4
-    time.sleep(0.5)
+    (name,) = os.listdir(traces)
+    assert str(traces / name) in raised.value.__notes__[-1]
+    trace = json.loads((traces / name).read_text())
+    assert [one["name"] for one in trace["traceEvents"] if one.get("args", {}).get("running")] == ["wait_for"] * 4
+    gate.touch()
+    call.wait()
 
 
-def test_trace_of_a_loss(local_ray, tmp_path, monkeypatch):
+def test_trace_of_a_loss(local_ray, tmp_path, gate, monkeypatch):
     """So does the error about a lost worker, if it is raised: one that a retry hides saves no trace."""
     monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path / "traces"))
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, restart_on_failure=True, max_restarts=2) as group,
     ):
-        call = group.call("work", 1.0, retries=1)
+        call = group.call("wait_for", gate, retries=1)
         kill(group, 1)
+        gate.touch()
         assert call.result() == [None, None]
         assert not (tmp_path / "traces").exists()
-        call = group.call("work", 5.0)
+        never = tmp_path / "never"
+        call = group.call("wait_for", never)
         kill(group, 1)
         with pytest.raises(WorkerFailureError) as raised:
             call.result()
-        call = group.call("work", 2.0, retries=1)
+        call = group.call("wait_for", never, retries=1)
         kill(group, 1)
         with pytest.raises(WorkerFailureError, match="max_restarts=2") as limit:
             call.result()

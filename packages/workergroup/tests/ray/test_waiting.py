@@ -28,36 +28,41 @@ from ..calling import MB, Worker
 
 
 class TestWaiting:
-    def test_a_timeout_consumes_nothing(self, group):
+    def test_a_timeout_consumes_nothing(self, group, gate):
         """After a timeout the same call can be asked again and returns its result."""
-        call = group.call("sleep", 1.0, tag="t")
+        call = group.call("wait_for", gate, tag="t")
         with pytest.raises(CallTimeoutError):
             call.result(timeout=0.2)
         assert not call.done()
+        gate.touch()
         assert call.result() == ["t"] * 8
         assert call.done()
 
-    def test_late_workers_and_their_methods(self, group):
+    @pytest.mark.smoke
+    def test_late_workers_and_their_methods(self, group, gate, eventually, wait_until_running):
         """The deadline of a call names the ranks that have not finished, and the method that each of them runs."""
-        slow = group.at(dp=0, tp=1).call("sleep", 3.0, tag="a")
-        call = group.call("rank", timeout=0.5)
+        slow = group.at(dp=0, tp=1).call("wait_for", gate, tag="a")
+        wait_until_running(group, "wait_for", 1)
+        call = group.call("rank", timeout=0.2)
+        assert eventually(lambda: call._execution.pending() == [1], 60)
         with pytest.raises(CallTimeoutError, match="1 of 8 workers have not finished 'rank'") as caught:
             call.result()
         (late,) = caught.value.late
-        assert (late.rank, late.coords, late.method) == (1, {"dp": 0, "tp": 1}, "sleep")
-        assert 0.2 < late.running_s < 60
-        assert re.search(r"rank 1 \(dp=0, tp=1\) on node \w{8}, pid \d+: in 'sleep' for \d", str(caught.value))
+        assert (late.rank, late.coords, late.method) == (1, {"dp": 0, "tp": 1}, "wait_for")
+        assert late.running_s > 0
+        assert re.search(r"rank 1 \(dp=0, tp=1\) on node \w{8}, pid \d+: in 'wait_for' for \d", str(caught.value))
         assert isinstance(caught.value, TimeoutError)
         again = pickle.loads(pickle.dumps(caught.value))
         assert (str(again), again.late) == (str(caught.value), caught.value.late)
         outcomes = call.outcomes()
         assert [outcome.value for outcome in outcomes if outcome.error is None] == [0, 2, 3, 4, 5, 6, 7]
         assert isinstance(outcomes[1].error, CallTimeoutError)
+        gate.touch()
         slow.result()
-        while not call.done():  # its deadline is over: it is not waited for any more
-            time.sleep(0.05)
+        assert eventually(call.done, 60)  # its deadline is over: it is not waited for any more
         assert call.result() == list(range(8))  # nothing was lost
 
+    @pytest.mark.smoke
     def test_outcomes(self, group):
         """Each worker has an outcome, also those that failed, and nothing is raised."""
         outcomes = group.call("fail", [1, 6]).outcomes()
@@ -68,54 +73,58 @@ class TestWaiting:
         silent = group.call("fail", [6], collect="dp").outcomes()
         assert [(outcome.rank, outcome.value) for outcome in silent] == [(5, "fine"), (0, "fine"), (6, None)]
 
-    def test_as_completed(self, group):
-        """Iteration yields the quick workers first."""
-        ranks = [outcome.rank for outcome in group.call("sleep", 0.7, ranks=[0, 5])]
-        assert sorted(ranks[:6]) == [1, 2, 3, 4, 6, 7]
-        assert sorted(ranks[6:]) == [0, 5]
+    def test_as_completed(self, group, gate):
+        """Iteration yields the quick workers while others still work."""
+        outcomes = iter(group.call("wait_for", gate, ranks=[0, 5]))
+        assert sorted(next(outcomes).rank for _ in range(6)) == [1, 2, 3, 4, 6, 7]
+        late = group.call("wait_for", gate, ranks=[3], timeout=0.2)
         with pytest.raises(CallTimeoutError):
-            list(group.call("sleep", 1.0, ranks=[3], timeout=0.2))
+            list(late)
+        gate.touch()
+        assert sorted(outcome.rank for outcome in outcomes) == [0, 5]
 
-    def test_await_and_async_for(self, group):
+    def test_await_and_async_for(self, group, tmp_path):
         """A coroutine gets results, outcomes as they complete, errors and deadlines while the loop keeps running."""
 
         async def main():
-            ticks = 0
+            gates = [tmp_path / str(number) for number in range(3)]
 
-            async def tick():
-                nonlocal ticks
-                while True:
-                    await asyncio.sleep(0.01)
-                    ticks += 1
+            async def open_gate():
+                await asyncio.sleep(0)
+                gates[0].touch()
 
-            ticking = asyncio.create_task(tick())
-            assert await group.call("sleep", 0.3, tag="x") == ["x"] * 8
-            assert ticks > 5
+            waiting = group.call("wait_for", gates[0], tag="x")
+            opening = asyncio.create_task(open_gate())  # it runs while the next line waits
+            assert await waiting == ["x"] * 8
+            await opening
             assert await group.call("rank", collect=()) == 5
             assert await group.call("items", 2, collect="dp") == [[500, 501], [0, 1]]
-            first, *_, last = [outcome.rank async for outcome in group.call("sleep", 0.7, ranks=[4])]
-            assert (first != 4, last) == (True, 4)
+            outcomes = aiter(group.call("wait_for", gates[1], ranks=[4]))
+            assert sorted([(await anext(outcomes)).rank for _ in range(7)]) == [0, 1, 2, 3, 5, 6, 7]
+            gates[1].touch()
+            assert [outcome.rank async for outcome in outcomes] == [4]
             with pytest.raises(ValueError, match="rank 2 would not") as caught:
                 await group.call("fail", [2])
             assert "rank 2 (dp=0, tp=3)" in caught.value.__notes__[0]
             assert [type(o.error) async for o in group.call("fail", [2], collect=()) if o.rank == 2] == [ValueError]
-            late = group.call("sleep", 1.0, timeout=0.2, tag="y")
+            late = group.call("wait_for", gates[2], timeout=0.2, tag="y")
             with pytest.raises(CallTimeoutError):
                 await late
+            gates[2].touch()
             results = await asyncio.gather(*(group.call("rank", collect=()) for _ in range(20)))
             assert results == [5] * 20
-            ticking.cancel()
 
         asyncio.run(main())
 
-    def test_a_late_argument(self, group, doomed, request):
+    def test_a_late_argument(self, group, doomed, request, gate, tmp_path, eventually, wait_until_running):
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
         if request.node.callspec.params == {"group": "ray", "doomed": "lane"}:
             pytest.skip("a call by Ray is sent when the answers of lanes that are its arguments have arrived")
-        made = doomed.call("sleep", 3.0, ranks=[2], tag="made")
+        made = doomed.call("wait_for", gate, ranks=[2], tag="made")
+        wait_until_running(doomed, "wait_for", 2)
         expected = (
-            r"does not exist yet, from the call of 'sleep' of group 'Worker', not finished by:\n"
-            r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'sleep' for \d"
+            r"does not exist yet, from the call of 'wait_for' of group 'Worker', not finished by:\n"
+            r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'wait_for' for \d"
         )
         for view, argument in [(group, made), (group.at(dp=0), PerWorker(made))]:
             call = view.call("echo", argument)
@@ -125,22 +134,29 @@ class TestWaiting:
         plain = group.call("echo", made.futures[2])
         with pytest.raises(CallTimeoutError, match="from a call of group 'Worker', not finished by:\n  rank 2 "):
             plain.result(timeout=0.2)
+        gate.touch()
         assert plain.result(timeout=60) == [(("made",), {})] * 8
-        with pytest.raises(CallTimeoutError) as caught:
-            # The arguments of finished workers are freed.
-            group.at(dp=0).call("sleep", 1.5, [5], PerWorker(doomed.call("rank")), timeout=0.8).result()
+        held = tmp_path / "held"
+        try:
+            call = group.at(dp=0).call("wait_for", held, [5], PerWorker(doomed.call("rank")), timeout=0.2)
+            assert eventually(lambda: len(call._execution.pending()) == 1, 60)
+            with pytest.raises(CallTimeoutError) as caught:  # the arguments of finished workers are freed
+                call.result()
+        finally:
+            held.touch()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
-    def test_a_head_that_hangs(self, group, monkeypatch, eventually, stop_process):
+    def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; it cannot name the methods of the late workers."""
         monkeypatch.setattr(_inspect, "ANSWER_S", 0.5)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
-        call = group.call("sleep", 3.0, ranks=[5], timeout=0.5)
-        assert eventually(lambda: len(call._execution.pending()) == 1)
+        call = group.call("wait_for", gate, ranks=[5], timeout=0.2)
+        assert eventually(lambda: len(call._execution.pending()) == 1, 60)
         with stop_process(head), pytest.raises(CallTimeoutError) as caught:
             call.result()
         assert [(late.rank, late.method) for late in caught.value.late] == [(5, None)]
-        assert eventually(call.done)
+        gate.touch()
+        assert eventually(call.done, 60)
 
     def test_storing_an_argument_delays_no_other_thread(self, group):
         """While one thread stores a value, the call of another thread is sent."""
@@ -156,16 +172,25 @@ class TestWaiting:
             slow = pool.submit(group.call, "echo", Slow())
             assert storing.wait(60)
             try:
-                assert group.call("rank", timeout=20).result() == list(range(8))
+                assert group.call("rank", timeout=60).result() == list(range(8))
             finally:
                 stored.set()
             assert slow.result(timeout=60).result() == [(("slow",), {})] * 8
 
-    def test_slow_calls_are_logged(self, group, caplog, monkeypatch):
+    def test_slow_calls_are_logged(self, group, gate, caplog, monkeypatch, eventually):
         """A call without a deadline logs the ranks that it waits for at intervals."""
-        monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.3)
-        assert group.call("sleep", 1.0, ranks=[2], tag=1).result() == [1] * 8
-        assert "1 of 8 workers have not finished 'sleep'" in caplog.text
+        monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.1)
+
+        def open_when_logged():
+            try:
+                return eventually(lambda: "1 of 8 workers have not finished 'wait_for'" in caplog.text, 60)
+            finally:
+                gate.touch()
+
+        with ThreadPoolExecutor() as threads:
+            logged = threads.submit(open_when_logged)
+            assert group.call("wait_for", gate, ranks=[2], tag=1).result() == [1] * 8
+            assert logged.result()
         assert "rank 2 (dp=0, tp=3)" in caplog.text
 
     def test_statistics(self, group):
@@ -177,22 +202,28 @@ class TestWaiting:
         assert 0 < statistics.submit_s < 60
         assert repr(call) == "Call('total', 8 of 8 workers done, 8 results)"
 
-    def test_group_timeout(self, local_ray):
+    def test_group_timeout(self, local_ray, tmp_path):
         """`call_timeout_s` is the timeout of calls without one of their own."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Worker, call_timeout_s=0.3) as group,
         ):
-            call = group.call("sleep", 1.5, tag=2)
+            first, second = tmp_path / "first", tmp_path / "second"
+            call = group.call("wait_for", first, tag=2)
             with pytest.raises(CallTimeoutError):
                 call.result()
+            first.touch()
             assert group.call("sleep", 0.5, tag=3, timeout=60).result() == [3, 3]
-            self.check_classic_methods(group)
+            try:
+                self.check_classic_methods(group, second)
+            finally:
+                second.touch()
 
-    def check_classic_methods(self, group):
+    def check_classic_methods(self, group, gate):
         """The deadline of refs counts from their call; of refs that the group did not make, from the wait."""
-        refs = group.run_all_workers_single_data("sleep", 1.5, ranks=[1], tag=4)
-        with pytest.raises(CallTimeoutError, match="1 of 2 workers have not finished 'sleep'") as caught:
+        refs = group.run_all_workers_single_data("wait_for", gate, ranks=[1], tag=4)
+        assert ray.wait(refs, timeout=60)[0] == refs[:1]
+        with pytest.raises(CallTimeoutError, match="1 of 2 workers have not finished 'wait_for'") as caught:
             group.get_all_worker_results(refs)
         assert [late.rank for late in caught.value.late] == [1]
         for future in (MultiWorkerFuture(refs), group.run_all_workers_single_data("items", 2)):
@@ -201,6 +232,7 @@ class TestWaiting:
         with pytest.raises(CallTimeoutError, match="1 of 1 workers") as caught:
             group.get_all_worker_results([group.workers[1].what_ran.remote()])
         assert [late.rank for late in caught.value.late] == [1]
+        gate.touch()
         ray.wait(refs, num_returns=2, timeout=60)
         assert group.get_all_worker_results(refs) == [4, 4]  # nothing was lost
 
@@ -221,6 +253,7 @@ class TestErrors:
             call.result()
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3", "6"]
 
+    @pytest.mark.smoke
     def test_a_lost_worker(self, doomed):
         """The first loss ends the wait; `outcomes` reports the others; a later call is refused at once."""
         call = doomed.call("die", [2])
@@ -247,36 +280,40 @@ class TestErrors:
 
 
 class TestCancel:
-    def test_a_call_that_waits_for_an_argument(self, group):
+    def test_a_call_that_waits_for_an_argument(self, group, gate):
         """A call that Ray has not delivered, as its argument is not ready, is dropped and delays no later call."""
-        argument = group.at(dp=1, tp=3).call("sleep", 1.5, collect=())
+        argument = group.at(dp=1, tp=3).call("wait_for", gate, collect=())
         call = group.at(dp=0, tp=0).call("echo", argument)
         assert call.cancel() == []
-        assert group.at(dp=0, tp=0).call("rank", collect=()).result(timeout=10) == 5
+        later = group.at(dp=0, tp=0).call("rank", collect=())
+        gate.touch()
+        assert later.result(timeout=60) == 5
         with pytest.raises(CallCancelledError):
             call.result()
 
-    def test_queued_requests_are_dropped(self, group):
+    def test_queued_requests_are_dropped(self, group, gate, eventually, wait_until_running):
         """A queued request is never run, and `cancel` returns exactly the ranks that run the method."""
-        blocking = group.at(dp=0, tp=0).call("sleep", 2.0, tag="blocks 5")
-        call = group.call("sleep", 1.5, ranks=[0, 5], tag="cancelled")
-        time.sleep(0.3)
+        blocking = group.at(dp=0, tp=0).call("wait_for", gate, tag="blocks 5")
+        call = group.call("wait_for", gate, ranks=[0, 5], tag="cancelled")
+        wait_until_running(group, "wait_for", 0, 5)
+        assert eventually(lambda: call._execution.pending() == [0, 5], 60)
         assert call.cancel() == [0]
-        with pytest.raises(CallCancelledError, match=r"the call of 'sleep' was cancelled before rank\(s\) 0, 5"):
+        with pytest.raises(CallCancelledError, match=r"the call of 'wait_for' was cancelled before rank\(s\) 0, 5"):
             call.result()
         outcomes = {outcome.rank: outcome for outcome in call.outcomes(timeout=0)}
         assert outcomes[1].value == "cancelled"
         assert isinstance(outcomes[0].error, CallCancelledError)
+        gate.touch()
         blocking.result()
         ran = group.call("what_ran").result()
         assert "cancelled" in ran[0]
         assert "cancelled" not in ran[5]
         assert group.call("rank").result() == list(range(8))
 
-    def test_by_cancelling_the_task(self, group):
+    def test_by_cancelling_the_task(self, group, gate):
         """Cancelling `await call`, as a timeout does, cancels the call; under `asyncio.shield` it continues."""
         view = group.at(dp=0, tp=0)
-        running, queued, shielded = (view.call("sleep", 1.0, tag=tag) for tag in ("running", "dropped", "shielded"))
+        running, queued, shielded = (view.call("wait_for", gate, tag=tag) for tag in ("running", "dropped", "shielded"))
 
         async def main():
             with pytest.raises(TimeoutError):
@@ -284,6 +321,7 @@ class TestCancel:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await queued
+            gate.touch()
             assert await shielded == ["shielded"]
 
         asyncio.run(main())
@@ -292,16 +330,17 @@ class TestCancel:
         assert running.result() == ["running"]
         assert "dropped" not in view.call("what_ran").result()[0]
 
-    def test_while_another_thread_waits(self, group):
+    def test_while_another_thread_waits(self, group, gate):
         """A thread that waits for the result gets CallCancelledError, whatever the outcomes of the workers."""
         view = group.at(dp=0, tp=0)
-        running, queued = view.call("sleep", 1.0), view.call("sleep", 1.0, tag="never")
+        running, queued = view.call("wait_for", gate), view.call("wait_for", gate, tag="never")
         with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(queued.result, 30)
-            time.sleep(0.2)
+            waiting = pool.submit(queued.result, 60)
+            time.sleep(0.2)  # long enough for that thread to wait; the rest is right in any case
             assert queued.cancel() == []
+            gate.touch()
             with pytest.raises(CallCancelledError):
-                waiting.result(timeout=30)
+                waiting.result(timeout=60)
         running.result()
 
     def test_a_finished_call(self, group):
@@ -311,10 +350,11 @@ class TestCancel:
         assert call.cancel() == []
         assert call.result() == list(range(8))
 
-    def test_with_force(self, doomed):
+    def test_with_force(self, doomed, eventually, wait_until_running):
         """The workers that run the method are killed; the group has lost them and reports the reason."""
-        call = doomed.call("sleep", 60, ranks=[1], tag=0)
-        time.sleep(0.5)
+        call = doomed.call("sleep", 600, ranks=[1], tag=0)
+        wait_until_running(doomed, "sleep", 1)
+        assert eventually(lambda: call._execution.pending() == [1], 60)
         assert call.cancel(force=True) == [1]
         with pytest.raises(CallCancelledError):
             call.result()

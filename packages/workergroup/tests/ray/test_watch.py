@@ -15,6 +15,7 @@ import time
 import weakref
 
 import pytest
+import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
@@ -27,10 +28,13 @@ class Worker:
     def nothing(self):
         return None
 
-    def stop_twice(self, seconds):
-        time.sleep(seconds)
-        report_progress(step=1)
-        time.sleep(seconds)
+    def stop_twice(self, folder):
+        """Stand still, make progress and stand still again, each until a file exists."""
+        for name, progresses in (("first", False), ("second", True), ("third", False)):
+            while not os.path.exists(os.path.join(folder, name)):
+                time.sleep(0.01)
+                if progresses:
+                    report_progress(step=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +60,43 @@ def watch_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("fairlead-watch-")]
 
 
-def test_each_event_once(group, eventually, caplog):
+def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
     """Each event is reported once to `on_event` and to the log, with the stacks, however many looks there are."""
     caplog.set_level(logging.INFO, logger="fairlead_workergroup")
-    events = []
+    events, looks = [], []
+    find_new = EventFilter.find_new
+
+    def note_look(self, statuses):
+        looks.append([status.state for status in statuses])
+        return find_new(self, statuses)
+
+    monkeypatch.setattr(EventFilter, "find_new", note_look)
+
+    def wait_for_looks(rank, state, event):
+        """Wait for an event, then for looks at a worker in a state, which may not report it again."""
+        assert eventually(lambda: kinds_and_ranks(events)[-1] == event, 60), kinds_and_ranks(events)
+        seen = len(looks)
+        assert eventually(lambda: [look[rank] for look in looks[seen:]].count(state) >= 3, 60)
+
     with group.watch(0.05, 0.6, events.append, slow_after_s=0.3) as watch:
         assert repr(watch) == "Watch('watched', every 0.05 s)"
-        for _ in range(2):
+        assert eventually(lambda: kinds_and_ranks(events) == STARTED, 60)
+        for number in (5, 7):
             with hang(group, 1, "native"):
-                before = len(events)
-                assert eventually(lambda: any(event.kind == "worker-stuck" for event in events[before:]))  # noqa: B023
-                time.sleep(0.4)
+                assert eventually(lambda: len(events) == number, 60)  # noqa: B023
+                wait_for_looks(1, "stuck", ("worker-stuck", 1))
         hung = [("call-slow", 1), ("worker-stuck", 1)]
         assert kinds_and_ranks(events) == [*STARTED, *hung, *hung]
         # It gets on in between: stuck twice, in one call, which is slow once.
-        group.at(worker=2).call("stop_twice", 1.5).result()
+        call = group.at(worker=2).call("stop_twice", str(tmp_path))
+        wait_for_looks(2, "stuck", ("worker-stuck", 2))
+        (tmp_path / "first").touch()
+        wait_for_looks(2, "busy", ("worker-stuck", 2))
+        (tmp_path / "second").touch()
+        assert eventually(lambda: len(events) == 10, 60)
+        wait_for_looks(2, "stuck", ("worker-stuck", 2))
+        (tmp_path / "third").touch()
+        call.result()
         assert kinds_and_ranks(events[7:]) == [("call-slow", 2), ("worker-stuck", 2), ("worker-stuck", 2)]
     stuck = events[4]
     assert (stuck.method, stuck.coords, stuck.incarnation) == ("hang", {"worker": 1}, 0)
@@ -229,33 +255,34 @@ def test_event_filter():
     assert [kind for kind, _ in late.find_new([status("idle", incarnation=1)])] == ["worker-restarted"]
 
 
-def run(code, **env):
+def run(code, *arguments, **env):
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
-        # Ray's own warnings are not ours: about tokens, and of some versions about their own future.
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore::FutureWarning", **env},
+        timeout=240,
+        # Ray's own warnings are not ours, of some versions about their own future.
+        env={**os.environ, "PYTHONWARNINGS": "ignore::FutureWarning", **env},
     )
 
 
 @pytest.mark.parametrize(
     "end", ["", "ray.shutdown(); [one.close() for one in watches]; assert not ray.is_initialized()"]
 )
-def test_interpreter_exit(end):
+def test_interpreter_exit(local_ray, end):
     """A driver that ends during a watch prints nothing and does not hang; a watch does not start Ray again."""
-    done = run(f"""
-        import time, threading, ray
+    source = f"""
+        import sys, time, threading, ray
         from fairlead_placement import RayVirtualCluster
         from fairlead_workergroup import RayWorkerGroup
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+        ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
         cluster = RayVirtualCluster([2], use_gpus=False)
         group = RayWorkerGroup(cluster, "collections.Counter")
         watches = [group.watch(0.001), group.watch(0.5)]
         time.sleep(0.5)
         {end}
-    """)
+    """
+    done = run(source, ray.get_runtime_context().gcs_address)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -265,7 +292,7 @@ def test_metrics():
     with contextlib.closing(socket.socket()) as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    done = run(f"""
+    source = f"""
         import time, urllib.request
         import ray
         from fairlead_placement import RayVirtualCluster
@@ -290,7 +317,8 @@ def test_metrics():
                     continue  # not up yet
                 lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_worker_events")]
             print(*lines, sep="\\n")
-    """)
+    """
+    done = run(source, RAY_AUTH_MODE="disabled")  # otherwise Ray prints a warning about tokens
     assert done.returncode == 0, done.stderr
     counts = {
         kind: line for line in done.stdout.splitlines() for kind in ("dead", "started") if f"worker-{kind}" in line

@@ -3,7 +3,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,11 +34,8 @@ class TestTurns:
 
     def test_opening(self, sender):
         """A lane that cannot be opened in time, because another thread restarts workers, says so."""
-        with self._restart(sender):
-            began = time.monotonic()
-            with pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
-                open_lane(sender, Resources(), 0.1).__enter__()
-            assert time.monotonic() - began < 15
+        with self._restart(sender), pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
+            open_lane(sender, Resources(), 0.1).__enter__()
 
     def test_closing(self, sender, eventually):
         """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
@@ -47,10 +43,8 @@ class TestTurns:
         lane = open_lane(sender, resources, 0.1)
         lane.__enter__()
         with self._restart(sender):
-            began = time.monotonic()
             with pytest.raises(LaneError, match=r"did not close within 0\.1 s\. A restart goes on\. The lane closes"):
                 lane.__exit__(None, None, None)
-            assert time.monotonic() - began < 15
             assert sender.lane is not None
         assert eventually(lambda: resources.published == [True, False])
         assert sender.lane is None
@@ -63,8 +57,6 @@ class TestTurns:
             restart.enter_context(self._restart(sender))
 
         sender.opens = open_and_restart
-        began = time.monotonic()
         with restart, pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on\. Open the lane"):
             open_lane(sender, resources, 0.1).__enter__()
-        assert time.monotonic() - began < 15
         assert eventually(lambda: sender.lane is None)

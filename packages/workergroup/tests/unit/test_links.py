@@ -114,13 +114,11 @@ class TestLocalLink:
         assert accepted.recv(100) == b"keyname"
         assert link.receive(waits=True) is None
         accepted.close()
-        began = time.monotonic()
         for _ in range(2):
             with pytest.raises(DriverLostError, match="has closed its connection of the lane"):
                 link.receive(waits=True)
         with pytest.raises(DriverLostError):
             link.send([b"\0"])
-        assert time.monotonic() - began < 10
         link.close()
 
     def test_driver_does_not_receive(self, driver):
@@ -174,9 +172,8 @@ class TestLane:
         """The driver does not wait for a worker that runs a method, and sends the rest when it goes on."""
         group.gate.clear()
         block = "x" * 20_000
-        began = time.monotonic()
         sent = [group.send("add", [i, block]) for i in range(60)]
-        assert time.monotonic() - began < 10
+        assert group.ran == [[], []]
         assert not futures_of.wait(sent[-1], timeout=0.1)[0]
         group.gate.set()
         assert [futures_of.get(futures, 60) for futures in sent] == [[[i, block]] * 2 for i in range(60)]

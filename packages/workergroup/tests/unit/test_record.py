@@ -61,7 +61,7 @@ def test_content(record):
     key = record.begin(1)
     state = read(record)
     assert (state["method"], state["calls"], state["task"]) == ("work", 1, b"t" * 24)
-    assert 0 <= state["running_s"] < 60
+    assert state["running_s"] >= 0
     record.progress(step=7, message="läuft")
     state = read(record)
     assert (state["method"], state["step"], state["message"]) == ("work", 7, "läuft")

@@ -2,7 +2,6 @@
 """The rendezvous of the torch helpers in a store, and their network interface, without Ray; skipped without torch."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from fairlead_workergroup import torch as helpers
 
 WORLD = 3
-LONG_S = 120.0
+# Longer than a test may take.
+LONG_S = 3600.0
 
 
 class Connection(dist.TCPStore):
@@ -60,14 +60,12 @@ def pool():
 
 def test_all_fail_together(server, meet, pool, eventually):
     """When rank 0 gives up, those that have arrived fail at once, and the next attempt of all succeeds."""
-    began = time.monotonic()
     waits = pool.submit(meet, 2)
     assert eventually(lambda: server.check(["epoch 0 rank 2"]))
     with pytest.raises(dist.DistStoreError, match=r"rank\(s\) 1 did not call .* within 0.5 s"):
         meet(0, 0.5)
     with pytest.raises(dist.DistStoreError, match="Rank 0 knows which ranks did not call it"):
         waits.result()
-    assert time.monotonic() - began < LONG_S / 2
     names = list(pool.map(meet, range(WORLD)))
     assert names[0] == names[1] == names[2] != ""
 
