@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 import bench_batching
@@ -56,6 +57,13 @@ def sections(text: str) -> dict[str, str]:
 
 
 def main() -> None:
+    # Ray's test clusters announce themselves in the session folder, where drivers of other programs would find them.
+    with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        os.environ.setdefault("RAY_TMPDIR", folder)
+        measure()
+
+
+def measure() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "packages",

@@ -5,8 +5,6 @@ import importlib.util
 
 import numpy as np
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_transfer import Link, LocalTensor
@@ -35,18 +33,10 @@ class Rows:
 
 
 @pytest.fixture
-def two_nodes():
+def two_nodes(raylets):
     """Start a head without CPUs, and two nodes with three CPUs each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        for _ in range(2):  # Several nodes that start at once time out on a small machine.
-            cluster.add_node(num_cpus=3)
-            cluster.wait_for_nodes()
-        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    with raylets({"num_cpus": 0}, [{"num_cpus": 3}] * 2, logging_level="error", log_to_driver=False) as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def test_link_over_two_nodes(two_nodes):

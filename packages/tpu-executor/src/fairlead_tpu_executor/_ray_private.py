@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every use of Ray that is not public, each with its reason and its fallback."""
 
+import contextlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -69,3 +72,19 @@ def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
             "Pass the plain function or class."
         ) from error
     return target, {}
+
+
+@contextlib.contextmanager
+def no_announcement() -> Iterator[None]:
+    """Keep `ray.cluster_utils.Cluster` from announcing its address, and from removing what `ray start` announced.
+
+    It does both on this machine, so drivers of other programs join it, and do not find the cluster of `ray start`.
+    Fallback: it does both.
+    """
+    with contextlib.ExitStack() as patches:
+        for module, name in (("ray._private.utils", "write_ray_address"), ("ray._common.utils", "reset_ray_address")):
+            with contextlib.suppress(ImportError, AttributeError):
+                owner = importlib.import_module(module)
+                patches.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, lambda *_: None)
+        yield

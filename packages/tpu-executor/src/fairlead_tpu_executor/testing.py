@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 from fairlead_placement.spi import wait_until
 
 from ._pool import ClosesOnExit
+from ._ray_private import no_announcement
 
 __all__ = ["PretendSlices"]
 
@@ -37,15 +38,16 @@ class PretendSlices(ClosesOnExit):
     """
 
     def __init__(self) -> None:
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "include_dashboard": False,
-                "object_store_memory": 200_000_000,
-                "_system_config": _QUICK_DEATHS,
-            },
-        )
+        with no_announcement():
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={
+                    "num_cpus": 0,
+                    "include_dashboard": False,
+                    "object_store_memory": 200_000_000,
+                    "_system_config": _QUICK_DEATHS,
+                },
+            )
         self._hosts: dict[tuple[str, int], Any] = {}
         self._named = 0
         ray.init(address=self._cluster.address, logging_level="error", log_to_driver=False)
@@ -154,7 +156,8 @@ class PretendSlices(ClosesOnExit):
     def close(self) -> None:
         """Detach from the cluster, and end it."""
         ray.shutdown()
-        self._cluster.shutdown()
+        with no_announcement():
+            self._cluster.shutdown()
 
 
 def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:

@@ -9,7 +9,13 @@ from ray._private.accelerators import TPUAcceleratorManager
 from ray.actor import ActorClass
 
 from fairlead_tpu_executor import SlicePool
-from fairlead_tpu_executor._ray_private import head_answers, process_is_fresh, topology_is_valid, unwrap_remote
+from fairlead_tpu_executor._ray_private import (
+    head_answers,
+    no_announcement,
+    process_is_fresh,
+    topology_is_valid,
+    unwrap_remote,
+)
 
 
 def function():
@@ -22,6 +28,17 @@ def test_topologies(monkeypatch):
     assert not topology_is_valid("v4", "2x4")
     monkeypatch.delattr(TPUAcceleratorManager, "is_valid_tpu_accelerator_topology")
     assert topology_is_valid("v4", "2x4")
+
+
+def test_announcements(monkeypatch):
+    """The functions of Ray that announce a cluster are restored, and one that is missing is left out."""
+    monkeypatch.delattr(ray._common.utils, "reset_ray_address")
+    write = ray._private.utils.write_ray_address
+    with no_announcement():
+        assert ray._private.utils.write_ray_address is not write
+        assert not hasattr(ray._common.utils, "reset_ray_address")
+    assert ray._private.utils.write_ray_address is write
+    assert not hasattr(ray._common.utils, "reset_ray_address")
 
 
 @pytest.mark.parametrize("client", [None, object()], ids=["no client", "no check_alive"])
