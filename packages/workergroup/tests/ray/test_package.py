@@ -4,6 +4,7 @@
 import doctest
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 import re
 import subprocess
@@ -42,9 +43,9 @@ def test_readme(tmp_path):
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
     first, watching = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     script = tmp_path / "example.py"
-    example = first.replace("init_ray(", 'init_ray(address="local", ')  # whatever else runs here
-    script.write_text(example + textwrap.indent(watching, " " * 8))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    script.write_text(first + textwrap.indent(watching, " " * 8))
+    env = {**os.environ, "RAY_ADDRESS": "local"}  # whatever else runs here
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "put 2 values" in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines()[1:5]] == ["0", "1", "2", "3"]
