@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ class Script:
 
     def finish(self, *, check=True):
         """Return the rest of (stdout, stderr)."""
-        out, err = self.process.communicate(input="\n", timeout=120)
+        out, err = self.process.communicate(input="\n", timeout=170)
         assert not check or self.process.returncode == 0, err
         return out, err
 
@@ -90,6 +91,57 @@ def patient(monkeypatch):
     monkeypatch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)
     monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 120.0)
     monkeypatch.setattr("fairlead_placement._reserve.gpus.LEAST_S", 120.0)
+
+
+class Extension:
+    """Calls `extend` on a thread of its own, and keeps what it returns or raises."""
+
+    def __init__(self, cluster, *counts, **options):
+        self.result = None
+        self._thread = threading.Thread(target=self._run, args=(cluster, list(counts), options))
+        self._thread.start()
+
+    def _run(self, cluster, counts, options):
+        try:
+            self.result = cluster.extend(counts, **options)
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            self.result = error
+
+    def wait(self):
+        self._thread.join()
+        return self.result
+
+
+@pytest.fixture
+def start_extension():
+    """Return a function that extends a cluster on a thread of its own."""
+    return Extension
+
+
+@pytest.fixture(scope="module")
+def only_head(raylets):
+    """Start a head without room, for all tests of a module."""
+    with raylets({"num_cpus": 0}, quick_deaths=True, logging_level="error", log_to_driver=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def joining(only_head, eventually):
+    """Return a head without room. The nodes that a test adds are removed after it."""
+    import ray
+
+    yield only_head
+    for node in list(only_head.worker_nodes):
+        only_head.remove_node(node, allow_graceful=False)
+    assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 1, 60)
+
+
+@pytest.fixture
+def nodes(joining):
+    """Return a head without room with two nodes of 2 CPUs."""
+    for _ in range(2):
+        joining.add_node(num_cpus=2)
+    return joining
 
 
 @pytest.fixture(scope="session")

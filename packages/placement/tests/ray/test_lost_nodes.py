@@ -17,19 +17,11 @@ from fairlead_placement._reserve import lifecycle as _holding
 from fairlead_placement.testing import assert_no_leaks
 
 
-@pytest.fixture
-def nodes(raylets):
-    """Start a head without room, and two nodes of 2 CPUs."""
-    quiet = {"quick_deaths": True, "logging_level": "error", "log_to_driver": False}
-    with raylets({"num_cpus": 0}, [{"num_cpus": 2}] * 2, **quiet) as made:
-        yield made
-
-
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
     """Kill a node without a graceful shutdown."""
     (node,) = [one for one in nodes.worker_nodes if one.node_id == node_id]
     os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-    assert eventually(lambda: not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()), 30)
+    assert eventually(lambda: not any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes()), 60)
 
 
 def where(slot):
@@ -37,7 +29,7 @@ def where(slot):
         return ray.get_runtime_context().get_node_id()
 
     strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle_index)
-    return ray.get(ray.remote(num_cpus=1)(here).options(scheduling_strategy=strategy).remote(), timeout=30)
+    return ray.get(ray.remote(num_cpus=1)(here).options(scheduling_strategy=strategy).remote(), timeout=120)
 
 
 def live_groups():
@@ -54,11 +46,9 @@ def test_a_lost_node_is_replaced(nodes, eventually):
 
         assert where(before[2]) == kept
         began = time.monotonic()
-        with pytest.raises(
-            PlacementTimeoutError, match=r"Waited \d\.\d s"
-        ):  # the cluster itself holds all that is left
-            cluster.replace_lost_nodes(timeout_s=1)
-        assert 1 <= time.monotonic() - began < 4
+        with pytest.raises(PlacementTimeoutError, match=r"Waited \d+\.\d s"):
+            cluster.replace_lost_nodes(timeout_s=1)  # the cluster itself holds all that is left
+        assert time.monotonic() - began >= 1
         assert cluster.slots() == before
         report = cluster.explain()
         assert (report.verdict, report.lost) == ("reserved", (gone,))
@@ -66,7 +56,7 @@ def test_a_lost_node_is_replaced(nodes, eventually):
 
         late = nodes.add_node(num_cpus=4)
         with RayVirtualCluster([1], use_gpus=False, name="other"):  # the parked group does not delay it
-            new = cluster.replace_lost_nodes(timeout_s=30)
+            new = cluster.replace_lost_nodes()
         assert [slot.node_id for slot in new] == [late.node_id] * 2
         assert cluster.slots() == new + before[2:]
         assert cluster.explain().lost == ()
@@ -82,7 +72,7 @@ def test_a_lost_node_is_replaced(nodes, eventually):
             before[2].placement_group.id,
         ]
         assert live_groups() == ["lasting", "lasting"]  # the group that lost all its bundles is gone
-        assert cluster.replace_lost_nodes(timeout_s=1) == ()
+        assert cluster.replace_lost_nodes() == ()
 
 
 def test_part_of_a_logical_node_is_replaced(nodes, eventually):
@@ -94,7 +84,7 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
             view = cluster.split([1, 1])[1]
             kill(nodes, before[1].node_id, eventually)
             nodes.add_node(num_cpus=2)
-            (new,) = cluster.replace_lost_nodes(timeout_s=30)
+            (new,) = cluster.replace_lost_nodes()
             assert cluster.slots() == (before[0], new)
             assert view.slots() == (new,)
             assert (new.node_idx, new.node_rank, new.local_rank) == (before[1].node_idx, 1, 0)
@@ -115,7 +105,7 @@ def test_a_lost_segment_is_replaced(nodes, eventually):
             kill(nodes, node_id, eventually)
         add("a")
         after = {add("c") for _ in range(2)}
-        assert {slot.node_id for slot in cluster.replace_lost_nodes(timeout_s=30)} == after
+        assert {slot.node_id for slot in cluster.replace_lost_nodes()} == after
         assert {slot.node_id for slot in cluster.slots()} == after
 
 
@@ -124,7 +114,7 @@ def test_a_replacement_is_watched(nodes, eventually):
     with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
         kill(nodes, cluster.slots()[0].node_id, eventually)
         late = nodes.add_node(num_cpus=2)
-        cluster.replace_lost_nodes(timeout_s=30)
+        cluster.replace_lost_nodes()
         assert len(NodeAgent(late.node_id)._ask("watchers")[0]) == 1
 
 
@@ -137,7 +127,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
         if not drained:
             drained.append(placed[0].node_ids[0])
             client = ray._private.worker.global_worker.gcs_client
-            assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 60) * 1000))[0]
+            assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 600) * 1000))[0]
         return slots_of(placed, capacity, **options)
 
     class Busy:  # an idle node ends as soon as it drains
@@ -146,9 +136,9 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
 
     strategies = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes.worker_nodes]
     busy = [ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=strategy).remote() for strategy in strategies]
-    assert ray.get([actor.here.remote() for actor in busy], timeout=60) == [True, True]
+    assert ray.get([actor.here.remote() for actor in busy], timeout=120) == [True, True]
     monkeypatch.setattr(_holding, "slots_of", drain_first)
-    with RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=30) as cluster:
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
 
 
@@ -160,7 +150,7 @@ def test_particular_gpus_are_replaced(nodes, eventually):
         before = cluster.slots()
         kill(nodes, before[0].node_id, eventually)
         late = nodes.add_node(num_cpus=2, num_gpus=2)
-        (new,) = cluster.replace_lost_nodes(timeout_s=30)
+        (new,) = cluster.replace_lost_nodes()
         assert (new.node_id, new.accelerator_ids) == (late.node_id, ("1",))
         assert cluster.slots() == (new, before[1])
 
@@ -172,38 +162,133 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
     """
     monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited \d\.\d s for nodes"), assert_no_leaks():
+    with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"), assert_no_leaks():
         RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
-    assert 1.2 <= time.monotonic() - began < 4
+    assert time.monotonic() - began >= 1.2
 
-    cluster = RayVirtualCluster([6], use_gpus=False, name="scaled", reserve_timeout_s=60)
+    cluster = RayVirtualCluster([6], use_gpus=False, name="scaled")
     waiter = threading.Thread(target=cluster.reserve)
     waiter.start()
     assert eventually(lambda: live_groups() == ["scaled"])
     (pending,) = [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
     assert (pending["state"], len(pending["bundles"]), pending["strategy"]) == ("PENDING", 6, "STRICT_PACK")
     added = nodes.add_node(num_cpus=6)
-    waiter.join(timeout=60)
+    waiter.join()
     assert [slot.node_id for slot in cluster.slots()] == [added.node_id] * 6
     assert live_groups() == ["scaled"]
     cluster.shutdown()
 
 
-def test_a_node_dies_while_others_hold(nodes, eventually):
-    """A waiting request is refused at once when the death of a node has made it impossible."""
+def test_a_node_dies_while_others_hold(nodes, pauses, eventually):
+    """A waiting request is refused, long before its time is up, when the death of a node has made it impossible."""
     with RayVirtualCluster([2], use_gpus=False) as holder:
         lost = next(n.node_id for n in nodes.worker_nodes if n.node_id != holder.slots()[0].node_id)
         outcome: list[BaseException] = []
 
         def wait() -> None:
             try:
-                RayVirtualCluster([2, 2], use_gpus=False, reserve_timeout_s=60).reserve()
+                RayVirtualCluster([2, 2], use_gpus=False, reserve_timeout_s=600).reserve()
             except (ResourceInsufficientError, PlacementTimeoutError) as error:
                 outcome.append(error)
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        time.sleep(0.5)
+        assert eventually(lambda: pauses, 60)
         kill(nodes, lost, eventually)
-        waiter.join(timeout=20)
+        waiter.join(timeout=120)
         assert [type(error) for error in outcome] == [ResourceInsufficientError]
+
+
+def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension):
+    """`extend` waits for nodes that join, with demand for an autoscaler if there is one (seam: whether there is)."""
+    with RayVirtualCluster([2, 2], use_gpus=False, name="growing") as cluster:
+        before = cluster.slots()
+        with assert_no_leaks(), pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"):
+            cluster.extend([2], wait_for_nodes_s=1.1)
+        pauses.clear()
+        extension = start_extension(cluster, 2, wait_for_nodes_s=170)
+        assert eventually(lambda: pauses, 60)
+        added = nodes.add_node(num_cpus=2)
+        assert extension.wait() == (2,)
+        assert cluster.slots()[:4] == before
+        assert [slot.node_id for slot in cluster.slots()[4:]] == [added.node_id] * 2
+        assert [slot.node_rank for slot in cluster.slots()] == [0, 0, 1, 1, 2, 2]
+
+        monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
+        extension = start_extension(cluster, 2)
+        assert eventually(lambda: [r for r in placement_group_table().values() if r["state"] == "PENDING"])
+        nodes.add_node(num_cpus=2)
+        assert extension.wait() == (3,)
+        assert len([r for r in placement_group_table().values() if r["state"] == "CREATED"]) == 4
+
+
+def test_a_lost_node_after_an_extension(nodes, eventually):
+    """New slots are replaced as any others, in their places; ports and samples of a released node end."""
+    nodes.add_node(num_cpus=2)
+    with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
+        (added,) = cluster.extend([2])
+        view = cluster.select(node_idx=added)
+        lost = cluster.slots()[4]
+        assert {usage.node_id for usage in cluster.get_resource_usage()} == {slot.node_id for slot in cluster.slots()}
+        (machine,) = [one for one in nodes.worker_nodes if one.node_id == lost.node_id]
+        nodes.remove_node(machine)
+        spare = nodes.add_node(num_cpus=2)
+        assert eventually(cluster.replace_lost_nodes, 60)
+        assert {slot.node_id for slot in view.slots()} == {spare.node_id}
+        assert cluster.slots()[4:] == view.slots()
+
+        released = cluster.slots()[0].node_id
+        agent = NodeAgent(released)
+        cluster.get_master_address_and_port()
+        assert (len(agent.leased()), len(agent._ask("watchers")[0])) == (1, 1)
+        cluster.release_nodes([0])
+        assert (agent.leased(), agent._ask("watchers")[0]) == ([], [])
+        assert released not in {usage.node_id for usage in cluster.get_resource_usage()}
+        cluster.get_master_address_and_port()
+
+
+def test_a_node_is_replaced_during_an_extension(nodes, eventually, start_extension):
+    """The slots of a lost node are replaced while an extension waits for a node that joins."""
+    with RayVirtualCluster([2], use_gpus=False) as cluster:
+        extension = start_extension(cluster, 4, wait_for_nodes_s=170)
+        (machine,) = [one for one in nodes.worker_nodes if one.node_id == cluster.slots()[0].node_id]
+        nodes.remove_node(machine)
+        assert eventually(cluster.replace_lost_nodes, 60)
+        replaced = cluster.slots()
+        assert [slot.node_idx for slot in cluster.slots()] == [0, 0]
+        added = nodes.add_node(num_cpus=4)
+        assert extension.wait() == (1,)
+        assert cluster.slots()[:2] == replaced
+        assert [slot.node_id for slot in cluster.slots()[2:]] == [added.node_id] * 4
+
+
+def test_a_unified_cluster_is_extended(nodes):
+    """A unified cluster gets a group on further nodes, and releases only whole groups."""
+    nodes.add_node(num_cpus=4)
+    with RayVirtualCluster([1, 1], use_gpus=False).reserve(unified=True) as cluster:
+        assert cluster.extend([1]) == (2,)
+        assert len({slot.node_id for slot in cluster.slots()}) == 3
+        assert len(cluster.get_placement_groups()) == 2
+        with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
+            cluster.extend([1])
+        with pytest.raises(ValueError, match=r"logical nodes \[0, 1\] are in one placement group: release all of them"):
+            cluster.release_nodes([1, 2])
+        cluster.release_nodes([2])
+        cluster.release_nodes([0, 1])
+        assert cluster.slots() == ()
+
+
+def test_segments_are_added(joining):
+    """New logical nodes form segments of their own, each in one domain, and are released as segments."""
+    for name in "aabb":
+        joining.add_node(num_cpus=2, labels={"ray.io/gpu-domain": name})
+    with RayVirtualCluster([2, 2], use_gpus=False, segment_size=2) as cluster:
+        with pytest.raises(ValueError, match="1 logical nodes in use are not a multiple of segment_size=2"):
+            cluster.extend([2])
+        assert cluster.extend([2, 2]) == (2, 3)
+        labels = [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()]
+        assert labels == list("aaaabbbb")
+        with pytest.raises(ValueError, match=r"logical nodes \[2, 3\] are in one segment: release all of them or none"):
+            cluster.release_nodes([3])
+        cluster.release_nodes([0, 1])
+        assert [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()] == list("bbbb")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several nodes: the node of each logical node, their order, and nodes that join later."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -105,7 +106,7 @@ def test_label_selector(ids):
         other.reserve()
 
 
-def test_particular_gpus(ids):
+def test_particular_gpus(ids, eventually, patient):
     """A logical node gets a node on which its GPUs are free. If there is none, the error names the holder on each."""
     with RayVirtualCluster([1], gpu_ids=[1], name="first") as first:
         with RayVirtualCluster([2, 1], gpu_ids=[[0, 1], [0]]) as cluster:
@@ -119,6 +120,8 @@ def test_particular_gpus(ids):
             assert [(s.node_id, s.accelerator_ids) for s in cluster.slots()] == [(ids[0], ("0",)), (ids[1], ("0",))]
         with RayVirtualCluster([1], gpu_ids=[1], name="second") as second:
             assert second.slots()[0].node_id == ids[1]
+            # Until the nodes report the reservations, all GPUs look free.
+            assert eventually(lambda: ray.available_resources()["GPU"] == 2)
             with pytest.raises(ResourceInsufficientError) as caught:
                 RayVirtualCluster([2], gpu_ids=[1, 0], reserve_timeout_s=0).reserve()
         for node_id, name in zip(ids, ("first", "second"), strict=False):
@@ -136,6 +139,15 @@ def test_ports_on_several_nodes(ids):
             lease.release()
 
 
+@contextlib.contextmanager
+def last_is_late():
+    """Let the deadline of requests to three agents come as soon as two have answered (seam: the wait)."""
+    wait = ray.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "wait", lambda refs, *, num_returns, timeout: wait(refs, num_returns=min(num_returns, 2)))
+        yield
+
+
 @pytest.fixture
 def resume_agent(cluster, ids, stop_process):
     """Stop the agent of the first node, and return a function that continues it."""
@@ -148,38 +160,41 @@ def test_ports_where_an_agent_hangs(ids, stop_process, eventually):
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
         with stop_process(NodeAgent(ids[0]).run(os.getpid)):
-            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 1 s"):
-                release_ports(leases, timeout_s=1.0)
+            late = pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 60 s")
+            with last_is_late(), late:
+                release_ports(leases)
             assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
         assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
 
 
-def test_ports_that_are_leased_too_late(ids, resume_agent, eventually, monkeypatch):
-    """Ports that an agent leases after the deadline are released (seam: the deadline)."""
-    monkeypatch.setattr("fairlead_placement._nodes.ports.ANSWER_S", 1.0)
+def test_ports_that_are_leased_too_late(ids, resume_agent, eventually):
+    """Ports that an agent leases after the deadline are released."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
-        with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 1 s"):
+        late = pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 60 s")
+        with last_is_late(), late:
             lease_ports(cluster.slots())
         resume_agent()
         assert eventually(lambda: NodeAgent(ids[0]).requests() is not None)
         assert eventually(lambda: [NodeAgent(node_id).leased() for node_id in ids] == [[], [], []])
 
 
-def test_run_on_nodes(ids):
+def test_run_on_nodes(ids, tmp_path):
     """A function runs on several nodes at once; a failure on one does not hide the results of the others."""
+    over = tmp_path / "over"
 
-    def node_id(wanted, seconds=0.0):
-        time.sleep(seconds)
+    def node_id(wanted):
         if wanted == "none":
             raise KeyError(wanted)
+        while wanted == "slow" and not over.exists():
+            time.sleep(0.02)
         return ray.get_runtime_context().get_node_id(), wanted
 
     assert run_on_nodes(node_id, {one: (number,) for number, one in enumerate(ids)}) == {
         one: (one, number) for number, one in enumerate(ids)
     }
-    began = time.monotonic()
-    found = run_on_nodes(node_id, {ids[0]: ("none",), ids[1]: ("slow", 3.0), ids[2]: ("fine",)}, timeout_s=1.0)
-    assert time.monotonic() - began < 3
+    with last_is_late():
+        found = run_on_nodes(node_id, {ids[0]: ("none",), ids[1]: ("slow",), ids[2]: ("fine",)})
+    over.touch()
     assert isinstance(found[ids[0]], KeyError)
     assert isinstance(found[ids[1]], PlacementTimeoutError)
     assert found[ids[2]] == (ids[2], "fine")
@@ -190,10 +205,9 @@ def test_run_where_the_agent_has_died(ids):
     """A dead agent is replaced, as for a single request."""
     first = NodeAgent(ids[0]).run(os.getpid)
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while (second := run_on_nodes(os.getpid, {ids[0]: (), ids[1]: ()})[ids[0]]) == first:
-        assert time.monotonic() < deadline
+    second = run_on_nodes(os.getpid, {ids[0]: (), ids[1]: ()})[ids[0]]
     assert isinstance(second, int)
+    assert second != first
 
 
 def test_agents_that_die_again_and_again(ids):
@@ -210,11 +224,11 @@ def test_a_node_that_joins_later(cluster):
     with pytest.raises(ResourceInsufficientError, match=r"wait for nodes that are joining \(wait_for_nodes_s\)"):
         RayVirtualCluster([6], use_gpus=False).reserve()
     began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited \d\.\d s for nodes"):
+    with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"):
         RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=1).reserve()
-    assert 1 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 1
 
-    late = RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=60)
+    late = RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=170)
     waiter = threading.Thread(target=late.reserve)
     waiter.start()
     node = cluster.add_node(num_cpus=6)

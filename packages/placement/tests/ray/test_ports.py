@@ -50,6 +50,7 @@ def kill_agent(slots, eventually):
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
+@pytest.mark.smoke
 def test_a_leased_port_is_held(slots, agent, bind):
     """While a port is leased, no plain bind and no other lease gets it; afterwards both can."""
     ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
@@ -75,7 +76,7 @@ def test_the_server_it_is_for_can_listen(slots, run_script):
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("", {lease.port}))
             server.listen()
-            client = socket.create_connection(("{lease.address}", {lease.port}), timeout=5)
+            client = socket.create_connection(("{lease.address}", {lease.port}), timeout=60)
             accepted, _ = server.accept()
             accepted.sendall(b"reached")
             print(client.recv(7).decode())
@@ -101,6 +102,7 @@ def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
     assert agent.leased() == before
 
 
+@pytest.mark.smoke
 def test_counts(slots):
     """Each slot gets as many different ports as requested, with one request to each node."""
     leases = lease_ports(slots, count=2, **RANGE)
@@ -205,32 +207,46 @@ def test_a_killed_agent_and_many_threads(slots, agent, eventually):
     """Threads that meet the dead agent share one new agent, which stays with all leases."""
     agent.leased()
     kill_agent(slots, eventually)
-    leases = []
-    threads = [threading.Thread(target=lambda: leases.extend(agent.lease(1, LOW, LOW + 9)[0])) for _ in range(8)]
+    leases, pids = [], []
+
+    def lease():
+        leases.extend(agent.lease(1, LOW, LOW + 9)[0])
+        pids.append(agent.run(os.getpid))
+
+    threads = [threading.Thread(target=lease) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
-    time.sleep(1)  # an agent whose handle is dropped ends a moment later
-    assert len(agent.leased()) == len(leases) == 8
+        thread.join()
+    assert (len(leases), len(set(pids))) == (8, 1)
+    assert len(agent.leased()) == 8
     agent.release([lease_id for _, lease_id in leases])
 
 
+@pytest.mark.smoke
 def test_run(agent):
     """A function runs on the node, in another process, and its result is returned."""
     assert agent.run(lambda a, b: (a + b, os.getpid() != 0), 1, 2) == (3, True)
     assert agent.run(os.getpid) != os.getpid()
 
 
-def test_slow_functions_block_nobody(agent):
+def test_slow_functions_block_nobody(agent, tmp_path, eventually):
     """Other requests are answered while a function runs; a deadline ends the wait for it."""
-    slow = threading.Thread(target=agent.run, args=(time.sleep, 4))
+    begun, over = tmp_path / "begun", tmp_path / "over"
+
+    def wait():
+        begun.touch()
+        while not over.exists():
+            time.sleep(0.02)
+
+    slow = threading.Thread(target=agent.run, args=(wait,))
     slow.start()
-    time.sleep(0.3)
+    assert eventually(begun.exists, 60)
     assert agent.leased() == []
     with pytest.raises(PlacementTimeoutError, match=r"did not answer 'run' within 0.2 s"):
-        agent.run(time.sleep, 1, timeout_s=0.2)
+        agent.run(wait, timeout_s=0.2)
     assert slow.is_alive()
+    over.touch()
     slow.join()
 
 
@@ -258,7 +274,7 @@ def test_torch(slots, run_script, use_libuv):
         out = run_script(f"""
             from datetime import timedelta
             from torch.distributed import TCPStore
-            options = dict(world_size=2, timeout=timedelta(seconds=30), wait_for_workers=False, use_libuv={use_libuv})
+            options = dict(world_size=2, timeout=timedelta(seconds=120), wait_for_workers=False, use_libuv={use_libuv})
             server = TCPStore("{lease.address}", {lease.port}, is_master=True, **options)
             client = TCPStore("{lease.address}", {lease.port}, is_master=False, **options)
             client.set("key", "reached")
@@ -312,8 +328,7 @@ def test_workers_survive_their_agent(slots, agent, eventually):
     _, pid = ray.get(worker.call.remote())
     assert [one.pid for one in agent.usage([pid])] == [pid]
     kill_agent(slots, eventually)
-    time.sleep(0.5)
-    assert ray.get(worker.call.remote(), timeout=10) == (2, pid)
+    assert ray.get(worker.call.remote(), timeout=60) == (2, pid)
     assert [one.pid for one in agent.usage([pid])] == [pid]
-    assert ray.get(worker.call.remote(), timeout=10) == (3, pid)
+    assert ray.get(worker.call.remote(), timeout=60) == (3, pid)
     ray.kill(worker)

@@ -35,12 +35,13 @@ def leak(make):
     return str(caught.value), made[0]
 
 
-def test_a_placement_group_is_left():
+def test_a_placement_group_is_left(eventually):
     """The message names a placement group and the resources that are missing."""
 
     def make():
         group = placement_group([{"CPU": 1}], name="forgotten")
         ray.get(group.ready())
+        assert eventually(lambda: ray.available_resources()["CPU"] == 15)
         return group
 
     message, group = leak(make)

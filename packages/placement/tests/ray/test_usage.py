@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The use of resources by processes and nodes, as node agents measure it."""
 
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -252,22 +254,24 @@ def test_gpu_values(agent, monkeypatch):
 def test_metrics(run_script):
     """With ray[default] on the node the samples are Ray metrics, tagged with node and cluster."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    out = run_script("""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    out = run_script(f"""
         import time, urllib.request
         import ray
         from fairlead_placement import RayVirtualCluster
         ray.init(
-            address="local", num_cpus=2, include_dashboard=False, logging_level="error",
-            _system_config={"metrics_report_interval_ms": 1000},
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
+            _system_config={{"metrics_report_interval_ms": 1000}},
         )
-        port = ray.nodes()[0]["MetricsExportPort"]
         with RayVirtualCluster([1], use_gpus=False, monitor_memory=True, name="train") as cluster:
             print(cluster.slots()[0].node_id)
             lines, deadline = [], time.monotonic() + 100
             while not lines and time.monotonic() < deadline:
                 time.sleep(0.5)
                 try:
-                    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
                 except OSError:
                     continue  # not up yet
                 lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_")]

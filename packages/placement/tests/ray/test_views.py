@@ -203,6 +203,6 @@ class Event:
 def wait_for(event):
     import time
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not ray.get(event.is_set.remote()) and time.monotonic() < deadline:
         time.sleep(0.05)
