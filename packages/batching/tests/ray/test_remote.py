@@ -92,7 +92,7 @@ def test_results_are_joined_by_reference():
         ray.kill(worker)
 
 
-def fetch_until_lost(handle, timeout_s=60):
+def fetch_until_lost(handle, timeout_s=120):
     """Fetch again and again until Ray has noticed that the owner is gone."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -383,7 +383,7 @@ def gather(rank, path):
         init_method=f"file://{path}/store",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=120),
     )
     batch = BatchedDataDict(
         ids=torch.full((rank + 1, rank + 2), rank, dtype=torch.bfloat16),
