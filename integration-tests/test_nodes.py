@@ -93,25 +93,21 @@ def test_restart_without_free_slots(three_nodes):
         assert [status.restarts for status in group.get_worker_status()] == [0] * 4 + [1] * 4
 
 
-def test_node_dies(three_nodes):
+def test_node_dies(three_nodes, eventually):
     """The workers of a dead node fail as node-lost, the others still work, and shutdown skips the dead workers."""
     with RayVirtualCluster([3, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         slots = cluster.slots()
         gone = slots[5].node_id
         raylet = next(node for node in three_nodes.worker_nodes if node.node_id == gone)
         os.kill(raylet.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while any(row["NodeID"] == gone and row["Alive"] for row in ray.nodes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        assert eventually(lambda: gone not in alive_nodes(), 60)
         with pytest.raises(WorkerFailureError) as caught:
             call_where(group)
         assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
         assert {failure.rank for failure in caught.value.failures} <= {3, 4, 5}
         living = ray.get([group.workers[rank].where.remote() for rank in range(3)])
         assert [node_id for _, node_id, *_ in living] == [slots[0].node_id] * 3
-        began = time.monotonic()
-        group.shutdown()
-        assert time.monotonic() - began < 20
+        assert group.shutdown() is True
         assert not any(is_running(pid) for pid, *_ in living)
 
 

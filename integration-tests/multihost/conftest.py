@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,13 @@ from .network import explain_unavailable
 
 # Domain and rank of the hosts in the order in which they start, which differs from their physical order.
 TOPOLOGY = [("b", 1), ("a", 1), ("b", 0), ("a", 0)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test ten minutes: several raylets share the machine, which may do something else too."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,11 @@ from typing import Any
 
 import ray
 
-__all__ = ["Driver", "DriverError"]
+__all__ = ["PATIENCE_S", "Driver", "DriverError"]
 
 _MAIN = Path(__file__).with_name("driver_main.py")
+# A step that takes longer will not end. On a busy machine the start of a group takes a minute.
+PATIENCE_S = 300.0
 
 
 class DriverError(AssertionError):
@@ -66,19 +68,19 @@ class Driver:
         """Let the function run to its next `yield`."""
         self._send(ray.cloudpickle.dumps(value))
 
-    def receive(self, timeout_s: float = 60.0) -> Any:
+    def receive(self, timeout_s: float = PATIENCE_S) -> Any:
         """Return the next value that the function yields or returns, or raise its exception."""
         kind, value = self._receive(timeout_s)
         if kind == "ended":
             raise DriverError("the driver has no further step")
         return value
 
-    def step(self, value: Any = None, *, timeout_s: float = 60.0) -> Any:
+    def step(self, value: Any = None, *, timeout_s: float = PATIENCE_S) -> Any:
         """Resume the function, and return its next value."""
         self.resume(value)
         return self.receive(timeout_s)
 
-    def finish(self, timeout_s: float = 60.0) -> None:
+    def finish(self, timeout_s: float = PATIENCE_S) -> None:
         """Run the function to its end, which includes the check for leaks."""
         self.resume()
         kind, value = self._receive(timeout_s)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .driver import Driver
+from .driver import PATIENCE_S, Driver
 from .network import Network, processes
 
 __all__ = ["Host", "Hosts"]
@@ -137,7 +137,7 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=90,
+                timeout=PATIENCE_S,
             )
         if done.returncode:
             raise RuntimeError(f"ray start on {address} failed:\n{log.read_text(errors='replace')[-4000:]}")
@@ -198,13 +198,13 @@ class Hosts:
         *args: Any,
         attach: bool = True,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = PATIENCE_S,
     ) -> Any:
         """Run a function as a driver on the head, and return its result or raise its exception."""
         with self.driver(function, *args, attach=attach, env=env) as driver:
             return driver.step(timeout_s=timeout_s)
 
-    def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """Run `python -m` with these arguments on the head, from outside of any job."""
         return subprocess.run(
             [*self.head.prefix, sys.executable, "-m", *arguments],

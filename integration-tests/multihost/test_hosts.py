@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the hosts, networks and drivers that the other tests in this folder use."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def test_failing_drivers(hosts):
         raise LookupError("lost")
 
     def hangs():
+        yield
         sys.stderr.write("about to hang\n")
         time.sleep(600)
 
@@ -51,8 +53,10 @@ def test_failing_drivers(hosts):
 
     with pytest.raises(LookupError, match="lost"):
         hosts.drive(raises)
-    with pytest.raises(DriverError, match=r"within 2 s\n(.*\n)*about to hang\n(.*\n)*.* in hangs\n"):
-        hosts.drive(hangs, attach=False, timeout_s=2)
+    with contextlib.closing(hosts.driver(hangs, attach=False)) as driving:
+        driving.step()
+        with pytest.raises(DriverError, match=r"within 2 s\n(.*\n)*about to hang\n(.*\n)*.* in hangs\n"):
+            driving.step(timeout_s=2)
     with pytest.raises(DriverError, match=r"died: 3\n(.*\n)*about to die"):
         hosts.drive(dies, attach=False)
 

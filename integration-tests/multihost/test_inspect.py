@@ -4,6 +4,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import textwrap
@@ -50,7 +51,8 @@ def small_memory(tmp_path):
 
 def test_doctor(namespaces, shifted, small_memory, tmp_path):
     """The doctor names each host with a fault, and the fault, and finds none on healthy hosts."""
-    with Hosts() as hosts:
+    # Ray declares a node dead that does not respond for three minutes: later than the doctor has looked.
+    with Hosts(system_config={"health_check_timeout_ms": 60_000}) as hosts:
         hosts.start_host(num_cpus=0)
         plain = hosts.start_host()
         healthy = hosts.run("fairlead_placement", "doctor", "--expect", "2")
@@ -64,10 +66,9 @@ def test_doctor(namespaces, shifted, small_memory, tmp_path):
         hosts.kill(lost)
         silent = hosts.start_host()  # takes longer than Ray needs to notice the dead one
         hosts.block(plain, early)
-        # Ray declares a node dead that does not respond for 16 s.
         stopped = [pid for pid in processes(silent.space) if "raylet" in Path(f"/proc/{pid}/comm").read_text()]
         os.kill(stopped[0], signal.SIGSTOP)
-        done = hosts.run("fairlead_placement", "doctor", "--expect", "7x2 CPU", "--timeout", "6", "--json")
+        done = hosts.run("fairlead_placement", "doctor", "--expect", "7x2 CPU", "--timeout", "12", "--json")
     assert done.returncode == 1, done.stderr
     found = {
         (check["name"], fault["address"]): fault["what"]
@@ -85,7 +86,8 @@ def test_doctor(namespaces, shifted, small_memory, tmp_path):
         ("ports", early.address),
     }
     assert f"not alive: {lost.address} (dead)" in found["nodes", ""]
-    assert "a clock that is 5.0 s ahead of the others" in found["clocks", early.address]
+    # How exactly a clock is read depends on how long the answer takes.
+    assert re.search(r"a clock that is (4\.[5-9]|5\.[0-5]) s ahead of the others", found["clocks", early.address])
     assert "32 MiB in /dev/shm" in found["shared memory", small.address]
     assert f"cannot connect to {early.address}:" in found["ports", plain.address]
 
@@ -119,6 +121,8 @@ def hung_job():
             group.call("quick", 0.01).result()
         yield os.getpid()
         call = group.call("train", "secret-in-an-argument", 5)
+        while any(one.method != "train" or one.since_progress_s < 1.1 for one in group.get_worker_status()):
+            time.sleep(0.05)
         yield
         call.cancel(force=True)
 
@@ -132,7 +136,6 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
         with hosts.driver(hung_job) as driver:
             pid = driver.step()
             driver.step()
-            time.sleep(1.5)
             with stop_process(pid):
                 why = hosts.run("fairlead_workergroup", "why", "--after", "1", "--json")
                 stacks = hosts.run("fairlead_workergroup", "stacks", "--json")
@@ -151,7 +154,7 @@ def check_nesting(trace):
     """Each call of the driver contains the calls of its workers on all hosts, up to the error of the clocks."""
     events = trace["traceEvents"]
     error = trace["otherData"]["clock_error_us"]
-    assert max(error.values()) < 0.1e6 < AHEAD_S * 1e6
+    assert max(error.values()) < AHEAD_S * 1e6 / 2
     requests = {one["ts"]: one for one in events if one["ph"] == "X" and one["pid"] == 1 and one["name"] == "quick"}
     assert len(requests) == 10
     spans = {(one["pid"], one["tid"], one["ts"]): one for one in events if one["ph"] == "X"}

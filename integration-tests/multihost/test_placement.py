@@ -93,4 +93,4 @@ def test_all_reduce(hosts, addresses):
             sums = group.get_all_worker_results(group.run_all_workers_multiple_data("all_reduce", [1.0, 2.0, 4.0, 8.0]))
             return [address for _, address, _ in where], sums, 1400 <= group.master_port <= 1999
 
-    assert hosts.drive(driver, timeout_s=120) == (addresses, [15.0] * 4, True)
+    assert hosts.drive(driver) == (addresses, [15.0] * 4, True)

@@ -102,13 +102,13 @@ class Faults:
                     self._hanging.release()
 
 
-@pytest.mark.timeout(SECONDS + 240)
+@pytest.mark.timeout(SECONDS + 700)
 def test_soak(hosts):
     """With kills, hangs, resizes and replacements, calls end correctly, and no resources are left behind."""
 
     def driver(seconds, seed):
         rng, counts = random.Random(seed), Counter()
-        options = {"restart_on_failure": True, "max_restarts": 100_000, "start_timeout_s": 60}
+        options = {"restart_on_failure": True, "max_restarts": 100_000, "start_timeout_s": 240}
         options["sharding_annotations"] = NamedSharding.from_shape(dp=3, tp=2)
         with (
             RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,
@@ -125,9 +125,9 @@ def test_soak(hosts):
                 try:
                     with calm:
                         if name == "replace":
-                            group.replace([rng.randrange(group.world_size)], timeout=15)
+                            group.replace([rng.randrange(group.world_size)], timeout=30)
                         else:
-                            group.resize(dp=wanted, timeout=15)
+                            group.resize(dp=wanted, timeout=30)
                     counts[name] += 1
                 except BrokenEpochError as error:
                     faults.explain({failure.rank for failure in error.failures}, error)
@@ -145,7 +145,7 @@ def test_soak(hosts):
                     if name == "lane closed":
                         lane.close()
                     else:
-                        lane.enter_context(group.lane(timeout=5))
+                        lane.enter_context(group.lane(timeout=10))
                     counts[name] += 1
                 except LaneError as error:
                     if error.ranks:  # Otherwise it waited for a restart.
@@ -169,7 +169,7 @@ def test_soak(hosts):
                     values = [rng.randrange(10**6) for _ in range(group.sharding_annotations.get_axis_size("dp"))]
                     try:
                         call = group.call(
-                            "square", Shard(values, "dp"), collect="dp", timeout=5, retries=rng.choice([0, 0, 3])
+                            "square", Shard(values, "dp"), collect="dp", timeout=10, retries=rng.choice([0, 0, 3])
                         )
                         assert call.result() == [value * value for value in values]
                         counts["right answer"] += 1
@@ -194,7 +194,7 @@ def test_soak(hosts):
             restarts = sum(status.restarts for status in group.get_worker_status())
             for _ in range(50):
                 with contextlib.suppress(WorkerFailureError, CallTimeoutError):
-                    assert group.call("square", 3, timeout=20).result() == [9] * group.world_size
+                    assert group.call("square", 3, timeout=60).result() == [9] * group.world_size
                     break
                 for stuck in group.detect_stuck_workers(2.0, dump_stacks=False):
                     faults.end(stuck.rank)
@@ -204,7 +204,7 @@ def test_soak(hosts):
         return {**dict(sorted(counts.items())), "restarts": restarts}
 
     with hosts.driver(driver, SECONDS, SEED) as driving:
-        counts = driving.step(timeout_s=SECONDS + 180)
+        counts = driving.step(timeout_s=SECONDS + 400)
         print(f"\nin {SECONDS:g} s:", *(f"{number:6} {what}" for what, number in counts.items()), sep="\n  ")  # noqa: T201
         assert counts["right answer"] > 0
         assert counts["restarts"] > 0

@@ -58,7 +58,7 @@ class Holder:
             # Tell the test that all requests to the sources are on their way, and wait.
             gate, self.gate = Path(self.gate), None
             Path(f"{gate}-{current_worker().rank}").touch()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 240
             while not gate.exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
         return {"w": LocalTensor(self.w, SHAPE, (self.first, 0)), "norm": self.norm}
@@ -96,7 +96,7 @@ def make_groups(cluster):
     )
 
 
-@pytest.mark.timeout(120 + 100 * faults.REPEATS)
+@pytest.mark.timeout(400 + 100 * faults.REPEATS)
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("transport", ["object_store", pytest.param("nixl", marks=needs_nixl)])
 def test_faults_across_hosts(hosts, transport, how):
@@ -116,7 +116,7 @@ def test_faults_across_hosts(hosts, transport, how):
         return took
 
     with hosts.driver(driver, transport, how, faults.check_fault, faults.CASES * faults.REPEATS) as driving:
-        took = driving.step(timeout_s=90 + 100 * faults.REPEATS)
+        took = driving.step(timeout_s=300 + 100 * faults.REPEATS)
         print(f"\n{len(took)} faults by {transport}, {how}; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
 
@@ -130,7 +130,7 @@ def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
         with RayVirtualCluster([1, 1, 1, 1], use_gpus=False) as cluster:
             source, target = make_groups(cluster)
             with source, target, Link(source, target, source="weights", target="weights", commit=commit) as link:
-                link.send(0, timeout=60)
+                link.send(0, timeout=240)
                 assert target.call("holds").result() == [1.0, 1.0]
                 assert set(link.explain().transports.values()) == {"nixl"}
                 assert "have NIXL" in str(link.explain()) or commit == "in_place"
@@ -165,7 +165,7 @@ def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
                 if commit == "staged":
                     assert target.call("holds").result() == before == [1.0, 1.0]
                 source.call("fill", 3.0).result()
-                link.send(2, timeout=60)
+                link.send(2, timeout=240)
                 assert target.call("holds").result() == [3.0, 3.0]
         return str(error)
 
@@ -175,7 +175,7 @@ def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
         assert target.call("writing").result() == [1, 1]
         assert link.versions() == {0: 0, 1: 0}
         target.workers[1].fill.remote(7.0)
-        link.sync([1], timeout=60)  # from the other target rank
+        link.sync([1], timeout=240)  # from the other target rank
         assert link.versions() == {0: 0, 1: 0}
         assert target.call("holds").result() == [1.0, 1.0]
 
@@ -187,10 +187,10 @@ def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
                 again()
 
     def wait_for(condition):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     with hosts.driver(driver, commit, str(tmp_path)) as driving:
-        print(f"\n{driving.step(timeout_s=120)}")  # noqa: T201
+        print(f"\n{driving.step()}")  # noqa: T201
