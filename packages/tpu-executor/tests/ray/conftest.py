@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,26 @@ def spare(slices: PretendSlices, no_leaks: None) -> Iterator[Callable[..., str]]
         slices.remove(name)
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of the pauses of the pools that wait for slices, in seconds: it is empty until one waits."""
+    made: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        made.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("fairlead_tpu_executor._reserve.reservation.time", clock)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def processes_end_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a cancelled process take a minute to end, on a busy machine."""
+    monkeypatch.setattr("fairlead_tpu_executor._run.attempt._CANCEL_S", 60.0)
+
+
 class Record:
     """A record of the calls on hosts, in files that the test can read. It is sent to the hosts."""
 
@@ -62,7 +83,7 @@ class Record:
         """Record a call like `write`, and wait until the other host of the slice has recorded as many."""
         before = self.write(*what)
         other = f"{os.environ['TPU_SLICE_NAME']}.{1 - int(os.environ['EXECUTOR_CALL_INDEX'])}"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while len(self.of(other)) <= before and time.monotonic() < deadline:
             time.sleep(0.05)
         return before

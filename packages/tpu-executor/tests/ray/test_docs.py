@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 def run(code, **options):
     """Run a program without the address of a cluster, and return what it printed."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, **options)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, env=env, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -21,7 +22,7 @@ from fairlead_tpu_executor import (
     SlicePool,
     TpuAcceleratorConfig,
 )
-from fairlead_tpu_executor._reserve import scaling
+from fairlead_tpu_executor._reserve import reservation, scaling
 
 KIND = "v5p-16"
 
@@ -42,7 +43,7 @@ class Run(threading.Thread):
         except Exception as error:  # noqa: BLE001 - it is raised by `answer`
             self.error = error
 
-    def answer(self, timeout_s=90):
+    def answer(self, timeout_s=150):
         self.join(timeout_s)
         assert not self.is_alive()
         if self.error is not None:
@@ -75,14 +76,15 @@ def test_a_host_dies(slices, spare, record, eventually):
     options = {"max_retries_failure": 0, "max_retries_preemption": 1, "scale_timeout_s": 0.5}
     with SlicePool(KIND, **options) as pool:
         run = Run(pool.run, work)
-        assert eventually(lambda: len(record.counts()) == 2, 60)
+        assert eventually(lambda: len(record.counts()) == 2, 120)
         slices.kill(lost, 1)
         new = spare()
         assert run.answer() == [new, new]
         assert [one.slice_name for one in pool.slices] == [new]
         assert (pool.statistics().preemptions, pool.statistics().attempts) == (1, 2)
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
-        assert all(gone(line.split()[0]) for worker in (0, 1) for line in record.of(f"{lost}.{worker}"))
+        pids = [line.split()[0] for worker in (0, 1) for line in record.of(f"{lost}.{worker}")]
+        assert eventually(lambda: all(map(gone, pids)))
 
 
 def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch, eventually):
@@ -94,7 +96,7 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch, even
     lost = spare()
 
     def work():
-        record.write()
+        record.meet()  # both hosts have begun before a process dies
         if os.environ["TPU_SLICE_NAME"] != lost:
             return os.environ["TPU_SLICE_NAME"]
         if os.environ["EXECUTOR_CALL_INDEX"] == "1":
@@ -102,9 +104,9 @@ def test_a_process_dies_before_its_host(slices, spare, record, monkeypatch, even
         time.sleep(600)
         return None
 
-    with SlicePool(KIND, max_retries_failure=0, grace_s=0.5) as pool:
+    with SlicePool(KIND, max_retries_failure=0, grace_s=0.5, crash_grace_s=600) as pool:
         run = Run(pool.run, work)
-        assert eventually(lambda: len(record.counts()) == 2, 60)
+        assert eventually(lambda: len(record.counts()) == 2, 120)
         new = spare()  # takes longer than grace_s
         assert run.is_alive()
         slices.kill(lost, 1)
@@ -117,7 +119,7 @@ def test_no_budget_for_losses(slices, spare, record, eventually):
     lost = spare()
     with SlicePool(KIND, max_retries_preemption=0) as pool:
         run = Run(pool.run, lambda: until_killed(record, lost))
-        assert eventually(lambda: len(record.counts()) == 2, 60)
+        assert eventually(lambda: len(record.counts()) == 2, 120)
         slices.kill(lost, 0)
         with pytest.raises(PreemptedTooOftenError) as caught:
             run.answer()
@@ -139,9 +141,9 @@ def test_collateral_errors(slices, spare, record, eventually):
             raise ConnectionError("the other host hung up")
         time.sleep(600)
 
-    config = TpuAcceleratorConfig(KIND, grace_s=10)
+    config = TpuAcceleratorConfig(KIND, grace_s=60)
     run = Run(RayExecutor.execute, work, config)
-    assert eventually(lambda: len(record.counts()) == 2, 60)
+    assert eventually(lambda: len(record.counts()) == 2, 120)
     slices.kill(lost, 1)
     status = run.answer()
     assert isinstance(status, JobPreempted)
@@ -176,9 +178,9 @@ def test_a_preemption_notice(slices, spare, record, eventually):
 
     with SlicePool(KIND, max_retries_failure=0) as pool:
         run = Run(pool.run, work)
-        assert eventually(lambda: len(record.counts()) == 2, 60)
+        assert eventually(lambda: len(record.counts()) == 2, 120)
         client = ray._private.worker.global_worker.gcs_client
-        deadline_ms = int((time.time() + 60) * 1000)
+        deadline_ms = int((time.time() + 600) * 1000)
         assert client.drain_node(node_id, 2, "the provider said so", deadline_ms)[0]
         (record.folder / "notice").touch()
         new = spare()
@@ -202,11 +204,11 @@ def test_incomplete_slices_are_never_used(slices, spare):
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v5p-32", scale_timeout_s=0.5))
 
 
-def test_capacity_that_arrives_late(slices, spare):
+def test_capacity_that_arrives_late(slices, spare, pauses, eventually):
     """A slice that becomes whole during the wait is used."""
     name = spare(workers=(1,))
     run = Run(RayExecutor.execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND))
-    time.sleep(1)
+    assert eventually(lambda: pauses, 60)
     slices.add_host(name, 0, kind=KIND)
     assert run.answer().result == [name, name]
 
@@ -215,16 +217,20 @@ def test_request_to_an_autoscaler(slices, monkeypatch, eventually):
     """The pool requests missing slices from an autoscaler, whole ones by type, and removes the requests afterwards."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
     monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
-    run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=2))
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0], sleep=time.sleep)
+    monkeypatch.setattr(reservation, "time", clock)
+    run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=600))
 
     def wanted():
         table = ray.util.placement_group_table().values()
         return [row for row in table if row["name"].startswith("fairlead-wanted") and row["state"] != "REMOVED"]
 
-    assert eventually(wanted, 60)
+    assert eventually(wanted, 120)
     (row,) = wanted()
     assert row["bundles"][0] == {"CPU": 2.0, "TPU": 4.0, "TPU-v6e-16-head": 1.0}
     assert [row["bundles"][at] for at in (1, 2, 3)] == [{"CPU": 2.0, "TPU": 4.0}] * 3
+    passed_s[0] = 600.0
     with pytest.raises(InsufficientSlicesError, match="there are no others"):
         run.answer()
     assert wanted() == []
@@ -237,7 +243,9 @@ def test_interrupted(slices, record, eventually):
         from pathlib import Path
         from fairlead_placement.testing import assert_no_leaks
         from fairlead_tpu_executor import SlicePool
+        from fairlead_tpu_executor._run import attempt
 
+        attempt._CANCEL_S = 60.0  # on a busy machine
         ray.init(address={slices.address!r}, logging_level="error", log_to_driver=False)
 
         def forever():
@@ -255,9 +263,9 @@ def test_interrupted(slices, record, eventually):
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert eventually(lambda: len(record.counts()) == 4 or process.poll() is not None, 60)
+    assert eventually(lambda: len(record.counts()) == 4 or process.poll() is not None, 120)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=150)
     assert (out, process.returncode) == ("interrupted\n", 0), err
     assert all(gone(line) for name in ("slice-1", "slice-2") for at in (0, 1) for line in record.of(f"{name}.{at}"))
 

@@ -27,7 +27,7 @@ from fairlead_tpu_executor import (
 )
 from fairlead_tpu_executor._reserve import leases
 
-ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=30)
+ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=150)
 OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
 
 
@@ -61,7 +61,7 @@ def test_one_slice(slices):
 @pytest.mark.smoke
 def test_two_slices(slices, coordinator_port):
     """Results come slice by slice, flat or nested; every host has the coordinators; stale variables are overridden."""
-    config = TpuAcceleratorConfig("v4-16", 2, scale_timeout_s=30)
+    config = TpuAcceleratorConfig("v4-16", 2, scale_timeout_s=150)
     nested = RayExecutor.autoscale_execute(variables, config, flatten=False).result
     assert [len(of_slice) for of_slice in nested] == [2, 2]
     first = slices.names()
@@ -197,10 +197,8 @@ def test_sizes(slices):
         assert [one.slice_name for one in other.slices] == ["slice-1"]
         status = RayExecutor.autoscale_execute(where, sizes)
         assert [one.slice_name for one in status.info.slices] == ["slice-2"]
-        began = time.monotonic()
         with pytest.raises(InsufficientSlicesError) as caught:
             RayExecutor.autoscale_execute(where, TpuAcceleratorConfig("v4-16", 3, scale_timeout_s=1))
-        assert 1 <= time.monotonic() - began < 20
         assert (caught.value.wanted, caught.value.found, caught.value.waited_s >= 1) == ((3,), 1, True)
         assert [str(lack) for lack in caught.value.missing] == ["slice-1: somebody else uses worker 0, 1"]
         # The attempt holds nothing: the other slice is available at once.
@@ -259,8 +257,9 @@ def test_never_an_old_process(slices):
     task = ray.remote(num_cpus=1, label_selector={"ray.io/node-id": slices.node_id("slice-1", 0)})(lambda: os.getpid())
     with SlicePool("v4-16", cpu_count=1) as pool:
         for _ in range(3):
-            old = ray.get(task.remote())
-            assert ray.get(task.remote()) == old  # the process is idle again, and the next task gets it
+            old = None
+            while (again := ray.get(task.remote())) != old:  # until the next task gets the process, which is idle again
+                old = again
             assert pool.run(where)[0][1] != old
 
 
@@ -286,7 +285,8 @@ def test_a_second_run_queues(slices, record):
 
     def slow(name):
         record.write(name, "begins")
-        time.sleep(0.5)
+        while not (record.folder / "end").exists():
+            time.sleep(0.01)
         record.write(name, "ends")
         return name
 
@@ -300,8 +300,9 @@ def test_a_second_run_queues(slices, record):
             time.sleep(0.01)
         with pytest.raises(PoolBusyError, match="slow runs in this pool"):
             impatient.run(slow, "d")
+        (record.folder / "end").touch()
         for thread in (*threads, other):
-            thread.join(60)
+            thread.join()
         assert answers == {name: [name, name] for name in "abc"}
     noted = [line.split()[1:] for line in record.of("slice-1.0")]
     assert sorted(noted[:2] + noted[2:]) == sorted([[n, what] for n in "ab" for what in ("begins", "ends")])
@@ -340,13 +341,13 @@ def test_closing_ends_a_run(slices, record):
     while len(record.counts()) < 2:
         time.sleep(0.05)
     pool.close()
-    thread.join(60)
+    thread.join(150)
     assert raised
     assert "closed while forever ran" in raised[0]
     assert pool.slices == ()
 
 
-def test_closing_ends_a_wait(slices):
+def test_closing_ends_a_wait(slices, pauses, eventually):
     """Closing a pool ends a wait for slices, however long the timeout is."""
     pool = SlicePool("v4-16", 3, scale_timeout_s=600)
     raised = []
@@ -359,24 +360,21 @@ def test_closing_ends_a_wait(slices):
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(1)
+    assert eventually(lambda: pauses, 60)
     pool.close()
-    thread.join(30)
+    thread.join(150)
     assert "closed" in str(raised[0])
     assert not isinstance(raised[0], InsufficientSlicesError)
 
 
-def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process):
+def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process, eventually):
     """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
     monkeypatch.setattr(leases, "_RELEASE_S", 1.0)
     agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
     with stop_process(agent.run(os.getpid)):
         assert pool.close()
-    deadline = time.monotonic() + 30
-    while agent.leased():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert eventually(lambda: not agent.leased(), 60)
 
 
 def test_one_request_per_node_ends_the_others(slices):
@@ -399,7 +397,7 @@ def test_one_request_per_node_ends_the_others(slices):
 
 def test_a_quarantined_host_without_tpus(slices):
     """Workers without TPUs move to other hosts, because they do not need particular ones."""
-    with SlicePool(CpuAcceleratorConfig(scale_timeout_s=1)) as pool:
+    with SlicePool(CpuAcceleratorConfig(scale_timeout_s=150)) as pool:
         first = pool.slots()[0].node_id
         pool._reservation.quarantine([first])
         assert pool.slots()[0].node_id != first
@@ -439,7 +437,7 @@ def test_hosts_need_only_ray(slices, tmp_path):
         assert call_method(str, (5,), {}, "zfill", 3) == "005"
         assert describe_port(1) == "a process that is not visible from here"
     """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=150)
 
 
 def test_quarantine(slices, record):
