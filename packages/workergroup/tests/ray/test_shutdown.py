@@ -69,7 +69,7 @@ class Cleaner:
 
 @pytest.fixture
 def group(cluster, tmp_path):
-    workers = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=4)
+    workers = RayWorkerGroup(cluster, RayWorkerBuilder(Cleaner, str(tmp_path)), workers_per_node=3)
     yield workers
     workers.shutdown(force=True)
 
@@ -117,7 +117,7 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
         monkeypatch.setattr(teardown, "find_dead", come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
-    assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 4
+    assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 3
 
 
 def test_force_during_a_cleanup(group, tmp_path, eventually):
@@ -125,7 +125,7 @@ def test_force_during_a_cleanup(group, tmp_path, eventually):
     processes = pids(group)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(group.shutdown, "cleanup_hangs", None)
-        assert eventually(lambda: len(list_cleaned(tmp_path)) == 4)
+        assert eventually(lambda: len(list_cleaned(tmp_path)) == 3)
         assert group.shutdown(force=True) is False
         assert first.result(timeout=60) is False
     assert find_running(processes) == []
@@ -144,14 +144,14 @@ def test_reverse_order(group, monkeypatch):
 
     monkeypatch.setattr(ray, "kill", note_and_kill)
     group.shutdown()
-    assert killed == [3, 2, 1, 0]
+    assert killed == [2, 1, 0]
     assert there[-1] == 1
 
 
 def test_cleanup(group, tmp_path):
     """Every worker runs the cleanup before it is ended."""
     assert group.shutdown(cleanup_method="cleanup") is True
-    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps", "cleanup_in_async_steps"])
@@ -159,9 +159,9 @@ def test_cleanup(group, tmp_path):
 def test_cleanup_of_each_kind(cluster, tmp_path, method, overlapping):
     """A coroutine is awaited, and a generator runs to its end, whether or not async methods overlap."""
     builder = RayWorkerBuilder(Cleaner, str(tmp_path))
-    group = RayWorkerGroup(cluster, builder, workers_per_node=4, async_communication=overlapping)
+    group = RayWorkerGroup(cluster, builder, workers_per_node=1, async_communication=overlapping)
     assert group.shutdown(cleanup_method=method) is True
-    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0"]
 
 
 def test_no_cleanup_when_forced(group, tmp_path):
@@ -174,7 +174,7 @@ def test_cleanup_fails(group, tmp_path, caplog):
     """A cleanup that fails on one worker is reported, and the cleanups of the others still run."""
     processes = pids(group)
     assert group.shutdown(cleanup_method="cleanup_fails") is False
-    assert list_cleaned(tmp_path) == ["0", "1", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0", "1", "2"]
     assert find_running(processes) == []
     assert "cleanup 'cleanup_fails' of rank 1 failed" in caplog.text
     assert "disk full" in caplog.text
@@ -201,9 +201,9 @@ def test_dead_worker(group, tmp_path):
     os.kill(pids(group)[1], signal.SIGKILL)
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(group.workers[1].pid.remote())
-    processes = ray.get([group.workers[rank].pid.remote() for rank in (0, 2, 3)])
+    processes = ray.get([group.workers[rank].pid.remote() for rank in (0, 2)])
     assert group.shutdown(cleanup_method="cleanup") is True
-    assert list_cleaned(tmp_path) == ["0", "2", "3"]
+    assert list_cleaned(tmp_path) == ["0", "2"]
     assert find_running(processes) == []
 
 

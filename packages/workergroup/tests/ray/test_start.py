@@ -57,7 +57,7 @@ def answers(group, method, *args):
 def test_start_report(cluster):
     """The report of a start shows the phases, and names the rank with the slow constructor."""
     before = time.monotonic()
-    with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=2.0, ranks=(1,))) as group:
+    with RayWorkerGroup(cluster, RayWorkerBuilder(Slow, seconds=2.0, ranks=(1,)), workers_per_node=4) as group:
         took = time.monotonic() - before
         report = group.start_report
         assert (report.group, report.workers) == ("Slow", group.world_size)
