@@ -36,12 +36,13 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("fairlead", max_examples=examples, deadline=None, database=None)
     settings.load_profile("fairlead")
 
-# With these settings of its head, Ray declares a node dead within about a second.
+# With these settings of its head, Ray declares a node whose raylet was killed dead within about a second. A raylet that
+# is only slow, because the machine is busy, has five seconds to answer.
 QUICK_DEATHS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 2,
-    "health_check_timeout_ms": 500,
+    "health_check_timeout_ms": 5000,
 }
 BLOCK = """
 import sys
@@ -208,7 +209,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from fairlead_placement.testing import assert_no_leaks
 
-    with assert_no_leaks():
+    with assert_no_leaks(timeout_s=60):
         yield
 
 
@@ -296,7 +297,7 @@ def coordinator_port() -> Iterator[str]:
 def eventually() -> Callable[..., bool]:
     """Return a function that waits until a condition holds, and returns whether it came to hold in time."""
 
-    def wait(holds: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    def wait(holds: Callable[[], object], timeout_s: float = 60.0) -> bool:
         deadline = time.monotonic() + timeout_s
         while not (held := holds()) and time.monotonic() < deadline:
             time.sleep(0.02)
