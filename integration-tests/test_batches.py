@@ -116,6 +116,7 @@ def test_call_of_one_dp_rank(groups):
     assert call.statistics().requests == 2
 
 
+@pytest.mark.smoke
 def test_a_batch_by_reference(groups):
     """Workers get handles to their shards, and results are joined and passed on without passing the driver."""
     policy, generation = groups

@@ -52,7 +52,6 @@ def train(handle):
     return RemoteBatch.put({"double": 2 * np.array(numbers), "name": batch["name"]})
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("rows_per_object", [None, 10])
 def test_shards_are_fetched_by_tasks(rows_per_object):
     """Each task gets a small handle, fetches its own rows, and may write to them; results come back as handles."""
@@ -65,7 +64,6 @@ def test_shards_are_fetched_by_tasks(rows_per_object):
     check(handle.fetch(), range(64))
 
 
-@pytest.mark.smoke
 def test_results_are_joined_by_reference():
     """Results are joined without passing the driver: a task fetches the joined handle."""
 

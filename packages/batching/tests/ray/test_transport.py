@@ -90,7 +90,6 @@ def test_memory_is_aligned(view):
         assert all(received[key].equal(leaf) for key, leaf in leaves.items())
 
 
-@pytest.mark.smoke
 def test_arguments_and_results():
     """A task may write to the tensors it is given; neither the sender nor another reader sees it."""
     batch = BatchedDataDict(LEAVES)
