@@ -317,13 +317,9 @@ def test_one_transfer_at_a_time(groups, gate, hold, eventually):
         busy = hold(policy)
         sender = threading.Thread(target=link.send, args=(1,))
         sender.start()
-
-        def waits_for_the_other():
-            with pytest.raises(TransferError) as caught:  # whichever of them is the first to begin
-                link.send(2, timeout=0.2)
-            return "Another thread uses the link" in str(caught.value)
-
-        assert eventually(waits_for_the_other, 60)
+        assert eventually(link._lock.locked, 60)
+        with pytest.raises(TransferError, match="Another thread uses the link"):
+            link.send(2, timeout=0.2)
         gate.touch()
         sender.join()
         busy.result()

@@ -26,6 +26,7 @@ from fairlead_workergroup import (
     current_worker,
 )
 from fairlead_workergroup._display import Bar
+from fairlead_workergroup._elastic import resize as resizes
 from fairlead_workergroup._inspect.groups import find_groups
 from fairlead_workergroup._lifecycle import delivery, launcher
 from fairlead_workergroup._observe import memory, query
@@ -430,19 +431,22 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
         assert [history[-1] for history in group.call("history").result()] == group.call("facts").result()
 
 
-def test_two_resizes_at_once(cluster, gate, eventually):
+def test_two_resizes_at_once(cluster, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
+    waits, wait_until_idle = threading.Event(), resizes.wait_until_idle
+
+    def note_and_wait(*args, **options):
+        waits.set()
+        wait_until_idle(*args, **options)
+
+    monkeypatch.setattr(resizes, "wait_until_idle", note_and_wait)
     with make(cluster) as group:
         held = group.call("wait_for", gate)
         first = threading.Thread(target=group.resize, kwargs={"dp": 3})
         first.start()
-
-        def waits_for_the_other():
-            with pytest.raises(ResizeTimeoutError) as caught:  # whichever of them is the first to begin
-                group.resize(dp=1, timeout=0.1)
-            return "Another thread resizes the group" in str(caught.value)
-
-        assert eventually(waits_for_the_other, 60)
+        assert waits.wait(120)
+        with pytest.raises(ResizeTimeoutError, match="Another thread resizes the group"):
+            group.resize(dp=1, timeout=0.1)
         gate.touch()
         assert group.resize(dp=4) == 2
         first.join()
