@@ -321,10 +321,10 @@ def stop_for_a_while(pid: int) -> Iterator[Callable[[], None]]:
 
     os.kill(pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"process {pid} has not stopped within 20 s of SIGSTOP")
+                raise TimeoutError(f"process {pid} has not stopped within 60 s of SIGSTOP")
             time.sleep(0.001)
         yield resume
     finally:
@@ -352,7 +352,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             check=True,
             stdout=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=300,
         ).stdout
 
     return run

@@ -578,7 +578,7 @@ class SessionRun:
     @property
     def failed_tests(self) -> list[str]:
         """The lines of pytest's summary with the tests that failed."""
-        return [line.rstrip() for line in self.lines if line.startswith(("FAILED ", "ERROR "))]
+        return [line.rstrip() for line in self.lines if line.startswith(("FAILED ", "ERROR ")) and self.returncode]
 
     @property
     def progress(self) -> str:
