@@ -331,6 +331,7 @@ def test_renamed(run_script):
     """On a node whose Ray sees only some GPUs, the ids are those of these GPUs."""
     out = run_script(
         """
+        import time
         import ray
         from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
         from fairlead_placement._reserve import gpus, groups
@@ -344,6 +345,8 @@ def test_renamed(run_script):
 
         holder = Holder.remote()
         print(ray.get(holder.ids.remote()))
+        while ray.available_resources()["GPU"] > 2:  # the GPU looks free until the node has reported it
+            time.sleep(0.02)
         with RayVirtualCluster([1], gpu_ids=[9]) as cluster:
             print([slot.accelerator_ids for slot in cluster.slots()])
         for ids in ([0], [5]):
