@@ -275,3 +275,30 @@ def test_few_sequences_of_very_different_costs(each, groups):
     assert max(tokens for shard in plan.micro_batch_lengths for group in shard for tokens in group) <= 16_384
     fewest = [-(-int(group.sum()) // (16_384 * 64)) for group in lengths.reshape(groups, -1)]
     assert all(count <= least + 1 for count, least in zip(bins[0], fewest, strict=True))
+
+
+@pytest.mark.xfail(strict=True, reason="c 18: a split by cost is never compared with the split without a cost")
+@pytest.mark.parametrize("quantity", ["microbatches", "cost"])
+def test_a_cost_makes_no_plan_worse(quantity):
+    """A plan with a cost has no more microbatches than one without, and its most expensive shard costs no more."""
+    # Found by a search among random lengths.
+    lengths = {"microbatches": [1, 5, 7, 7, 9, 5], "cost": [3, 2, 3, 3, 7, 1]}[quantity]
+
+    def measure(cost):
+        plan = plan_shards(lengths, 2, sequence_packing_args=packing(10, cost=cost))
+        if quantity == "microbatches":
+            return len(plan.microbatches[0])
+        return max(np.square(lengths)[samples].sum() for samples in plan.samples)
+
+    assert measure((0, 1)) <= measure(None)
+
+
+@pytest.mark.xfail(strict=True, reason="c 19: a plan made without a width does not check lengths against the batch")
+@pytest.mark.parametrize("how", [{"dynamic_batching_args": dynamic(16)}, {"sequence_packing_args": packing(16)}])
+def test_a_plan_checks_the_width_of_the_batch(make_batch, how):
+    """Applying a plan refuses lengths beyond the width of the batch, as planning with the batch does."""
+    batch = make_batch([4, 4])
+    batch["length"] = np.array([7, 8])
+    for shard in (lambda: batch.shard_by_batch_size(1, **how), lambda: batch.shard(plan_shards([7, 8], 1, **how))):
+        with pytest.raises(ValueError, match="width"):
+            shard()

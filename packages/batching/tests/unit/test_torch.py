@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from fairlead_batching import BatchedDataDict
+from fairlead_batching import BatchedDataDict, RaggedLeaf
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -110,6 +110,18 @@ def test_out_of_band(view):
     if not view:
         received["float32"] += 1
         assert same(batch["float32"], pickle.loads(data, buffers=sent)["float32"])
+
+
+@pytest.mark.xfail(strict=True, reason="c 20: reading ragged rows of torch copies all of them, despite read_only()")
+def test_ragged_rows_are_views():
+    """The promise of read_only() holds for ragged rows too: a reader gets them without a copy."""
+    batch = BatchedDataDict(rows=RaggedLeaf([torch.full((length, 64), 1.0) for length in (3, 1, 2)])).read_only()
+    buffers = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    sent = [bytes(buffer.raw()) for buffer in buffers]
+    received = pickle.loads(data, buffers=sent)["rows"]
+    assert received == batch["rows"]
+    assert received.buffer.data_ptr() in [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in sent]
 
 
 def test_views_keep_the_memory_alive():
