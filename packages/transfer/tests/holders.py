@@ -95,6 +95,19 @@ class AsyncHolder(Holder):
         while not path.exists():
             await asyncio.sleep(0.01)
 
+    async def fill_in_two_steps(self, scale, path):
+        """Change one tensor, and the others when a file exists."""
+        self.w[...] = scale * full()[self.box]
+        await self.generate_until(path)
+        self.fill(scale)
+
+    def set_gate(self, path):
+        self.gate = path
+
+    def end_requests(self):
+        """Let `generate_until` return."""
+        self.gate.touch()
+
     async def weights(self):
         await asyncio.sleep(0)
         return super().weights()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links between groups of real workers."""
 
+import contextlib
 import gc
 import json
 import os
@@ -37,6 +38,18 @@ def groups(slots):
         ) as generation,
     ):
         yield policy, generation
+
+
+@pytest.fixture(scope="module")
+def engine(slots):
+    """Return a group of asyncio workers, whose methods overlap."""
+    with RayWorkerGroup(
+        slots[8:],
+        RayWorkerBuilder(AsyncHolder, {1: "tp"}, 1.0),
+        sharding_annotations=NamedSharding.from_shape(replica=2, tp=2),
+        async_communication=True,
+    ) as made:
+        yield made
 
 
 @pytest.mark.smoke
@@ -169,6 +182,29 @@ def test_bad_options(groups, options, error, text):
     """Options are checked before anything is sent."""
     with pytest.raises(error, match=text):
         Link(*groups, source="weights", **options)
+
+
+@pytest.mark.xfail(strict=True, reason="c 9: a dtype is any text, and its size is that of the source's dtype")
+@pytest.mark.parametrize("dtype", ["double", "float", "longdouble", "int32", "bool", "float33"])
+def test_dtypes_that_do_not_travel(groups, dtype):
+    """A link refuses what is not the one name of a floating-point dtype, before anything is sent."""
+    with pytest.raises(ValueError, match="dtype"):
+        Link(*groups, source="weights", target="weights", dtype=dtype)
+
+
+@pytest.mark.xfail(strict=True, reason="c 13: a link does not know what another link to the same target has written")
+def test_versions_after_another_link(groups):
+    """What another link has overwritten is a version that the first link's target no longer has."""
+    policy, generation = groups
+    policy.call("fill", 2.0).result()
+    with (
+        Link(policy, generation, source="weights", target="weights") as first,
+        Link(policy, generation, source="weights", target="weights") as second,
+    ):
+        first.send(1, timeout=60)
+        second.send(9, timeout=60)
+        assert second.versions() == dict.fromkeys(range(4), 9)
+        assert first.versions() == dict.fromkeys(range(4))
 
 
 @pytest.mark.smoke
@@ -356,19 +392,11 @@ def test_tables(groups):
         assert repr(link) == "Link('policy' -> 'generation', version 0)"
 
 
-def test_commit_is_exclusive_on_asyncio_workers(groups, slots, gate, monkeypatch, eventually):
+def test_commit_is_exclusive_on_asyncio_workers(groups, engine, gate, monkeypatch, eventually):
     """While methods of an asyncio worker overlap, the commit waits for them, and later ones wait for it."""
     policy, _ = groups
     policy.call("fill", 2.0).result()
-    with (
-        RayWorkerGroup(
-            slots[8:],
-            RayWorkerBuilder(AsyncHolder, {1: "tp"}, 1.0),
-            sharding_annotations=NamedSharding.from_shape(replica=2, tp=2),
-            async_communication=True,
-        ) as engine,
-        Link(policy, engine, source="weights", target="weights") as link,
-    ):
+    with Link(policy, engine, source="weights", target="weights") as link:
         calls = [engine.call("generate", 0.05) for _ in range(4)]
         done = threading.Event()
 
@@ -409,3 +437,39 @@ def test_commit_is_exclusive_on_asyncio_workers(groups, slots, gate, monkeypatch
         slow.result()
         link.sync(timeout=60)
         assert link.versions() == dict.fromkeys(range(4), 9)
+
+
+@pytest.mark.xfail(strict=True, reason="c 14: the source is read while its methods run")
+def test_a_version_is_one_state_of_the_source(groups, engine, gate, eventually):
+    """While a method changes the weights of the source, a send waits for its end or fails; it never mixes states."""
+    _, generation = groups
+    generation.call("fill", 1.5).result()
+    engine.call("fill", 2.0).result()
+    step = engine.call("fill_in_two_steps", 3.0, gate)
+    assert eventually(lambda: {one.method for one in engine.get_worker_status()} == {"fill_in_two_steps"})
+    try:
+        with Link(engine, generation, source="weights", target="weights", verify="never") as link:
+            with contextlib.suppress(TransferError):
+                link.send(0, timeout=20)
+            assert generation.call("holds").result() == [1.5] * 4
+    finally:
+        gate.touch()
+        step.result(timeout=60)
+
+
+@pytest.mark.xfail(strict=True, reason="c 15: before_commit is called only when no method of the target runs")
+def test_before_commit_ends_the_requests_in_flight(groups, engine, gate, eventually):
+    """An engine whose `before_commit` lets its requests end takes new weights while requests are in flight."""
+    policy, _ = groups
+    policy.call("fill", 4.0).result()
+    requests = engine.call("generate_until", gate)
+    assert eventually(lambda: {one.method for one in engine.get_worker_status()} == {"generate_until"})
+    try:
+        with Link(policy, engine, source="weights", target="weights", before_commit="end_requests") as link:
+            engine.call("set_gate", gate).result()
+            with contextlib.suppress(TransferError):
+                link.send(0, timeout=5)
+            assert engine.call("holds").result(timeout=60) == [4.0] * 4
+    finally:
+        gate.touch()
+        requests.result(timeout=60)

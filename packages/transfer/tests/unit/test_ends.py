@@ -464,3 +464,31 @@ def test_memory_for_empty_tensors(name):
     """Tensors without elements need a buffer too, of no bytes."""
     pytest.importorskip(name)
     assert library(name).buffer(0, "cpu").shape == (0,)
+
+
+@pytest.mark.xfail(strict=True, reason="c 10: what before_commit has replaced is written no more")
+def test_tensors_that_move_before_the_commit():
+    """Tensors that `before_commit` puts elsewhere, as a wake-up does, get the new values."""
+
+    class Sleeping(Worker):
+        def wake_up(self):
+            self.tensors = {name: value.copy() for name, value in self.tensors.items()}
+
+    target = Sleeping({"a": np.zeros(4)})
+    Ends([Worker({"a": np.ones(4)})], [target]).send(1, before="wake_up")
+    assert target.tensors["a"].tolist() == [1] * 4
+
+
+@pytest.mark.xfail(strict=True, reason="c 12: a target that cannot be written is found out after the decision")
+@pytest.mark.parametrize("kind", ["read-only", "broadcast", "overlapping"])
+def test_targets_that_cannot_be_written(kind):
+    """A target array that is read-only, or whose elements overlap, is refused by name before anything is decided."""
+    values = np.zeros(8)
+    values.flags.writeable = kind != "read-only"
+    value = {
+        "read-only": values,
+        "broadcast": np.broadcast_to(np.zeros(1), (8,)),
+        "overlapping": np.lib.stride_tricks.as_strided(values, (3, 4), (16, 8)),
+    }[kind]
+    _, (reply,) = Ends([Worker({"a": np.ones(value.shape)})], [Worker({"a": value})]).describe()
+    assert [name for name, _ in reply.get("refused", [])] == ["a"]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
 
+import gc
 import itertools
 import re
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LocalTensor
+from fairlead_transfer._remote import tensors
 from fairlead_transfer._remote.agent import Agent, Run, explain_missing
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
@@ -332,3 +335,84 @@ def test_torch():
     ends.send(1)
     assert all(torch.equal(value, source[name].to(torch.bfloat16)) for name, value in halves.items())
     close(ends)
+
+
+def commit_in_place(ends, version=1):
+    """Read into the tensors of the target; return the reply of rank 0."""
+    staged = ends.stage()
+    reading = ends.orders.target[0], ends.orders.number, staged, True, 30.0
+    return ends.ask("target", 0, "commit", ends.epoch, version, None, None, None, 1 << 30, reading)
+
+
+@pytest.mark.xfail(strict=True, reason="c 1: reads are joined over the edge of two registered regions")
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_tensors_that_touch(commit):
+    """Tensors that are views of one buffer, as in Megatron-Core and in buckets, are read."""
+    half = RUN_BYTES
+    sent, received = np.arange(2 * half, dtype="float32"), np.zeros(2 * half, "float32")
+    sources, targets = (Worker({"a": one[:half], "b": one[half:]}) for one in (sent, received))
+    ends = Ends([sources], [targets], transport="nixl")
+    ends.plan()
+    if commit == "staged":
+        (reply,) = ends.fetch(ends.stage(), 1)
+        assert "bytes" in reply
+        (reply,) = ends.commit(1)
+    else:
+        reply = commit_in_place(ends)
+    close(ends)
+    assert reply.get("committed") == 1
+    assert np.array_equal(received, sent)
+
+
+@pytest.mark.xfail(strict=True, reason="c 2: what two sources have sent to a relaying rank is read as one piece")
+def test_relays_from_sources_whose_memory_touches(monkeypatch):
+    """A rank relays what it has fetched from two sources, wherever the kernel has put the memory for both."""
+    free = memoryview(bytearray(1 << 22))
+
+    def take_last(length):
+        """Return memory right before what was returned last, as the kernel does."""
+        nonlocal free
+        free, taken = free[:-length], free[-length:]
+        return taken
+
+    monkeypatch.setattr(tensors, "_host_memory", take_last)
+    values = {"w": np.random.default_rng(0).random((4, 1 << 16), "float32")}  # 512 KiB from each source
+    sources = shard(values, NamedSharding.from_shape(a=2), {"w": {0: "a"}})
+    expected = shard(values, NamedSharding.from_shape(replica=2), {})
+    ends = Ends(sources, zeros(expected), transport="nixl", nodes=(["a", "b"], ["c", "c"]))
+    ends.plan()
+    assert set(ends.orders.target[1]["sources"]) == {-1}
+    replies = ends.fetch(ends.stage(), 1)
+    close(ends)
+    assert all("bytes" in reply for reply in replies)
+
+
+@pytest.mark.xfail(strict=True, reason="c 3: the memory of a target with a negative stride is computed wrong")
+def test_reversed_target_in_place():
+    """A target whose elements go backwards in memory is read into; or it is refused by name before the decision."""
+    sent, received = np.arange(RUN_BYTES, dtype="float32"), np.zeros(RUN_BYTES, "float32")
+    ends = Ends([Worker({"a": sent})], [Worker({"a": received[::-1]})], transport="nixl")
+    _, (described,) = ends.describe()
+    if "refused" in described:
+        assert described["refused"][0][0] == "a"
+        return
+    ends.plan()
+    reply = commit_in_place(ends)
+    close(ends)
+    assert reply.get("committed") == 1
+    assert np.array_equal(received[::-1], sent)
+
+
+@pytest.mark.xfail(strict=True, reason="c 4: a link keeps tensors alive that the worker has dropped")
+def test_dropped_tensors_are_freed():
+    """When a send has ended, a link holds no reference to tensors of the user."""
+    ends = Ends([Worker({"a": np.ones(RUN_BYTES)})], [Worker({"a": np.zeros(RUN_BYTES)})], transport="nixl")
+    ends.send(1)
+    held = [weakref.ref(workers[0].tensors["a"]) for workers in ends.workers.values()]
+    for side, workers in ends.workers.items():
+        ends.ask(side, 0, "release", ends.epoch)
+        workers[0].tensors = {}
+    gc.collect()
+    alive = [one() is not None for one in held]
+    close(ends)
+    assert alive == [False, False]

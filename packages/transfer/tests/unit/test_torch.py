@@ -81,6 +81,113 @@ def test_what_cannot_travel(value, text):
     assert text in reason
 
 
+def make_wrapper(inner):
+    """Return a tensor that wraps another one, and has no memory of its own."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            def unwrap(value):
+                return value.inner if isinstance(value, Wrapper) else value
+
+            if function is torch.ops.aten.detach.default:
+                return Wrapper(args[0].inner.detach())
+            return function(*map(unwrap, args), **(kwargs or {}))
+
+    return Wrapper(inner)
+
+
+def free(tensor):
+    """Free the storage of a tensor, as FSDP2 does with a gathered parameter."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.xfail(strict=True, reason="c 7: a null pointer is taken for the memory of a tensor")
+@pytest.mark.parametrize("make", [make_wrapper, free])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_memory_without_an_address(make, side):
+    """A tensor whose memory cannot be addressed is refused by name, or arrives as the tensor that it stands for."""
+    value = make(torch.ones(4))
+    workers = {"source": Worker({"a": torch.ones(4)}), "target": Worker({"a": torch.zeros(4)})}
+    workers[side].tensors = {"a": value}
+    (source,), (target,) = Ends([workers["source"]], [workers["target"]]).describe()
+    refused = [name for name, _ in {"source": source, "target": target}[side].get("refused", [])]
+    if make is free:
+        assert refused == ["a"]
+    elif not refused:
+        from fairlead_transfer._remote.tensors import look
+
+        assert look(value)[1].data_ptr() != 0
+
+
+@pytest.mark.xfail(strict=True, reason="c 8: the memory below a lazy conjugate or negative is sent for its values")
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_lazy_values(kind):
+    """What arrives are the values of a tensor, also if its memory holds their conjugates or negatives."""
+    value = torch.arange(4.0)
+    value = torch.complex(value, value + 1).conj() if kind == "conjugate" else torch._neg_view(value)
+    target = Worker({"a": torch.zeros(4, dtype=value.dtype)})
+    ends = Ends([Worker({"a": value})], [target])
+    ends.plan()
+    (fetched,) = ends.fetch(ends.stage(), 1)
+    assert "differing" not in fetched
+    ends.commit(1)
+    assert torch.equal(target.tensors["a"], value)
+
+
+@pytest.mark.xfail(strict=True, reason="c 11: what FSDP2 has gathered for a while is taken for the parameters")
+def test_gathered_parameters(as_rank):
+    """Weights that arrive after a forward are still there after the next reshard; or the target is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    as_rank(0, 1)
+    model = fully_shard(torch.nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        model(torch.zeros(1, 4))
+    target = Worker(dict(model.named_parameters()))
+    sent = {"weight": torch.full((3, 4), 7.0), "bias": torch.full((3,), 7.0)}
+    ends = Ends([Worker(sent)], [target])
+    _, (reply,) = ends.describe()
+    if "refused" in reply:
+        assert "reshard" in reply["refused"][0][1]
+        return
+    ends.send(1)
+    model.reshard()
+    assert all(bool((one.to_local() == 7).all()) for one in model.parameters())
+
+
+@pytest.mark.xfail(strict=True, reason="c 12: a target that cannot be written is found out after the decision")
+@pytest.mark.parametrize("kind", ["expanded", "overlapping"])
+def test_targets_whose_elements_share_memory(kind):
+    """A target tensor whose elements overlap is refused by name before anything is decided."""
+    base = torch.zeros(6)
+    value = base[:1].expand(4) if kind == "expanded" else base.as_strided((2, 4), (2, 1))
+    _, (reply,) = Ends([Worker({"a": torch.ones_like(value)})], [Worker({"a": value})]).describe()
+    assert [name for name, _ in reply.get("refused", [])] == ["a"]
+
+
+@pytest.mark.xfail(strict=True, reason="c 12: tensors that were made in inference mode are not written")
+def test_inference_tensors():
+    """Tensors that were made in inference mode are written."""
+    with torch.inference_mode():
+        target = Worker({"a": torch.zeros(4)})
+    ends = Ends([Worker({"a": torch.ones(4)})], [target])
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    (reply,) = ends.commit(1)
+    assert "error" not in reply
+    assert target.tensors["a"].tolist() == [1] * 4
+
+
 @pytest.fixture
 def as_rank():
     """Return a function that makes this process a rank of a process group that moves nothing."""
@@ -146,6 +253,28 @@ def test_dtensors_that_are_no_boxes(as_rank, kind):
     (reply,), _ = Ends([Worker({"a": tensor})], [Worker({})]).describe()
     ((_, reason),) = reply["refused"]
     assert text in reason
+
+
+@pytest.mark.xfail(strict=True, reason="c 17: tensor parallelism that FSDP2 does not divide evenly is refused")
+def test_boxes_of_uneven_shards_over_tensor_parallelism(as_rank):
+    """FSDP2 cuts the rows of each tensor parallel rank as torch chunks them; each rank holds one box."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from fairlead_transfer._remote.tensors import describe
+
+    # Ten rows: each of two tensor parallel ranks has five, of which one FSDP2 rank has three and the other two.
+    boxes = {}
+    for rank in range(4):
+        as_rank(rank, 4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        local = torch.ones(3 if rank < 2 else 2, 3)
+        placements = _StridedShard(0, split_factor=2), Shard(0)
+        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((10, 3)), stride=(3, 1))
+        _, _, _, _, offsets, sizes, _ = describe(tensor)
+        boxes[rank] = offsets[0], sizes[0]
+    assert boxes == {0: (0, 3), 1: (5, 3), 2: (3, 2), 3: (8, 2)}
 
 
 def test_fingerprint_is_stable():
