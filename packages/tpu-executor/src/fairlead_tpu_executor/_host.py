@@ -6,27 +6,27 @@ This module is shipped by value, so that hosts need nothing but Ray. It imports 
 """
 
 import contextlib
-import errno
 import fcntl
 import glob
 import logging
 import os
-import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 
-from ._ray_private import process_is_fresh
+from ._ray_private import process_is_fresh, session_folder
 
 logger = logging.getLogger(__name__)
 _PREDECESSOR_S = 30.0
 _INVISIBLE = "a process that is not visible from here"
-# The sockets that hold this host until the process ends.
-_held: list[socket.socket] = []
+# The number of names for the folder of locks; other users may have taken some.
+_FOLDERS = 10_000
+# The lock files that hold this host until the process ends.
+_held: list[int] = []
 
 
 def call(facts: dict[str, Any], payload: list[Any]) -> tuple[bool, Any]:
@@ -103,22 +103,21 @@ def _prepare_process(facts: dict[str, Any]) -> None:
         os.environ["TPU_ZONE"] = zone
 
 
-def hold(name: str, timeout_s: float) -> socket.socket | None:
-    """Hold a name in the place of its previous process; return None if that does not end in time."""
+def hold(name: str, timeout_s: float) -> int | None:
+    """Lock a name in the place of its previous process, and return the open file; None if that does not end in time.
+
+    The kernel releases the lock when the process and its forked children have ended.
+    """
     deadline = time.monotonic() + timeout_s
-    while True:
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # An abstract socket needs no file, and the kernel closes it with the process.
-            held.bind(f"\0fairlead-tpu-{name}")
-            return held
-        except OSError as error:
-            held.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)
+    folder = _open_lock_folder()
+    try:
+        while (file := _try_lock(name, folder)) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if file is not None:
+            _remove_unlocked(set(os.listdir(folder)) - {name}, folder)
+        return file
+    finally:
+        os.close(folder)
 
 
 def wait_for_end(names: list[str], timeout_s: float) -> bool:
@@ -128,8 +127,46 @@ def wait_for_end(names: list[str], timeout_s: float) -> bool:
         held = hold(name, deadline - time.monotonic())
         if held is None:
             return False
-        held.close()
+        os.close(held)
     return True
+
+
+def _open_lock_folder() -> int:
+    """Open the folder of locks, which only this user can enter; create it if necessary.
+
+    Every user can write to Ray's session folder, so a folder of another user, or one that is open to others, is left
+    alone.
+    """
+    start = os.path.join(session_folder(), f"fairlead-tpu-{os.geteuid()}-")
+    for number in range(_FOLDERS):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{start}{number}", 0o700)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            folder = os.open(f"{start}{number}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(folder)
+            if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return folder
+            os.close(folder)
+    raise PermissionError(f"{start}* has {_FOLDERS} folders of other users, so no lock can be created. Remove them.")
+
+
+def _try_lock(name: str, folder: int) -> int | None:
+    """Lock a file, and return it; None if another process has locked it, or has just removed it."""
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file), os.stat(name, dir_fd=folder)):
+            return file
+    os.close(file)
+    return None
+
+
+def _remove_unlocked(names: Iterable[str], folder: int) -> None:
+    """Remove the files of processes that have ended."""
+    for name in names:
+        if (file := _try_lock(name, folder)) is not None:
+            os.unlink(name, dir_fd=folder)
+            os.close(file)
 
 
 def clear_lock_file(path: str) -> str:

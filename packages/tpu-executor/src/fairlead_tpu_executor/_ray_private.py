@@ -3,6 +3,7 @@
 
 import contextlib
 import importlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,18 @@ def head_answers(timeout_s: float) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+def session_folder() -> str:
+    """Return the folder of this node's Ray session, which Ray mounts in the containers of its workers.
+
+    Nothing public names it. Fallback: the system's folder for temporary files.
+    """
+    node = getattr(ray._private.worker.global_worker, "node", None)
+    try:
+        return str(node.get_session_dir_path())  # type: ignore[union-attr]
+    except AttributeError:
+        return tempfile.gettempdir()
 
 
 def process_is_fresh() -> bool:

@@ -437,7 +437,8 @@ def test_hosts_need_only_ray(slices, tmp_path):
         assert call_method(str, (5,), {}, "zfill", 3) == "005"
         assert describe_port(1) == "a process that is not visible from here"
     """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=150)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=150)
 
 
 def test_quarantine(slices, record):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fallbacks for parts of Ray that are not public: each test removes the part."""
 
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from fairlead_tpu_executor._ray_private import (
     head_answers,
     no_announcement,
     process_is_fresh,
+    session_folder,
     topology_is_valid,
     unwrap_remote,
 )
@@ -46,6 +48,13 @@ def test_probe_of_the_head(monkeypatch, client):
     """Without the request with a deadline the head counts as answering."""
     monkeypatch.setattr(ray._private.worker.global_worker, "gcs_client", client, raising=False)
     assert head_answers(1.0)
+
+
+@pytest.mark.parametrize("node", [None, object()], ids=["no node", "no folder"])
+def test_folder_of_the_session(monkeypatch, node):
+    """Without Ray's folder of the session the system's folder for temporary files takes its place."""
+    monkeypatch.setattr(ray._private.worker.global_worker, "node", node, raising=False)
+    assert session_folder() == tempfile.gettempdir()
 
 
 def test_counters_of_functions(monkeypatch):
