@@ -317,8 +317,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """Return a handle of a group that another process of a cluster has made.
 
         Args:
-            name: the name of the group, or the beginning of its id, as `python -m fairlead_workergroup groups` shows
-                them.
+            name: the name of the group; if no group has that name, at least the first six digits of its id, as
+                `python -m fairlead_workergroup groups` shows them.
             address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to,
                 or else for "auto".
 

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from fairlead_placement.spi import Agent
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup._inspect import command
+from fairlead_workergroup import WorkerGroupError
+from fairlead_workergroup._inspect import command, groups
 from fairlead_workergroup._inspect.command import main
 from fairlead_workergroup._inspect.diagnosis import diagnose
 from fairlead_workergroup._inspect.groups import RegisteredGroup, SeenGroup, SeenWorker, merge_boards
@@ -254,6 +255,30 @@ def test_merge():
     rows = [{"rank": rank, "node_id": "a", "pid": 1} for rank in range(4)]
     (found,) = merge_boards({first: board(8, *rows), second: board(8)})
     assert (found.publication, found.settled) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("c", "33"),  # the name of one group, and the beginning of the id of another
+        ("cafe00", "33cafe"),  # the same with enough digits
+        ("cafe11", "cafe11"),
+        ("cafe1100", "cafe11"),
+        ("cafe1", "There is no group 'cafe1'"),  # fewer digits than are shown
+        ("cafe", "There is no group 'cafe'"),
+        ("twin", "Choose one of several groups"),
+    ],
+)
+def test_name_or_id(asked, found, monkeypatch):
+    """A name chooses before ids, and the beginning of an id counts from the six digits that are shown."""
+    names = {"33": "c", "33cafe": "cafe00", "cafe00": "policy", "cafe11": "critic", "a": "twin", "b": "twin"}
+    there = [replace(group([]).group, group_id=one.ljust(32, "0"), name=name) for one, name in names.items()]
+    monkeypatch.setattr(groups, "find_groups", lambda: there)
+    if found not in names:
+        with pytest.raises(WorkerGroupError, match=found):
+            groups.find_group(asked)
+    else:
+        assert groups.find_group(asked).group_id == found.ljust(32, "0")
 
 
 @pytest.mark.parametrize(

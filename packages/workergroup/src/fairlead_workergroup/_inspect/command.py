@@ -91,7 +91,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _add(commands: Any, name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
     parser = add_command(commands, name, what, epilog=_EPILOG, json=json)
     if one_group:
-        parser.add_argument("--group", metavar="NAME", help="name of the group, or the beginning of its id")
+        parser.add_argument("--group", metavar="NAME", help="name of the group, or six digits or more of its id")
         parser.add_argument(
             "--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only the workers at these coordinates"
         )

@@ -28,6 +28,8 @@ from ..exceptions import WorkerGroupError
 
 # Agents answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0
+# How many digits of an id are shown. Fewer of them may belong to any group.
+SHOWN_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class RegisteredGroup:
     @property
     def label(self) -> str:
         """The name, with enough of the id to tell it from other groups of that name."""
-        return f"{self.name} ({self.group_id[:6]})"
+        return f"{self.name} ({self.group_id[:SHOWN_DIGITS]})"
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,18 @@ def find_groups() -> list[RegisteredGroup]:
 
 
 def find_group(name: str | None) -> RegisteredGroup:
-    """Return the group with a name, or whose id begins like this; the only group there is if None.
+    """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits.
+
+    Args:
+        name: the name or the beginning of the id; None for the only group there is.
 
     Raises:
         WorkerGroupError: there is none, or several.
     """
     groups = find_groups()
-    chosen = [one for one in groups if name is None or one.name == name or (name and one.group_id.startswith(name))]
+    chosen = [one for one in groups if name in (None, one.name)]
+    if not chosen and len(name or "") >= SHOWN_DIGITS:
+        chosen = [one for one in groups if one.group_id.startswith(name or "")]
     if len(chosen) == 1:
         return chosen[0]
     labels = ", ".join(one.label for one in groups)
