@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -22,7 +23,7 @@ from ._reserve.reservation import Reservation, Snapshot
 from ._run.attempt import HostCall, cancel, watch
 from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, make_slots, make_targets, start_actor, submit
-from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, judge
+from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, StartFailures, judge
 from ._run.work import Class, Function, Work, inspect_work
 from .exceptions import PoolBusyError
 
@@ -99,6 +100,8 @@ class SlicePool(ClosesOnExit):
         self._turn = threading.Lock()
         self._running = ""
         self._counts = PoolStatistics()
+        # By the name of the function.
+        self._start_failures: defaultdict[str, StartFailures] = defaultdict(StartFailures)
         release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
 
     def __repr__(self) -> str:
@@ -304,7 +307,7 @@ class SlicePool(ClosesOnExit):
         nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
         gone, silent = self._reservation.head.call(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
         # For some time Ray still regards a silent host as alive.
-        self._reservation.quarantine(silent - gone)
+        self._reservation.quarantine(dict.fromkeys(silent - gone, "silent"))
         return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
 
     @contextlib.contextmanager
@@ -321,7 +324,6 @@ class SlicePool(ClosesOnExit):
         reservation.check_open(epoch, f"{work.name} ran")
         reservation.ensure(epoch)
         held = reservation.snapshot()
-        accelerators = isinstance(self.config, TpuAcceleratorConfig)
         info = JobInfo(work.name, "running", self.config.kind, held.slices, number)
         claim = claim_slots(self._make_slots(held), f"run of {work.name}")
         began = time.monotonic()
@@ -342,18 +344,20 @@ class SlicePool(ClosesOnExit):
             reservation.check_open(epoch, f"{work.name} started")
             self._count(attempts=1)
             self._start_all(targets, start_call, lambda call: _cancel(call.ref))
-            errors = watch(calls, submit_again, head, grace_s=self.config.grace_s, accelerators=accelerators)
+            errors = watch(calls, submit_again, head, grace_s=self.config.grace_s)
         finally:
             try:
                 cancel(calls, head)
             finally:
                 claim.release()
         info = replace(info, seconds=time.monotonic() - began)
+        gone = head.call(gone_nodes, {call.target.node_id for call in calls}) if errors else frozenset()
+        shared = self._start_failures[work.name].add(errors, gone, info.seconds)
         if not errors:
             nested = [[call.value for call in calls if call.target.at == at] for at in range(len(held.slices))]
             return JobSucceeded(replace(info, state="succeeded"), arrange(nested, self.config.flatten))
-        gone = head.call(gone_nodes, {call.target.node_id for call in calls})
-        verdict = judge(errors, gone, accelerators=accelerators)
+        verdict = judge(errors, gone, accelerators=isinstance(self.config, TpuAcceleratorConfig), shared=shared)
+        reservation.release(shared)
         reservation.quarantine(verdict.quarantine)
         self._count(**{"preemptions" if verdict.kind == "infrastructure" else "failures": 1})
         return verdict.status(info)

@@ -32,6 +32,8 @@ class TpuExecutorError(ErrorWithFields, RuntimeError):
 class InsufficientSlicesError(TpuExecutorError):
     """Too few whole slices were free within the scale timeout; nothing stays reserved.
 
+    A run whose accelerators did not start in its last attempt raises their own exception instead, with this as a note.
+
     Attributes:
         kind: the requested type, such as "v4-16".
         wanted: the allowed numbers of slices.
@@ -111,6 +113,8 @@ class SliceLostError(TpuExecutorError):
 @dataclass(eq=False, repr=False)
 class PreemptedTooOftenError(TpuExecutorError):
     """Slices were lost more often than `max_retries_preemption` allows.
+
+    You do not get it when accelerators did not start in the last attempt: their own exception is raised.
 
     Attributes:
         name: the name of the function.

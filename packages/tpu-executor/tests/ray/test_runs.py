@@ -399,7 +399,7 @@ def test_a_quarantined_host_without_tpus(slices):
     """Workers without TPUs move to other hosts, because they do not need particular ones."""
     with SlicePool(CpuAcceleratorConfig(scale_timeout_s=150)) as pool:
         first = pool.slots()[0].node_id
-        pool._reservation.quarantine([first])
+        pool._reservation.quarantine({first: "silent"})
         assert pool.slots()[0].node_id != first
 
 
@@ -455,4 +455,53 @@ def test_quarantine(slices, record):
         assert (pool.statistics().preemptions, pool.statistics().failures) == (1, 0)
         with pytest.raises(InsufficientSlicesError, match="slice-1: worker 1 did not answer, or its accelerators"):
             pool.scale(2)
+        assert pool.slices == ()
+
+
+def test_a_failure_to_start_on_every_host(slices, record):
+    """A failure to start that a second host shows is the function's: it uses that budget, and releases the first host.
+
+    Worker 1 waits for its sibling, so each attempt shows the failure of one host.
+    """
+
+    def wrong_libtpu():
+        record.write()
+        if os.environ["EXECUTOR_CALL_INDEX"] == "1":
+            time.sleep(600)
+        raise RuntimeError("TPU initialization failed: no libtpu\nof this version")
+
+    options = {"max_retries_failure": 1, "max_retries_preemption": 9, "grace_s": 0.1, "replace_timeout_s": 5}
+    with SlicePool("v4-16", **options) as pool:
+        with pytest.raises(RuntimeError, match="no libtpu") as caught:
+            pool.run(wrong_libtpu)
+        assert "3 time(s): 2 failed (max_retries_failure=1" in caught.value.__notes__[-1]
+        counts = record.counts()
+        assert (counts["slice-1.0"], counts["slice-2.0"]) == (1, 2)
+        assert (pool.statistics().preemptions, pool.statistics().failures) == (1, 2)
+        assert len(pool.scale(2).slices) == 2  # no host is in quarantine
+
+
+def test_a_failure_to_start_on_both_hosts_of_a_slice(slices):
+    """The hosts of one slice show it too, within `grace_s`: the run does not wait for another slice."""
+
+    def wrong_libtpu():
+        raise RuntimeError("TPU initialization failed: no libtpu")
+
+    with SlicePool("v4-16", max_retries_failure=0, max_retries_preemption=0, grace_s=60) as pool:
+        with pytest.raises(RuntimeError, match="no libtpu") as caught:
+            pool.run(wrong_libtpu)
+        assert "1 time(s): 1 failed" in caught.value.__notes__[-1]
+
+
+def test_a_host_that_cannot_start_and_cannot_be_replaced(slices):
+    """If no other slice replaces that of a host in quarantine, the exception of its accelerators is raised."""
+
+    def starts():
+        if (os.environ["TPU_SLICE_NAME"], os.environ["EXECUTOR_CALL_INDEX"]) == ("slice-1", "1"):
+            raise RuntimeError("TPU initialization failed: one chip is stuck")
+
+    with SlicePool("v4-16", 2, grace_s=0.1, replace_timeout_s=0.1) as pool:
+        with pytest.raises(RuntimeError, match="one chip is stuck") as caught:
+            pool.run(starts)
+        assert "slice-1: worker 1 did not answer, or its accelerators" in caught.value.__notes__[-1]
         assert pool.slices == ()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ray.exceptions import WorkerCrashedError
 
 from fairlead_tpu_executor import (
+    InsufficientSlicesError,
     JobError,
     JobFailed,
     JobInfo,
@@ -21,6 +22,7 @@ from fairlead_tpu_executor import (
     SliceLostError,
 )
 from fairlead_tpu_executor._run.retry import Backoff, RetryBudget, retry
+from fairlead_tpu_executor._run.verdicts import make_preempted
 
 INFO = JobInfo("train")
 
@@ -82,6 +84,22 @@ def test_budgets(outcomes, failures, preemptions):
     else:
         assert type(came) is {"f": ValueError, "e": OSError}[outcomes[expected - 1]]
         assert f"attempted {expected} time(s): {failures + 1} failed" in came.__notes__[-1]
+
+
+@pytest.mark.parametrize("ends", ["budget", "slices"])
+def test_an_accelerator_that_did_not_start_is_raised(ends):
+    """If the run ends after an accelerator did not start, its exception is raised, and not what followed from it."""
+    own = RuntimeError("TPU initialization failed")
+
+    def attempt(number):
+        if number == 2:
+            raise InsufficientSlicesError("v4-16", (1,), 0, (), 5.0)
+        return make_preempted(INFO, ("a",), "worker 0 of a", own)
+
+    with pytest.raises(RuntimeError) as caught:
+        retry(attempt, RetryBudget(5, 0 if ends == "budget" else 5), Backoff(), sleep=lambda _: None)
+    assert caught.value is own
+    assert ("1 time(s): 0 failed" if ends == "budget" else "0 were free after 5.0 s") in own.__notes__[-1]
 
 
 def test_exceptions_of_an_attempt_end_the_retries():

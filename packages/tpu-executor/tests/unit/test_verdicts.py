@@ -26,7 +26,14 @@ from fairlead_tpu_executor import (
     SliceLostError,
     handle_ray_error,
 )
-from fairlead_tpu_executor._run.verdicts import STARTUP_FAILURES, HostError, NodeSilentError, judge, judge_one
+from fairlead_tpu_executor._run.verdicts import (
+    STARTUP_FAILURES,
+    HostError,
+    NodeSilentError,
+    StartFailures,
+    judge,
+    judge_one,
+)
 
 SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4)
 
@@ -105,7 +112,7 @@ def test_a_loss_explains_the_rest(kinds, gone):
     assert verdict.kind == ("infrastructure" if lost else "user" if user else "system")
     assert set(verdict.errors) <= set(errors)
     blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "infrastructure"}
-    assert verdict.quarantine == blamed - gone
+    assert verdict.quarantine.keys() == blamed - gone
 
 
 def test_quarantine():
@@ -113,11 +120,53 @@ def test_quarantine():
     before Ray does. A host that is gone, or that only lost its placement group, is not quarantined."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
-    assert judge([other, stuck], set()).quarantine == {"n1"}
-    assert judge([other, stuck], {"n1"}).quarantine == set()
+    assert judge([other, stuck], set()).quarantine == {"n1": stuck.summary}
+    assert judge([other, stuck], {"n1"}).quarantine == {}
     for error in (NodeSilentError("x"), NodeDiedError("x")):
-        assert judge([HostError(SLICE, 0, error)], set()).quarantine == {"n0"}
-    assert judge([HostError(SLICE, 0, TaskPlacementGroupRemoved())], set()).quarantine == set()
+        assert judge([HostError(SLICE, 0, error)], set()).quarantine.keys() == {"n0"}
+    assert judge([HostError(SLICE, 0, TaskPlacementGroupRemoved())], set()).quarantine == {}
+
+
+def test_a_failure_to_start_of_several_hosts():
+    """A failure to start that two hosts show, in one attempt or in two, or that one shows again, is the function's."""
+
+    def failed(worker, text):
+        return HostError(SLICE, worker, raised(RuntimeError(f"TPU initialization failed: {text}\nmore")))
+
+    first, again, other = failed(0, "no libtpu"), failed(1, "no libtpu"), failed(1, "no chip")
+    for attempts in ([[first], [again]], [[first], [first]], [[first, again]], [[first], [other, again]]):
+        failures = StartFailures()
+        for errors in attempts[:-1]:
+            assert failures.add(errors, (), 1.0) == frozenset()
+        shared = failures.add(attempts[-1], (), 1.0)
+        assert shared == {"RuntimeError: TPU initialization failed: no libtpu"}
+        verdict = judge([again], (), shared=shared)
+        assert (verdict.kind, verdict.quarantine) == ("user", {})
+        assert judge([other], (), shared=shared).quarantine == {"n1": other.summary}
+
+
+def test_a_failure_to_start_of_one_host():
+    """Failures with another text or type, on hosts that are gone, or before the function started, are a host's."""
+    first = HostError(SLICE, 0, raised(RuntimeError("TPU initialization failed")))
+    again = HostError(SLICE, 1, raised(RuntimeError("TPU initialization failed")))
+    for others, gone, ran_s in (
+        ([HostError(SLICE, 1, raised(RuntimeError("TPU initialization failed: no chip")))], (), 1.0),
+        ([HostError(SLICE, 1, raised(OSError("TPU initialization failed")))], (), 1.0),
+        ([again], {"n1"}, 1.0),
+    ):
+        failures = StartFailures()
+        failures.add([first], (), 1.0)
+        assert failures.add(others, gone, ran_s) == frozenset()
+    # An attempt that succeeded, or that ran for long, had its accelerators.
+    for errors, ran_s in (([], 1.0), ([HostError(SLICE, 0, NodeDiedError("x"))], 1000.0)):
+        failures = StartFailures()
+        failures.add([first], (), 1.0)
+        failures.add(errors, (), ran_s)
+        assert failures.add([again], (), 1.0) == frozenset()
+    failures = StartFailures()
+    failures.add([first], (), 1.0)
+    failures.add([HostError(SLICE, 0, NodeDiedError("x"))], (), 1.0)
+    assert failures.add([again], (), 1.0) == {first.summary}
 
 
 def test_statuses():

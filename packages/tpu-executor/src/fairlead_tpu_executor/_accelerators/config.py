@@ -143,7 +143,8 @@ class TpuAcceleratorConfig(_RunOptions):
         head_timeout_s: seconds for which Ray's head may not answer before `HeadUnreachableError` ends a run or a call.
             Without its head Ray ends the process after 60 s (`RAY_gcs_rpc_server_reconnect_timeout_s`).
         queue_timeout_s: seconds that a run waits for the previous run in its pool; None for no limit, 0 for no wait.
-        grace_s: seconds to wait after a first error for a preemption that explains it.
+        grace_s: seconds to wait after a first error for a preemption that explains it, or for the same failure to start
+            on another host.
         flatten: return one list of results instead of one list per slice.
         max_retries_preemption: how often to repeat a run after slices were lost.
         max_retries_failure: how often to repeat a run after the function failed.

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,7 +72,8 @@ class Reservation:
         self.epoch = 0
         self._leases: tuple[Lease, ...] = ()
         self._ports = Ports()
-        self._quarantined_until: dict[str, float] = {}
+        # By the node and the reason.
+        self._quarantined_until: dict[tuple[str, str], float] = {}
         # Reentrant: the finalizer may run in the middle of anything.
         self._lock = threading.RLock()
 
@@ -167,14 +168,20 @@ class Reservation:
         if self.epoch != epoch:
             raise TpuExecutorError(f"The pool was closed while {doing}. Use a pool that stays open.")
 
-    def quarantine(self, node_ids: Collection[str]) -> None:
-        """Do not use these nodes for some minutes."""
-        self._quarantined_until |= dict.fromkeys(node_ids, time.monotonic() + _QUARANTINE_S)
+    def quarantine(self, reasons: Mapping[str, str]) -> None:
+        """Do not use these nodes for some minutes, each for its reason."""
+        self._quarantined_until |= dict.fromkeys(reasons.items(), time.monotonic() + _QUARANTINE_S)
+
+    def release(self, reasons: Collection[str]) -> None:
+        """Use the nodes again that are quarantined for these reasons."""
+        self._quarantined_until = {
+            key: until for key, until in self._quarantined_until.items() if key[1] not in reasons
+        }
 
     def _quarantined(self) -> frozenset[str]:
         now = time.monotonic()
-        self._quarantined_until = {node_id: until for node_id, until in self._quarantined_until.items() if until > now}
-        return frozenset(self._quarantined_until)
+        self._quarantined_until = {key: until for key, until in self._quarantined_until.items() if until > now}
+        return frozenset(node_id for node_id, _ in self._quarantined_until)
 
     def snapshot(self) -> Snapshot:
         """Return what is held now."""

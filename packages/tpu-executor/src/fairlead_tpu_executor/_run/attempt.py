@@ -42,7 +42,7 @@ class HostCall:
 
 
 def watch(
-    calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], head: Head, *, grace_s: float, accelerators: bool
+    calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], head: Head, *, grace_s: float
 ) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of their arrival.
 
@@ -53,7 +53,6 @@ def watch(
         resubmit: makes a new reference for a call that came to a used process.
         head: tells which nodes are alive. No node counts as dead while the head is silent.
         grace_s: seconds to wait after a first error for an event that explains it.
-        accelerators: as for `judge`.
 
     Raises:
         HeadUnreachableError: the head did not answer in time.
@@ -82,7 +81,7 @@ def watch(
             head.check()
             if request is None and head.silent_s == 0:
                 request = head.start(dead_nodes, nodes)
-        if errors and _is_clear(errors, calls, head, now - first_at >= grace_s, accelerators):
+        if errors and _is_clear(errors, calls, head, now - first_at >= grace_s):
             break
     return errors
 
@@ -117,7 +116,7 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
     ]
 
 
-def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool, accelerators: bool) -> bool:
+def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool) -> bool:
     """Return whether no further event can change the verdict; add an error for each node that is dead or silent.
 
     Args:
@@ -125,11 +124,11 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, ov
         calls: all calls.
         head: tells which nodes are alive.
         over: whether the time to wait for an explanation is over.
-        accelerators: as for `judge`.
     """
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)
-    if any(judge_one(one.error, one.node_id in gone, accelerators=accelerators) == "infrastructure" for one in errors):
+    # If an accelerator did not start, other hosts may show soon whether that is the failure of its host.
+    if any(judge_one(one.error, one.node_id in gone, accelerators=False) == "infrastructure" for one in errors):
         return True
     if lost := _blame_nodes(head.call(dead_nodes, nodes), calls, "its node is dead"):
         errors += lost

@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._accelerators.slices import SliceInfo
-from ..exceptions import PreemptedTooOftenError
-from .verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, make_preempted, process_died
+from ..exceptions import InsufficientSlicesError, PreemptedTooOftenError
+from .verdicts import (
+    JobError,
+    JobFailed,
+    JobInfo,
+    JobPreempted,
+    JobStatus,
+    JobSucceeded,
+    failed_start,
+    make_preempted,
+    process_died,
+)
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -111,14 +121,22 @@ def retry(
 
     Raises:
         PreemptedTooOftenError: slices were lost once more than allowed.
-        BaseException: the function's last exception, with a note of the attempts.
+        BaseException: the function's last exception, with a note of the attempts. It is also raised when its
+            accelerators did not start in the last attempt, and the run cannot continue on other slices.
     """
     number = 0
+    stuck: BaseException | None = None
     recent: list[tuple[float, JobInfo]] = []
     while True:
         number += 1
         began = clock()
-        status = attempt(number)
+        try:
+            status = attempt(number)
+        except InsufficientSlicesError as lack:
+            if stuck is None:
+                raise
+            stuck.add_note(str(lack))
+            raise stuck  # noqa: B904 - its cause is Ray's error
         if isinstance(status, JobSucceeded):
             return status
         assert isinstance(status, JobPreempted | JobFailed | JobError)
@@ -134,8 +152,10 @@ def retry(
                     sleep(min(_LOOK_S, left))
         error, name = status.error, status.info.name
         preempted = isinstance(status, JobPreempted)
+        stuck = failed_start(error.__cause__) if preempted and error.__cause__ else None
         if not budget.spend(preempted=preempted):
-            if preempted:
+            error = stuck or error
+            if preempted and stuck is None:
                 raise PreemptedTooOftenError(name, budget.preemptions, budget.max_preemptions, str(error)) from error
             again = ""
             if budget.healthy_after_s < math.inf:

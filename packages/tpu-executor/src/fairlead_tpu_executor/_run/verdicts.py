@@ -5,8 +5,8 @@ The verdict depends on exception types and on which nodes are gone, never on a t
 not start is recognized by its text, and only in the exception's own message, because it has no exception type.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray.exceptions
@@ -100,6 +100,8 @@ class JobError(JobStatus):
 Kind = Literal["user", "infrastructure", "system"]
 _STATES: dict[Kind, State] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
 
+# After so many seconds without a start-up failure the accelerators of an attempt have started.
+_STARTED_S = 300.0
 # The messages of libtpu and JAX when a chip is missing or another process holds it.
 STARTUP_FAILURES = (
     "No accelerator found",
@@ -148,13 +150,41 @@ class HostError:
         """Ray's id of the host."""
         return self.slice.node_ids[self.worker]
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The type and the first line of the exception."""
         raised = as_raised(self.error)
         first_line = " ".join(str(raised).split("\n")[0].split())
-        return (
-            f"worker {self.worker} of {self.slice.slice_name} ({self.slice.node_ips[self.worker]}): "
-            f"{type(raised).__name__}: {first_line}"
-        )
+        return f"{type(raised).__name__}: {first_line}"
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} of {self.slice.slice_name} ({self.slice.node_ips[self.worker]}): {self.summary}"
+
+
+@dataclass(frozen=True)
+class StartFailures:
+    """Failures of a function's accelerators to start, which are a host's only if another host does not have them.
+
+    Attributes:
+        hosts: by its summary, the hosts on which a failure was seen, once per attempt.
+    """
+
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, errors: Sequence[HostError], gone: Collection[str], seconds: float) -> frozenset[str]:
+        """Record an attempt, and return the failures seen on two hosts, or again on a host after its quarantine.
+
+        Args:
+            errors: the errors of the attempt; none if it succeeded.
+            gone: the ids of the nodes that are dead or draining.
+            seconds: how long the attempt took.
+        """
+        now = {(one.summary, one.node_id) for one in errors if one.node_id not in gone and failed_start(one.error)}
+        for failure, node_id in now:
+            self.hosts.setdefault(failure, []).append(node_id)
+        if not now and (not errors or seconds >= _STARTED_S):
+            self.hosts.clear()
+        return frozenset(failure for failure, hosts in self.hosts.items() if len(hosts) > 1)
 
 
 @dataclass(frozen=True)
@@ -164,13 +194,13 @@ class Verdict:
     Attributes:
         kind: whose failure it was.
         errors: the errors that decided it; the caller sees the first one.
-        quarantine: ids of nodes not to use for a while: nodes that are alive for Ray but silent, or with an accelerator
-            that did not start.
+        quarantine: nodes not to use for a while, and why: nodes that are alive for Ray but silent, or with an
+            accelerator that did not start.
     """
 
     kind: Kind
     errors: tuple[HostError, ...]
-    quarantine: frozenset[str] = frozenset()
+    quarantine: Mapping[str, str] = field(default_factory=dict)
 
     def status(self, info: JobInfo) -> JobStatus:
         """Return the outcome, with the error for the caller."""
@@ -192,22 +222,27 @@ def make_preempted(info: JobInfo, lost: tuple[str, ...], reason: str, cause: Bas
     return JobPreempted(info, error)
 
 
-def judge(errors: Sequence[HostError], gone: Collection[str], *, accelerators: bool = True) -> Verdict:
+def judge(
+    errors: Sequence[HostError], gone: Collection[str], *, accelerators: bool = True, shared: Collection[str] = ()
+) -> Verdict:
     """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts.
 
     Args:
         errors: the errors in the order of their arrival; at least one.
         gone: the ids of the nodes that are dead or draining.
         accelerators: whether the table of start-up failures applies.
+        shared: the start-up failures that are not a host's, as `StartFailures` returns them.
     """
-    kinds = [judge_one(one.error, one.node_id in gone, accelerators=accelerators) for one in errors]
+    kinds = [
+        judge_one(one.error, one.node_id in gone, accelerators=accelerators and one.summary not in shared)
+        for one in errors
+    ]
     order: tuple[Kind, ...] = ("infrastructure", "user", "system")
     kind = next(one for one in order if one in kinds)
     decided = tuple(error for error, its in zip(errors, kinds, strict=True) if its == kind)
     # Ray may report the death of a node for a task, seconds before it reports it for the node.
-    blamed = {one.node_id for one in decided if kind == "infrastructure" and not isinstance(one.error, _GROUP_GONE)}
-    quarantine = frozenset(blamed - set(gone))
-    return Verdict(kind, decided, quarantine)
+    blamed = [one for one in decided if kind == "infrastructure" and not isinstance(one.error, _GROUP_GONE)]
+    return Verdict(kind, decided, {one.node_id: one.summary for one in blamed if one.node_id not in gone})
 
 
 def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = True) -> Kind:
@@ -225,7 +260,7 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
         return "infrastructure"
     # An exception of the function may derive from any class, also from Ray's, so who raised it is decided first.
     if isinstance(error, (RayTaskError, ray.exceptions.UnserializableException)) or not isinstance(error, RayError):
-        return "infrastructure" if accelerators and _did_not_start(error) else "user"
+        return "infrastructure" if accelerators and failed_start(error) else "user"
     if isinstance(error, ray.exceptions.TaskCancelledError):
         return "system"
     if isinstance(error, _NODE_GONE):
@@ -233,13 +268,14 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
     return "user" if isinstance(error, _CRASHED) else "system"
 
 
-def _did_not_start(error: BaseException) -> bool:
-    """Return whether an accelerator did not start.
+def failed_start(error: BaseException) -> BaseException | None:
+    """Return the exception of a function whose accelerator did not start; None for any other error.
 
     Only the exception's own message counts. That of a RayTaskError without a cause is a traceback.
     """
     raised = as_raised(error)
-    return not isinstance(raised, RayError) and any(text in str(raised) for text in STARTUP_FAILURES)
+    found = not isinstance(raised, RayError) and any(text in str(raised) for text in STARTUP_FAILURES)
+    return raised if found else None
 
 
 def as_raised(error: BaseException) -> BaseException:
