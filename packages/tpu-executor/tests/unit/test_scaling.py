@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many slices to hold, and how long to wait for them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_tpu_executor._reserve.scaling import Patience, choose_size, make_patience
+from fairlead_tpu_executor import TpuAcceleratorConfig
+from fairlead_tpu_executor._health import Head
+from fairlead_tpu_executor._reserve import scaling
+from fairlead_tpu_executor._reserve.scaling import CapacityRequest, Patience, choose_size, make_patience
 
 
 def test_patience():
@@ -27,3 +31,24 @@ def test_sizes(sizes, held, free, waited_out):
         assert size == max(possible)
     else:
         assert size is None
+
+
+@pytest.mark.xfail(strict=True, reason="d 8: The demand selects hosts by worker id, which no node type has.")
+def test_a_node_type_can_satisfy_the_demand(monkeypatch):
+    """An autoscaler can satisfy the demand with a node type that has the resources of a host, and no labels.
+
+    A host gets its worker id and the name of its slice when it starts. KubeRay's node types for TPUs have no labels.
+    """
+    node_type = {"CPU": 100.0, "TPU": 4.0, "TPU-v4-16-head": 1.0}
+    shown = []
+
+    def placement_group(bundles, *, bundle_label_selector=None, **_):
+        shown.extend(zip(bundles, bundle_label_selector or [{}] * len(bundles), strict=True))
+
+    monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(scaling, "placement_group", placement_group)
+    with CapacityRequest(TpuAcceleratorConfig("v4-16"), Head(30.0)) as more:
+        more.show(1)
+    assert len(shown) == 2
+    assert [bundle for bundle, _ in shown if any(node_type.get(name, 0.0) < of for name, of in bundle.items())] == []
+    assert [selector for _, selector in shown if selector] == []
