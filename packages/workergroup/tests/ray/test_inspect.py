@@ -22,7 +22,7 @@ DRIVER = """
     import ray
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
-    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, report_progress
+    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker, report_progress
     from fairlead_workergroup.testing import kill
 
     class Trainer:
@@ -43,6 +43,16 @@ DRIVER = """
         def quick(self):
             return self.rank
 
+        def meet(self):
+            if self.rank != 6:
+                with current_worker().waiting():
+                    self.barrier()
+            self.barrier()
+
+    def wait_until(holds):
+        while not all(holds(one) and one.since_progress_s >= 1.1 for one in group.get_worker_status()):
+            time.sleep(0.05)
+
     # Ray prints to standard output when a worker dies.
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -57,11 +67,7 @@ DRIVER = """
             for line in sys.stdin:
                 if line == "hang\\n":
                     call = group.call("train", 7, "secret-in-an-argument")
-                    while any(
-                        one.method != "train" or one.step != 7 or one.since_progress_s < 1.1
-                        for one in group.get_worker_status()
-                    ):
-                        time.sleep(0.05)
+                    wait_until(lambda one: one.method == "train" and one.step == 7)
                 elif line == "recover\\n":
                     kill(group, 5)
                     open(sys.argv[1], "w").close()
@@ -70,6 +76,14 @@ DRIVER = """
                     except Exception as error:
                         print(type(error).__name__, file=sys.stderr)
                     group.call("quick").result()
+                elif line == "meet\\n":
+                    group.at(dp=0, tp=0).call("quick").result()
+                    os.remove(sys.argv[1])
+                    call = group.call("meet")
+                    wait_until(lambda one: one.method == "meet")
+                elif line == "met\\n":
+                    open(sys.argv[1], "w").close()
+                    call.result()
                 elif line == "kill\\n":
                     kill(group, 3)
                 elif line == "end\\n":
@@ -213,6 +227,18 @@ def test_restarted(driver):
     assert [one["incarnation"] for one in after] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert after[5]["pid"] != before[5]["pid"]
     assert [one["state"] for one in after] == ["idle"] * 8
+
+
+def test_unequal_counts_of_calls(driver):
+    """After a restart, and a call of one worker alone, `why` names the worker that the others wait for, and no other.
+
+    `--at` chooses what is shown, and not who is looked at.
+    """
+    driver.do("meet")
+    for at in ([], ["--at", "dp=0"]):
+        (late,) = read("why", "--after", "1", *at)["groups"][0]["findings"]
+        assert (late["kind"], late["ranks"], late["waiting"]) == ("late", [6], [0, 1, 2, 3, 4, 5, 7])
+    driver.do("met")
 
 
 def test_dead_worker(driver, stop_process):

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import struct
@@ -171,6 +172,28 @@ def test_trace():
     (save,) = [event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "save"]
     assert save["dur"] == pytest.approx(2e6)  # until its last worker has ended
     assert trace["otherData"]["mesh"] == {"dp": 4, "tp": 2}
+
+
+def test_running_calls():
+    """Calls of all workers in the log are told by their tasks, also repeated ones; of others the begin is a bound."""
+    numbers = {0: 2, 1: 1, 2: 2, 3: 1, 4: 7}
+
+    def spans(rank):
+        if rank < 5:
+            yield Span(numbers[rank], "train", 9.0 + rank, None, task=task(rank, 1))
+
+    requests = (
+        Request("train", 5.0, None, False, 8, (task(0, 1), task(1, 1))),
+        Request("train", 5.0, None, False, 1, (task(2, 1),)),  # repeated on the rank that was lost
+        Request("train", 6.0, None, False, 2, (task(3, 1),)),
+    )
+    assert timeline(spans, requests).find_calls() == {
+        (0, 0, 2): (5.0, 5.0),
+        (1, 0, 1): (5.0, 5.0),
+        (2, 0, 2): (5.0, 5.0),
+        (3, 1, 1): (-math.inf, 6.0),
+        (4, 0, 7): (-math.inf, pytest.approx(13.0015)),
+    }
 
 
 def test_nothing_yet():

@@ -4,7 +4,7 @@
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,12 +16,12 @@ from fairlead_placement.spi import Output, add_command, attach, run_command
 
 from .._observe.observer import STUCK_AFTER_S
 from ..exceptions import WorkerGroupError
-from .diagnosis import diagnose
+from .diagnosis import Finding, diagnose
 from .groups import RegisteredGroup, SeenGroup, find_group, find_groups, look_at_groups
 from .stacks import fold_stacks
 from .stragglers import find_stragglers
 from .tables import draw_findings, draw_groups, draw_stacks, draw_status
-from .timeline import read_timeline
+from .timeline import CallKey, read_timeline
 from .trace import write_trace
 
 # Of the JSON; it changes when a field changes its meaning or goes.
@@ -232,13 +232,14 @@ def _trace(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def look_again(seen: SeenGroup, after_s: float) -> SeenGroup:
+def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[float, float]]) -> SeenGroup:
     """Return a group with another look at the workers that seem late, if there are any.
 
     A worker that waits in a loop of its own is now and then in another line of it than the others.
     """
     for _ in range(LOOKS):
-        late = {rank for one in diagnose(seen, stuck_after_s=after_s) if one.kind == "late" for rank in one.ranks}
+        found = diagnose(seen, stuck_after_s=after_s, calls=calls)
+        late = {rank for one in found if one.kind == "late" for rank in one.ranks}
         if not late:
             break
         (again,) = look_at_groups([seen.group], stuck_after_s=after_s, dump=True, ranks=late)
@@ -248,18 +249,13 @@ def look_again(seen: SeenGroup, after_s: float) -> SeenGroup:
 
 
 def _why(options: argparse.Namespace, output: Output) -> int:
-    if options.group is None and not options.at:
-        groups = find_groups()
-        if not groups:
-            raise WorkerGroupError("No worker group is registered on this cluster.")
-        seen = look_at_groups(groups, stuck_after_s=options.after, dump=True)
-    else:
-        seen = [_look(options, stuck_after_s=options.after, dump=True)]
-    found = []
-    for one in seen:
-        stragglers = find_stragglers(read_timeline(one.group)).stragglers
-        confirmed = look_again(one, options.after)
-        found.append((confirmed, diagnose(confirmed, stuck_after_s=options.after, stragglers=stragglers)))
+    groups = find_groups() if options.group is None and not options.at else [find_group(options.group)]
+    if not groups:
+        raise WorkerGroupError("No worker group is registered on this cluster.")
+    chosen = _choose_ranks(groups[0], options.at)
+    found = [
+        examine(one, options.after, chosen) for one in look_at_groups(groups, stuck_after_s=options.after, dump=True)
+    ]
     wrong = any(finding.wrong for _, findings in found for finding in findings)
     if options.json:
         rows = [{**_group_fields(one), "findings": list(map(asdict, findings))} for one, findings in found]
@@ -268,3 +264,18 @@ def _why(options: argparse.Namespace, output: Output) -> int:
         for one, findings in found:
             output.print(draw_findings(one, findings))
     return 1 if wrong else 0
+
+
+def examine(seen: SeenGroup, after_s: float, chosen: Sequence[int] | None = None) -> tuple[SeenGroup, list[Finding]]:
+    """Return a group after another look, and what is wrong with it; of chosen ranks, also what they wait for."""
+    timeline = read_timeline(seen.group)
+    calls = timeline.find_calls()
+    seen = look_again(seen, after_s, calls)
+    stragglers = find_stragglers(timeline).stragglers
+    findings = diagnose(seen, stuck_after_s=after_s, stragglers=stragglers, calls=calls)
+    if chosen is None:
+        return seen, findings
+    shown = [one for one in findings if not one.ranks or {*one.ranks, *one.waiting} & {*chosen}]
+    if any(one.kind == "stuck" and not one.wrong for one in shown):  # they wait for ranks that are dead or stopped
+        shown = [one for one in findings if one in shown or one.kind in ("dead", "stopped")]
+    return replace(seen, workers=tuple(one for one in seen.workers if one.rank in chosen)), shown

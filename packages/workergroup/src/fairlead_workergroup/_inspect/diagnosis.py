@@ -5,6 +5,7 @@ The record of a worker says which call it runs, and its stacks where in it. Work
 those that are elsewhere than most are the ones that the others wait for.
 """
 
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -20,11 +21,14 @@ from ..exceptions import format_coords
 from .groups import SeenGroup, SeenWorker
 from .stacks import write_frames, write_ranks
 from .stragglers import WorkerTiming
+from .timeline import CallKey
 
 Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
 MOST_STRAGGLERS = 8
 # Parts of the names of files in which workers wait for each other.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
+# The moments of a call that is not in the timeline.
+_ANY_TIME = (-math.inf, math.inf)
 _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
 
 
@@ -63,18 +67,25 @@ class Finding:
     wrong: bool = True
 
 
-def diagnose(seen: SeenGroup, *, stuck_after_s: float, stragglers: Sequence[WorkerTiming] = ()) -> list[Finding]:
+def diagnose(
+    seen: SeenGroup,
+    *,
+    stuck_after_s: float,
+    stragglers: Sequence[WorkerTiming] = (),
+    calls: Mapping[CallKey, tuple[float, float]] | None = None,
+) -> list[Finding]:
     """Return what is wrong with a group, the most certain first; nothing if it is well.
 
     Args:
         seen: the group, looked at with stacks.
         stuck_after_s: workers without progress for less than this are not suspected.
         stragglers: the workers that are slower than their peers, the slowest first.
+        calls: when the running calls were made, as from `Timeline.find_calls`.
     """
     findings = [_report_dead(one) for one in seen.workers if one.state == "dead"]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}
-    findings += _find_late(seen, stuck_after_s, blamed)
+    findings += _find_late(seen, stuck_after_s, blamed, calls or {})
     findings += _find_driver(seen)
     findings += [
         _about("unknown", [one], f"{describe(one)} did not answer: {one.note}")
@@ -165,7 +176,9 @@ def _find_driver(seen: SeenGroup) -> list[Finding]:
     return []
 
 
-def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -> list[Finding]:
+def _find_late(
+    seen: SeenGroup, stuck_after_s: float, blamed: Collection[int], calls: Mapping[CallKey, tuple[float, float]]
+) -> list[Finding]:
     """Find the workers that others wait for."""
     living = [
         one for one in seen.workers if one.state in ("busy", "stuck", "starting", "idle") and one.rank not in blamed
@@ -173,7 +186,7 @@ def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -
     still = [one for one in living if one.method and one.since_progress_s >= stuck_after_s]
     if not still:
         return []
-    waiting, late = _split(still, living)
+    waiting, late = _split(still, living, calls)
     if not waiting:
         return _find_stuck(still)
     late = [one for one in late if one.state != "idle"] or late
@@ -187,13 +200,15 @@ def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -
     return [_late(group, waiting, axes) for group in _by_place(late)]
 
 
-def _split(still: Sequence[SeenWorker], living: Sequence[SeenWorker]) -> tuple[list[SeenWorker], list[SeenWorker]]:
+def _split(
+    still: Sequence[SeenWorker], living: Sequence[SeenWorker], calls: Mapping[CallKey, tuple[float, float]]
+) -> tuple[list[SeenWorker], list[SeenWorker]]:
     """Return the workers that wait for others, and those that are elsewhere."""
-    known = [one for one in still if _waits(one)]
-    if known:
+    if any(map(_waits, still)):
         # Of those that wait, the ones in an earlier call are late themselves.
-        latest = max(one.calls for one in known)
-        waiting = [one for one in known if one.calls == latest]
+        known = [(one, calls.get((one.rank, one.incarnation, one.calls), _ANY_TIME)) for one in living if _waits(one)]
+        latest = max(earliest for _, (earliest, _) in known)
+        waiting = [one for one, (_, moment) in known if moment >= latest]
     else:
         ((place, count),) = Counter(map(_position, still)).most_common(1)
         waiting = [one for one in still if _position(one) == place]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a group has done lately, by one clock: read from the agents of its nodes while its driver and workers run."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from .groups import ANSWER_S, RegisteredGroup, RegisteredWorker
 
 # How far the clock of an agent is ahead of the one of this process, and the error; None if it did not answer.
 Clocks = Mapping[Agent, tuple[float, float] | None]
+# A running call: the rank and incarnation of its worker, and its number there.
+CallKey = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,23 @@ class Timeline:
     requests: tuple[Request, ...]
     read_at: float
     error_s: float
+
+    def find_calls(self) -> dict[CallKey, tuple[float, float]]:
+        """Return the earliest and the latest moment at which the driver can have made each running call.
+
+        They are equal for a call of all workers in the driver's log, also when it was repeated. They do not tell a call
+        of some workers from later ones, which were not sent to the same workers.
+        """
+        of_all = {one.start for one in self.requests if one.workers == self.group.sharding.size}
+        made = {task: one.start for one in self.requests for task in one.tasks}
+        found = {}
+        for one in self.workers:
+            for span in one.spans:
+                if span.end is None:
+                    latest = made.get(span.task, span.start + one.error_s + self.error_s)
+                    key = one.worker.rank, one.worker.incarnation, span.number
+                    found[key] = (latest if latest in of_all else -math.inf, latest)
+        return found
 
 
 def read_timeline(group: RegisteredGroup) -> Timeline:
