@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations are checked when they are made, and suggest the right option."""
+"""Configurations are checked when they are made."""
 
 import pickle
 from dataclasses import FrozenInstanceError
@@ -14,15 +14,8 @@ from fairlead_tpu_executor._run.work import inspect_work, take_options
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (TpuAcceleratorConfig, {"num_slices": 2}, "Did you mean pod_count"),
-        (TpuAcceleratorConfig, {"tpu_type": "v4-8"}, "Did you mean tpu_version"),
-        (TpuAcceleratorConfig, {"chips_per_host": 4}, "Did you mean chips_per_vm"),
-        (TpuAcceleratorConfig, {"env_vars": {}}, "execution_env="),
-        (TpuAcceleratorConfig, {"scale_timeout": 4}, "Did you mean scale_timeout_s"),
-        (TpuAcceleratorConfig, {"zzz": 4}, "Its options are tpu_version"),
-        (GpuAcceleratorConfig, {"num_gpus": 4}, "Did you mean device_count"),
-        (CpuAcceleratorConfig, {"core_cnt": 4}, "Did you mean core_count"),
-        (CpuAcceleratorConfig, {"num_slices": 4}, "Its options are core_count|Did you mean"),
+        (TpuAcceleratorConfig, {"num_slices": 2}, "num_slices"),
+        (CpuAcceleratorConfig, {"core_cnt": 4}, "core_cnt"),
         (TpuAcceleratorConfig, {"pod_count": 2.0}, "pod_count"),
         (TpuAcceleratorConfig, {"pod_count": "2"}, "pod_count"),
         (TpuAcceleratorConfig, {"pod_count": True}, "pod_count"),
@@ -36,7 +29,7 @@ from fairlead_tpu_executor._run.work import inspect_work, take_options
     ],
 )
 def test_wrong_types(config, options, said):
-    """An unknown keyword is a TypeError that suggests the right one; a value of a wrong type is a TypeError."""
+    """An unknown keyword is a TypeError that names it; so is a value of a wrong type."""
     with pytest.raises(TypeError, match=said):
         config(**options)
 

@@ -64,5 +64,5 @@ def test_decorators_are_strict():
         execute(TWO)
     with pytest.raises(ValueError, match="pod_count is 2, and execute runs on one slice"):
         execute_resumable(ONE, pod_count=2)
-    with pytest.raises(TypeError, match="pod_count"):
+    with pytest.raises(TypeError, match="num_slices"):
         autoscale_execute(ONE, num_slices=2)

@@ -2,12 +2,10 @@
 """What to run on, and how: frozen values that are checked when they are made."""
 
 import dataclasses
-import difflib
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from fairlead_placement import Node
 
@@ -17,44 +15,6 @@ from .tpu_types import TpuType, tpu_type
 MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks this file while its process lives.
 _LOCK_FILE = "/tmp/libtpu_lockfile"
-# The names that other libraries use for our options.
-_SYNONYMS = {
-    "tpu_type": "tpu_version",
-    "accelerator_type": "tpu_version",
-    "type": "tpu_version",
-    "num_slices": "pod_count",
-    "slices": "pod_count",
-    "chips_per_host": "chips_per_vm",
-    "num_cpus": "cpu_count",
-    "runtime_env": "execution_env",
-    "env_vars": 'execution_env={"env_vars": ...}',
-    "timeout_s": "scale_timeout_s",
-    "max_retries": "max_retries_failure",
-    "num_gpus": "device_count",
-    "num_workers": "worker_count",
-    "coord_port": "megascale_port",
-}
-_Class = TypeVar("_Class", bound=type)
-
-
-def _suggest_options(cls: _Class) -> _Class:
-    """Make the constructor of a dataclass answer an unknown keyword with the option that was probably meant."""
-    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = [one.name for one in sorted(dataclasses.fields(cls), key=lambda one: bool(one.kw_only))]
-
-    @functools.wraps(init)
-    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                meant = _SYNONYMS.get(name, "")
-                if meant.partition("=")[0] not in known:
-                    meant = next(iter(difflib.get_close_matches(name, known, n=1)), "")
-                hint = f"Did you mean {meant}?" if meant else f"Its options are {', '.join(known)}."
-                raise TypeError(f"{cls.__name__} has no option {name!r}. {hint}")
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked_init  # type: ignore[misc]
-    return cls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +81,6 @@ class _RunOptions:
         return dataclasses.replace(self, execution_env={**(self.execution_env or {}), "env_vars": merged})
 
 
-@_suggest_options
 @dataclass(frozen=True)
 class TpuAcceleratorConfig(_RunOptions):
     """Whole TPU slices, and how to run on them.
@@ -152,7 +111,7 @@ class TpuAcceleratorConfig(_RunOptions):
         lock_files: files to remove on each host before a run, if no living process holds them.
 
     Raises:
-        TypeError: an option does not exist, and the message suggests another one; or a value has a wrong type.
+        TypeError: an option does not exist, or a value has a wrong type.
         ValueError: a type, a topology or a number does not exist.
 
     >>> TpuAcceleratorConfig("v4-16", pod_count=2).hosts_per_slice
@@ -271,7 +230,6 @@ class _WorkersConfig(_RunOptions):
         return {name: float(getattr(self, amount)) for name, amount in self._requested.items()}
 
 
-@_suggest_options
 @dataclass(frozen=True)
 class GpuAcceleratorConfig(_WorkersConfig):
     """Workers with GPUs on any hosts of the cluster, reserved and lost together as the hosts of a slice are.
@@ -302,7 +260,6 @@ class GpuAcceleratorConfig(_WorkersConfig):
         return {**self.request(one), **model}
 
 
-@_suggest_options
 @dataclass(frozen=True)
 class CpuAcceleratorConfig(_WorkersConfig):
     """Workers with CPUs only on any hosts of the cluster, reserved and lost together as the hosts of a slice are.
