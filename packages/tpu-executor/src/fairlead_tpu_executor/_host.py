@@ -22,7 +22,6 @@ from ._ray_private import process_is_fresh, session_folder
 
 logger = logging.getLogger(__name__)
 _PREDECESSOR_S = 30.0
-_INVISIBLE = "a process that is not visible from here"
 # The number of names for the folder of locks; other users may have taken some.
 _FOLDERS = 10_000
 # The lock files that hold this host until the process ends.
@@ -194,7 +193,7 @@ def clear_lock_file(path: str) -> str:
         os.unlink(path)
     except BlockingIOError:
         users = _find_users(file)
-        by = f"process(es) {', '.join(map(str, users))}" if users else _INVISIBLE
+        by = f"process(es) {', '.join(map(str, users))}" if users else "a process that is not visible from here"
         return f"{path} stays: {by} locked it. If an accelerator does not start, it is in use there."
     except OSError as error:
         return f"{path} stays: it cannot be removed ({error.strerror})."
@@ -212,18 +211,6 @@ def _find_users(file: int) -> list[int]:
             if os.path.samestat(os.stat(path), wanted):
                 users.add(int(path.split("/")[2]))
     return sorted(users - {os.getpid()})
-
-
-def describe_port(port: int) -> str:
-    """Return which process listens on a port, or has it bound. A node's agent calls it."""
-    import psutil  # Ray depends on it.
-
-    for one in psutil.net_connections(kind="tcp"):
-        if one.laddr and one.laddr.port == port and one.pid:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(one.pid)
-                return f"process {one.pid} ({' '.join(process.cmdline())[:200] or process.name()})"
-    return _INVISIBLE
 
 
 def call_method(

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from fairlead_tpu_executor import TpuAcceleratorConfig
 from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor._reserve import scaling
-from fairlead_tpu_executor._reserve.scaling import CapacityRequest, Patience, choose_size, make_patience
+from fairlead_tpu_executor._reserve.scaling import CapacityRequest, choose_size, choose_waits
 
 
 def test_patience():
     """The wait for a replacement is much longer than for the first slices, but a smaller allowed number is accepted."""
     limits = {"scale_s": 600.0, "replace_s": 86400.0}
-    assert make_patience([2], 0, 0, **limits) == Patience(600.0, 600.0)
-    assert make_patience([2], 1, 1, **limits) == make_patience([1, 2], 1, 1, **limits) == Patience(600.0, 86400.0)
-    assert make_patience([1, 2], 1, 0, **limits) == Patience(0.0, 0.0)
-    assert make_patience([2], 1, 1, scale_s=600.0, replace_s=5.0) == Patience(5.0, 5.0)
+    assert choose_waits([2], 0, 0, **limits) == (600.0, 600.0)
+    assert choose_waits([2], 1, 1, **limits) == choose_waits([1, 2], 1, 1, **limits) == (600.0, 86400.0)
+    assert choose_waits([1, 2], 1, 0, **limits) == (0.0, 0.0)
+    assert choose_waits([2], 1, 1, scale_s=600.0, replace_s=5.0) == (5.0, 5.0)
 
 
 @given(st.sets(st.integers(1, 8), min_size=1), st.integers(0, 8), st.integers(0, 8), st.booleans())

@@ -12,7 +12,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from fairlead_placement import (
     Node,
-    NodeAgent,
     PlacementError,
     PortLease,
     PortUnavailableError,
@@ -22,7 +21,6 @@ from fairlead_placement import (
 )
 from fairlead_placement.spi import place_pinned, remove_placement_groups
 
-from .. import _host
 from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
 from .._health import gone_nodes
@@ -136,7 +134,7 @@ class Ports:
             megascale: the port of the coordinator of all slices; None for no coordinator.
 
         Raises:
-            PortUnavailableError: a port is taken; for that of the coordinator a note says which process has it.
+            PortUnavailableError: a port is taken; for that of the coordinator a note says what to do.
         """
         with self._lock:
             needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in leases]
@@ -170,12 +168,8 @@ def _lease_port(slot: Slot, port: int) -> PortLease:
     try:
         return lease_ports([slot], low=port, high=port)[0][0]
     except PortUnavailableError as error:
-        try:
-            holder = NodeAgent(slot.node_id).run(_host.describe_port, port)
-        except PlacementError as unknown:
-            holder = f"an unknown process ({unknown})"
         error.add_note(
-            f"The coordinator of several slices needs port {port} on {slot.node_ip}, which {holder} has. End that "
-            "process, or choose another port (megascale_port, COORD_PORT)."
+            f"The coordinator of several slices needs port {port} on {slot.node_ip}, which another process has. Find "
+            f"it there (ss -tlnp 'sport = :{port}') and end it, or choose another port (megascale_port, COORD_PORT)."
         )
         raise

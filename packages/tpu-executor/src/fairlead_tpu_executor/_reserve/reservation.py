@@ -17,7 +17,7 @@ from .._accelerators.slices import SliceInfo
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
 from .leases import Lease, Ports, find_lost, give_back, megascale_port, take
-from .scaling import CapacityRequest, choose_size, make_patience, survey
+from .scaling import CapacityRequest, choose_size, choose_waits, survey
 
 logger = logging.getLogger(__name__)
 # A chip that is stuck may work again later: its VM is repaired, or the process that held the chip ends.
@@ -119,7 +119,7 @@ class Reservation:
         Nothing more is taken during the wait: two jobs that each hold a part of what both need would wait forever.
         """
         config, sizes, held = self.config, self.sizes, self._leases
-        limits = make_patience(
+        largest_s, any_s = choose_waits(
             sizes, len(held), lost, scale_s=config.scale_timeout_s, replace_s=config.replace_timeout_s
         )
         began = time.monotonic()
@@ -130,7 +130,7 @@ class Reservation:
                 present = self.head.call(survey, config, self.slices, self._quarantined())
                 free = present.intact
                 waited = time.monotonic() - began
-                size = choose_size(sizes, len(held), len(free), waited_out=waited >= limits.largest_s)
+                size = choose_size(sizes, len(held), len(free), waited_out=waited >= largest_s)
                 if size is not None:
                     more.withdraw()
                     wanted = free[: max(0, size - len(held))]
@@ -143,13 +143,13 @@ class Reservation:
                         self._leases = (*held[:size], *taken)
                         return
                     # Somebody else was faster, so the nodes are read again.
-                if waited >= limits.any_s + (0 if size is None else _RACES_S):
+                if waited >= any_s + (0 if size is None else _RACES_S):
                     found = len(held) + len(free)
                     raise InsufficientSlicesError(config.kind, tuple(sizes), found, present.lacking, waited)
                 more.show(sizes[-1] - len(held) - len(free))
                 counts = f"{len(held)} held, {len(free)} free"
-                waiting.show("; ".join([counts, *map(str, present.lacking[:2])]), limits.any_s)
-                nearest = limits.largest_s if waited < limits.largest_s else limits.any_s
+                waiting.show("; ".join([counts, *map(str, present.lacking[:2])]), any_s)
+                nearest = largest_s if waited < largest_s else any_s
                 time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
                 pause = min(2 * pause, _POLL_S[1])
 

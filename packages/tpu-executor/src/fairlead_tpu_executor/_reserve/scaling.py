@@ -5,7 +5,6 @@ import logging
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -67,21 +66,10 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
     return possible[-1] if possible and (possible[-1] == sizes[-1] or waited_out) else None
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait for slices.
-
-    Attributes:
-        largest_s: seconds to wait for the largest allowed number, before a smaller one is accepted.
-        any_s: seconds to wait for any allowed number, before there are too few.
-    """
-
-    largest_s: float
-    any_s: float
-
-
-def make_patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float) -> Patience:
-    """Return how long to wait for slices. Pure.
+def choose_waits(
+    sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float
+) -> tuple[float, float]:
+    """Return the seconds to wait for the largest allowed number of slices, and for any allowed number. Pure.
 
     A pool that has waited before, and continued with fewer slices, does not wait again while these are healthy: it only
     takes more if they are free. A pool that has lost slices waits longer, because its job has made progress.
@@ -93,15 +81,15 @@ def make_patience(sizes: Sequence[int], held: int, lost: int, *, scale_s: float,
         scale_s: seconds to wait for the first slices.
         replace_s: seconds to wait for a replacement.
 
-    >>> make_patience([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
-    Patience(largest_s=0.0, any_s=0.0)
-    >>> make_patience([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
-    Patience(largest_s=600, any_s=86400)
+    >>> choose_waits([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
+    (0.0, 0.0)
+    >>> choose_waits([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
+    (600, 86400)
     """
     if lost:
-        return Patience(min(scale_s, replace_s), replace_s)
+        return min(scale_s, replace_s), replace_s
     waiting = 0.0 if held in sizes else scale_s
-    return Patience(waiting, waiting)
+    return waiting, waiting
 
 
 class CapacityRequest(AbstractContextManager["CapacityRequest"]):
