@@ -43,34 +43,19 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class SliceStatus:
-    """A slice, as its hosts describe it.
-
-    Attributes:
-        slice_name: the name of the slice.
-        kind: the type.
-        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
-        present: the number of its hosts that are present.
-        expected: the number of hosts of a whole slice; 0 if the type is unknown.
-        state: "whole", or what is missing or wrong.
-        users: who holds TPUs of the slice.
-    """
+    """A slice, as its hosts describe it."""
 
     slice_name: str
     kind: str
-    topology: str
+    topology: str  # empty if the hosts have no label for it
     present: int
-    expected: int
-    state: str
+    expected: int  # the number of hosts of a whole slice; 0 if the type is unknown
+    state: str  # "whole", or what is missing or wrong
     users: tuple[str, ...]
 
 
 def slice_statuses(nodes: Sequence[Node], holders: Sequence[Holder]) -> tuple[SliceStatus, ...]:
-    """Return every slice with at least one host, by type and name. Pure.
-
-    Args:
-        nodes: the nodes that are alive and not draining.
-        holders: who holds which resources on them.
-    """
+    """Return every slice with at least one host that is alive and not draining, by type and name. Pure."""
     rows: dict[str, SliceStatus] = {}
     for kind in sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels}):
         members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]

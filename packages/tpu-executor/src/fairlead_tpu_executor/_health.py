@@ -35,10 +35,7 @@ def _is_timeout(error: BaseException) -> bool:
 class Head:
     """Ray's head (its GCS), as one pool sees it.
 
-    Args:
-        timeout_s: seconds for which the head may be silent before requests raise `HeadUnreachableError`.
-        probe: returns whether the head answers within the given seconds; for tests.
-        clock: returns the time in seconds; for tests.
+    Requests raise `HeadUnreachableError` when it has been silent for `timeout_s`. Tests replace `probe` and `clock`.
     """
 
     def __init__(
@@ -64,17 +61,7 @@ class Head:
 
         The function is called only after the head has answered a probe, or anything else within the last second. Ray
         aborts a process whose request for the nodes reaches a head that has lost its state (`Check failed ...
-        WrongClusterID` in Ray 2.60).
-
-        Args:
-            function: the function.
-            args: its arguments.
-            undo: reverses what the function did if it returns after the deadline.
-
-        Raises:
-            HeadUnreachableError: the head did not answer for `timeout_s`.
-            PlacementError: this process is connected through Ray Client.
-            Exception: any exception of the function.
+        WrongClusterID` in Ray 2.60). `undo` reverses what the function did if it returns after the deadline.
         """
         refuse_client()
         if not ray.is_initialized():  # Ray connects in the main thread only.
@@ -91,16 +78,7 @@ class Head:
         return run_in_thread("fairlead-head", function, *args)
 
     def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
-        """Wait for a request that `start` returned, and return its result.
-
-        Args:
-            request: the request.
-            undo: reverses what the function did if it returns after the deadline.
-
-        Raises:
-            HeadUnreachableError: the head did not answer in time.
-            Exception: any exception of the function.
-        """
+        """Wait for a request that `start` returned, and return its result. `undo` is as for `call`."""
 
         def reverse(request: Future[_T]) -> None:
             if undo is not None and request.exception() is None and ray.is_initialized():
@@ -135,11 +113,7 @@ class Head:
         return self._silent_since is not None
 
     def check(self) -> bool:
-        """Probe the head once, and return whether it did not answer.
-
-        Raises:
-            HeadUnreachableError: the head has not answered for `timeout_s`.
-        """
+        """Probe the head once, and return whether it did not answer; after `timeout_s` raise `HeadUnreachableError`."""
         silent = self.is_silent()
         if silent and self.silent_s >= self.timeout_s:
             raise HeadUnreachableError(self.silent_s)

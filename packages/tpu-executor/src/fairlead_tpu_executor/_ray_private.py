@@ -69,10 +69,7 @@ def process_is_fresh() -> bool:
 def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
     """Return the function or class under `@ray.remote` and its options; anything else as it is, without options.
 
-    Nothing public reads either of them. Fallback: what is under `@ray.remote` is refused.
-
-    Raises:
-        TypeError: this version of Ray hides them.
+    Nothing public reads either of them. Fallback: a TypeError refuses what is under `@ray.remote`.
     """
     try:
         if isinstance(target, RemoteFunction):

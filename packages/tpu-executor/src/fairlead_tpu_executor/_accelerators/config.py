@@ -186,11 +186,7 @@ class TpuAcceleratorConfig(_RunOptions):
 
 
 class _WorkersConfig(_RunOptions):
-    """Equal workers on any hosts of the cluster, which together stand for one slice.
-
-    Attributes:
-        kind: the name of the slice and of its type: "gpu" or "cpu".
-    """
+    """Equal workers on any hosts of the cluster, which together stand for one slice."""
 
     worker_count: int
     kind: ClassVar[str]

@@ -74,24 +74,14 @@ class SliceLack:
 
 @dataclass(frozen=True)
 class Survey:
-    """The slices of one type in a cluster, in the order of their names.
-
-    Attributes:
-        intact: the slices that can be used.
-        lacking: why each of the other slices cannot be used.
-    """
+    """The slices of one type that can be used, in the order of their names, and why each of the others cannot."""
 
     intact: tuple[SliceInfo, ...] = ()
     lacking: tuple[SliceLack, ...] = ()
 
 
 def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
-    """Return the slices of a type.
-
-    Args:
-        nodes: the nodes that are alive and not draining.
-        wanted: the type.
-    """
+    """Return the slices of a type among nodes that are alive and not draining."""
     assessed = [one for one, _ in assess_slices(nodes, wanted)]
     return Survey(
         tuple(one for one in assessed if isinstance(one, SliceInfo)),
@@ -100,7 +90,7 @@ def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
 
 
 def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInfo | SliceLack, list[Node]]]:
-    """Return each slice of a type, or what is wrong with it, with its hosts. The arguments are as for `find_slices`."""
+    """Return each slice of a type, or what is wrong with it, with its hosts."""
     return [(_assess(name, hosts, wanted), hosts) for name, hosts in _group_by_slice(nodes, wanted).items()]
 
 
@@ -176,14 +166,7 @@ def _check_worker_ids(ids: Sequence[int | None], expected: int) -> str:
 
 
 def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, kind: str) -> Survey:
-    """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them.
-
-    Args:
-        nodes: the nodes, in physical order.
-        bundle: the resources of each worker.
-        count: the number of workers.
-        kind: the name of the slice and of its type.
-    """
+    """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them."""
     chosen: list[Node] = []
     for node in nodes:
         fits = min(

@@ -13,17 +13,11 @@ from .._ray_private import topology_is_valid
 
 @dataclass(frozen=True)
 class Generation:
-    """How the types of a generation count.
+    """How the types of a generation count."""
 
-    Attributes:
-        cores_per_chip: TensorCores per chip; 1 where the number in a type counts chips.
-        largest_vm: the number of chips of the largest VM; the hosts of larger slices have 4 chips each.
-        dims: the number of dimensions of its topologies.
-    """
-
-    cores_per_chip: int
-    largest_vm: int
-    dims: int
+    cores_per_chip: int  # 1 where the number in a type counts chips
+    largest_vm: int  # in chips; the hosts of larger slices have 4 each
+    dims: int  # of its topologies
 
 
 GENERATIONS = {
@@ -42,19 +36,11 @@ _CHIPS_PER_VM = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class TpuType:
-    """A type of slice.
+    """A type of slice."""
 
-    Attributes:
-        name: the name as in the label `ray.io/tpu-pod-type`, such as "v4-16".
-        generation: the generation, such as "v4".
-        topology: the topology, such as "2x2x2"; empty for any.
-        chips: the number of chips of the slice.
-        chips_per_host: the number of chips of each host (VM).
-    """
-
-    name: str
+    name: str  # as in the label `ray.io/tpu-pod-type`
     generation: str
-    topology: str
+    topology: str  # empty for any
     chips: int
     chips_per_host: int
 
@@ -80,16 +66,10 @@ def canonical_name(name: str) -> str:
 
 
 def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:
-    """Return the type with a name.
+    """Return the type with a name: a generation, and its TensorCores (v2, v3, v4, v5p, v7x) or chips (v5litepod, v6e).
 
-    Args:
-        name: generation and size: TensorCores for v2, v3, v4, v5p, v7x, chips for v5litepod (v5e) and v6e.
-        topology: which of the topologies with that many chips; None for any.
-        chips_per_vm: 1, 2, 4 or 8; None for the usual: 4, or all chips of a v5litepod or v6e slice of up to 8.
-
-    Raises:
-        TypeError: the name is not a string.
-        ValueError: the type, topology or number of chips does not exist. The message lists what exists.
+    None for `chips_per_vm` means 4, or all chips of a v5litepod or v6e slice of up to 8. A type, topology or
+    number of chips that does not exist is a ValueError, which lists the existing ones.
 
     >>> tpu_type("v4-16").hosts, tpu_type("v6e-8").hosts, tpu_type("v6e-8", chips_per_vm=4).hosts
     (2, 1, 2)

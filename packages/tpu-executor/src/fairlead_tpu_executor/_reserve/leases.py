@@ -34,10 +34,6 @@ class Lease:
 
     One placement group holds all hosts and, on worker 0, the head resource, which is the lock of the slice: Ray's own
     helpers request it first. Bundle i is worker i, because each bundle is pinned to its host.
-
-    Attributes:
-        slice: the slice.
-        group: the placement group.
     """
 
     slice: SliceInfo
@@ -105,9 +101,6 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
     """Return the port of the coordinator of several slices.
 
     It is that of the configuration, else `COORD_PORT` of the user's variables or of the driver, else 8081.
-
-    Raises:
-        ValueError: `COORD_PORT` is not a port.
     """
     if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
         return config.megascale_port
@@ -129,12 +122,8 @@ class Ports:
     def update(self, leases: Sequence[Lease], megascale: int | None) -> None:
         """Hold what these slices need, and release everything else.
 
-        Args:
-            leases: the slices, in order.
-            megascale: the port of the coordinator of all slices; None for no coordinator.
-
-        Raises:
-            PortUnavailableError: a port is taken; for that of the coordinator a note says what to do.
+        If a port is taken, `PortUnavailableError` says what to do. `megascale` is the port of the coordinator of all
+        slices; None for no coordinator.
         """
         with self._lock:
             needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in leases]

@@ -29,17 +29,11 @@ _RACES_S = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a reservation holds at one time.
-
-    Attributes:
-        leases: the slices, in order.
-        coordinators: the `host:port` of worker 0 of each slice.
-        megascale: the `host:port` of the coordinator of all slices; None with one slice.
-    """
+    """What a reservation holds at one time."""
 
     leases: tuple[Lease, ...]
-    coordinators: tuple[str, ...]
-    megascale: str | None
+    coordinators: tuple[str, ...]  # the `host:port` of worker 0 of each slice
+    megascale: str | None  # the `host:port` of the coordinator of all slices; None with one slice
 
     @cached_property
     def slices(self) -> tuple[SliceInfo, ...]:
@@ -53,23 +47,14 @@ class Snapshot:
 
 
 class Reservation:
-    """The one owner of what a pool holds. It is not the pool itself, so that a finalizer does not keep the pool alive.
-
-    Attributes:
-        config: the configuration.
-        head: makes the requests to Ray's head.
-        sizes: the allowed numbers of slices, ascending.
-        slices: the slices that are held, in order.
-        taken: how many slices were taken so far, replacements included.
-        epoch: how often the reservation was closed.
-    """
+    """The one owner of what a pool holds. A finalizer keeps it alive, and not the pool itself."""
 
     def __init__(self, config: AcceleratorConfigType) -> None:
         self.config = config
         self.head = Head(config.head_timeout_s)
-        self.sizes: Sequence[int] = config.sizes
-        self.taken = 0
-        self.epoch = 0
+        self.sizes: Sequence[int] = config.sizes  # the allowed numbers of slices, ascending
+        self.taken = 0  # slices taken so far, replacements included
+        self.epoch = 0  # how often the reservation was closed
         self._leases: tuple[Lease, ...] = ()
         self._ports = Ports()
         # By the node and the reason.
@@ -89,14 +74,8 @@ class Reservation:
     def ensure(self, epoch: int | None = None) -> None:
         """Hold healthy slices, as many as allowed: those that are held, and new ones in the place of lost ones.
 
-        Args:
-            epoch: the epoch in which the caller began; None for the present one.
-
-        Raises:
-            InsufficientSlicesError: not enough within the scale timeout; nothing is held then.
-            PortUnavailableError: a requested port is taken; nothing is held then.
-            TpuExecutorError: the reservation was closed since that epoch; nothing is held then.
-            HeadUnreachableError: Ray's head did not answer in time; what is held may still be held.
+        After an error nothing is held, except that after a `HeadUnreachableError` something may be. If the reservation
+        was closed since the caller's epoch (None for the present one), that is a `TpuExecutorError`.
         """
         epoch = self.epoch if epoch is None else epoch
         with self._lock:
@@ -195,12 +174,9 @@ class Reservation:
         return self.give_back()
 
     def give_back(self) -> bool:
-        """Return slices and ports. Can be repeated.
+        """Return slices and ports, and whether Ray had the resources back in time. Can be repeated.
 
         When Ray's head does not answer, a warning names what is still held, and the next call tries again.
-
-        Returns:
-            Whether Ray had the resources back in time.
         """
         with self._lock:
             leases, self._leases = self._leases, ()

@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantined: Collection[str]) -> Survey:
-    """Read the nodes once, and return which slices are free, and why the others are not.
-
-    Args:
-        config: what to look for.
-        held: the slices that are held already, which are left out.
-        quarantined: the ids of nodes not to use.
-    """
+    """Read the nodes once, and return which slices are free and not held, and why the others are not free."""
     nodes = {node.node_id: node for node in read_nodes()}
     names = {one.slice_name for one in held}
     present = config.find(list(nodes.values()), quarantined)
@@ -53,12 +47,6 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
 
     The largest allowed number is chosen at once, a smaller one only when the wait is over.
 
-    Args:
-        sizes: the allowed numbers, ascending.
-        held: how many are held.
-        free: how many more are free now.
-        waited_out: whether the scale timeout has ended.
-
     >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
     (None, 1)
     """
@@ -72,14 +60,7 @@ def choose_waits(
     """Return the seconds to wait for the largest allowed number of slices, and for any allowed number. Pure.
 
     A pool that has waited before, and continued with fewer slices, does not wait again while these are healthy: it only
-    takes more if they are free. A pool that has lost slices waits longer, because its job has made progress.
-
-    Args:
-        sizes: the allowed numbers.
-        held: how many healthy slices are held.
-        lost: how many have just been lost.
-        scale_s: seconds to wait for the first slices.
-        replace_s: seconds to wait for a replacement.
+    takes more if they are free. A pool that has just lost slices waits longer, because its job has made progress.
 
     >>> choose_waits([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
     (0.0, 0.0)
@@ -104,11 +85,7 @@ class CapacityRequest(AbstractContextManager["CapacityRequest"]):
         self._groups: list[PlacementGroup] = []
 
     def show(self, count: int) -> None:
-        """Request `count` more slices; again if those that were requested have come.
-
-        Raises:
-            HeadUnreachableError: the head did not answer in time.
-        """
+        """Request `count` more slices; again if those that were requested have come."""
         self._head.call(self._show, count)
 
     def _show(self, count: int) -> None:
@@ -133,11 +110,7 @@ class CapacityRequest(AbstractContextManager["CapacityRequest"]):
         return placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
 
     def withdraw(self) -> None:
-        """Remove all groups. Can be repeated.
-
-        Raises:
-            HeadUnreachableError: the head did not answer in time.
-        """
+        """Remove all groups. Can be repeated."""
         groups, self._groups = self._groups, []
         if groups and ray.is_initialized():
             self._head.call(lambda: remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S))

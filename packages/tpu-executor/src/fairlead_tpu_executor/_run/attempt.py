@@ -46,16 +46,9 @@ def watch(
 ) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of their arrival.
 
-    Calls that are not done keep running. A function may run for any time; every other wait has a deadline.
-
-    Args:
-        calls: the submitted calls.
-        resubmit: makes a new reference for a call that came to a used process.
-        head: tells which nodes are alive. No node counts as dead while the head is silent.
-        grace_s: seconds to wait after a first error for an event that explains it.
-
-    Raises:
-        HeadUnreachableError: the head did not answer in time.
+    Calls that are not done keep running. A function may run for any time; every other wait has a deadline. After a
+    first error the wait is at most `grace_s`, for an event that explains it. No node counts as dead while the head is
+    silent. `resubmit` makes a new reference for a call that came to a used process.
     """
     nodes = frozenset(call.target.node_id for call in calls)
     request: Future[Collection[str]] | None = None
@@ -119,11 +112,7 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
 def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool) -> bool:
     """Return whether no further event can change the verdict; add an error for each node that is dead or silent.
 
-    Args:
-        errors: the errors so far.
-        calls: all calls.
-        head: tells which nodes are alive.
-        over: whether the time to wait for an explanation is over.
+    When the time to wait for an explanation is `over`, it is clear.
     """
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)

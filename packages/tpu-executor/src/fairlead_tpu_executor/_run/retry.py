@@ -28,23 +28,14 @@ _LOOK_S = 1.0
 
 @dataclass
 class RetryBudget:
-    """Counts failures and preemptions.
-
-    Attributes:
-        max_failures: how many failures of the function are retried: n means n + 1 attempts.
-        max_preemptions: the same for lost slices.
-        healthy_after_s: seconds of running without a failure after which the count of failures starts from zero.
-        failures: the number of failures since the count last started.
-        preemptions: the number of preemptions.
-        healthy_s: seconds of running since the last failure.
-    """
+    """Counts failures and preemptions. A maximum of n allows n + 1 attempts."""
 
     max_failures: int
     max_preemptions: int
-    healthy_after_s: float = math.inf
+    healthy_after_s: float = math.inf  # of running without a failure, after which failures count from zero
     failures: int = 0
     preemptions: int = 0
-    healthy_s: float = 0.0
+    healthy_s: float = 0.0  # of running since the last failure
 
     def add_running(self, seconds: float) -> None:
         """Count the seconds that an attempt ran on its hosts; reset the failures after a healthy period."""
@@ -70,21 +61,14 @@ class RetryBudget:
 class Backoff:
     """Waits that double, with jitter, so that jobs that failed together do not start again together.
 
-    Attributes:
-        base_s: the longest first wait in seconds; the shortest is half of it.
-        cap_s: the longest wait in seconds.
-        healthy_s: an attempt that lasted this many seconds resets the waits.
-        rng: the source of the jitter.
-        in_a_row: the number of waits since the last reset.
-
     >>> waits = Backoff(base_s=1, cap_s=60)
     >>> 0.5 <= waits.after(ran_s=3) <= 1, 1 <= waits.after(ran_s=3) <= 2, 0.5 <= waits.after(ran_s=900) <= 1
     (True, True, True)
     """
 
-    base_s: float = 0.2
+    base_s: float = 0.2  # the longest first wait; the shortest is half of it
     cap_s: float = 60.0
-    healthy_s: float = 300.0
+    healthy_s: float = 300.0  # an attempt of this length starts the waits again
     rng: random.Random = field(default_factory=random.Random)
     in_a_row: int = 0
 
@@ -106,23 +90,15 @@ def retry(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
-    """Repeat attempts, and return the first success.
+    """Repeat attempts, which get their number from 1, and return the first success.
 
-    Args:
-        attempt: runs one attempt. Its argument is the number of the attempt, from 1. Its exceptions end the retries.
-        budget: how many attempts may fail or be preempted.
-        backoff: how long to wait before the next attempt.
-        grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. Ray often
-            reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider
-            ends the processes of a virtual machine first.
-        find_lost: returns which of some slices have lost a host.
-        sleep: waits for some seconds.
-        clock: returns the time in seconds.
+    Exceptions of `attempt` itself end the retries. If slices were lost once more than allowed, that is a
+    `PreemptedTooOftenError`. Otherwise the function's last exception is raised, with a note of the attempts; also if
+    its accelerators did not start in the last attempt, and the run cannot continue on other slices.
 
-    Raises:
-        PreemptedTooOftenError: slices were lost once more than allowed.
-        BaseException: the function's last exception, with a note of the attempts. It is also raised when its
-            accelerators did not start in the last attempt, and the run cannot continue on other slices.
+    Within `grace_s` after a failure, the loss of one of its hosts (`find_lost`) makes it a preemption. Ray often
+    reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider ends the
+    processes of a virtual machine first.
     """
     number = 0
     stuck: BaseException | None = None

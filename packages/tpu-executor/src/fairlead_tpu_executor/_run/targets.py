@@ -37,21 +37,13 @@ _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCAL
 
 @dataclass(frozen=True)
 class Target:
-    """A host that work is sent to.
-
-    Attributes:
-        slice: the slice of the host.
-        at: the number of the slice.
-        worker: the TPU worker id of the host.
-        facts: what the process needs to know about the host, as plain data.
-        options: the Ray options of a task there.
-    """
+    """A host that work is sent to."""
 
     slice: SliceInfo
-    at: int
+    at: int  # the number of the slice
     worker: int
-    facts: Mapping[str, Any]
-    options: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what the process needs to know about the host, as plain data
+    options: Mapping[str, Any]  # the Ray options of a task there
 
     @property
     def node_id(self) -> str:
@@ -83,13 +75,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> l
 def make_slots(
     config: AcceleratorConfigType, held: Snapshot, labels: Mapping[str, Mapping[str, str]]
 ) -> tuple[Slot, ...]:
-    """Return every host as a slot, slice by slice, in the order of the TPU worker ids.
-
-    Args:
-        config: the configuration.
-        held: the slices and ports.
-        labels: the labels of each node, by its id.
-    """
+    """Return every host as a slot, in the order of slices and TPU worker ids. `labels` are those of each node."""
     return number_slots(
         lease.slot(
             worker,
@@ -106,14 +92,7 @@ def make_slots(
 
 
 def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
-    """Return the variables of a host by name; None marks a variable to remove.
-
-    Args:
-        config: the configuration, with the user's variables.
-        held: the slices and ports of the run.
-        at: the number of the host's slice.
-        worker: the TPU worker id of the host.
-    """
+    """Return the variables of worker `worker` of slice number `at`, by name; None marks a variable to remove."""
     slices, one = held.slices, held.slices[at]
     ours: dict[str, str | None] = {
         ENV_CALL_INDEX: str(worker),
@@ -141,11 +120,8 @@ def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, wor
 def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
     """Start a task on a host, and return its reference.
 
-    Args:
-        target: the host.
-        payload: the reference to the function and its arguments.
-        raw: the reference is for the user. It resolves to the function's own result, and the task gets a new process.
-        dedicated: give the task a new process.
+    A `dedicated` task gets a new process. So does a `raw` one, whose reference is for the user: it resolves to the
+    function's own result.
     """
     # Only tasks with this very environment share processes, and each of them ends its process.
     options = _require_new_process(target.options) if raw or dedicated else target.options

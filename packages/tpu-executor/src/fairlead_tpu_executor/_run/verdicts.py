@@ -133,13 +133,7 @@ class NodeSilentError(Exception):
 
 @dataclass(frozen=True)
 class HostError:
-    """An error on a host.
-
-    Attributes:
-        slice: the slice.
-        worker: the TPU worker id of the host.
-        error: Ray's exception.
-    """
+    """An error on a host, as Ray raises it."""
 
     slice: SliceInfo
     worker: int
@@ -165,20 +159,13 @@ class HostError:
 class StartFailures:
     """Failures of a function's accelerators to start, which are a host's only if another host does not have them.
 
-    Attributes:
-        hosts: by its summary, the hosts on which a failure was seen, once per attempt.
+    `hosts` has the hosts on which a failure was seen, once per attempt, by its summary.
     """
 
     hosts: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, errors: Sequence[HostError], gone: Collection[str], seconds: float) -> frozenset[str]:
-        """Record an attempt, and return the failures seen on two hosts, or again on a host after its quarantine.
-
-        Args:
-            errors: the errors of the attempt; none if it succeeded.
-            gone: the ids of the nodes that are dead or draining.
-            seconds: how long the attempt took.
-        """
+        """Record an attempt, and return the failures seen on two hosts, or again on a host after its quarantine."""
         now = {(one.summary, one.node_id) for one in errors if one.node_id not in gone and failed_start(one.error)}
         for failure, node_id in now:
             self.hosts.setdefault(failure, []).append(node_id)
@@ -189,17 +176,11 @@ class StartFailures:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whose failure it was, and the evidence.
-
-    Attributes:
-        kind: whose failure it was.
-        errors: the errors that decided it; the caller sees the first one.
-        quarantine: nodes not to use for a while, and why: nodes that are alive for Ray but silent, or with an
-            accelerator that did not start.
-    """
+    """Whose failure it was, and the evidence."""
 
     kind: Kind
-    errors: tuple[HostError, ...]
+    errors: tuple[HostError, ...]  # those that decided it; the caller sees the first one
+    # Nodes not to use for a while, and why: alive for Ray but silent, or with an accelerator that did not start.
     quarantine: Mapping[str, str] = field(default_factory=dict)
 
     def status(self, info: JobInfo) -> JobStatus:
@@ -227,11 +208,8 @@ def judge(
 ) -> Verdict:
     """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts.
 
-    Args:
-        errors: the errors in the order of their arrival; at least one.
-        gone: the ids of the nodes that are dead or draining.
-        accelerators: whether the table of start-up failures applies.
-        shared: the start-up failures that are not a host's, as `StartFailures` returns them.
+    `gone` nodes are dead or draining. `accelerators` says whether the table of start-up failures applies; it never
+    does to the `shared` ones, which `StartFailures` returns.
     """
     kinds = [
         judge_one(one.error, one.node_id in gone, accelerators=accelerators and one.summary not in shared)
@@ -246,13 +224,7 @@ def judge(
 
 
 def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = True) -> Kind:
-    """Return whose failure the error of one host is.
-
-    Args:
-        error: Ray's exception.
-        node_gone: whether the host is dead or draining.
-        accelerators: whether the table of start-up failures applies.
-    """
+    """Return whose failure the error of one host is. The host is dead or draining if `node_gone`."""
     if node_gone or isinstance(error, NodeSilentError):
         return "infrastructure"
     raised = as_raised(error)

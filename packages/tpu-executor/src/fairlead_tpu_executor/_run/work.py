@@ -44,32 +44,18 @@ Class = type[Any] | RemoteClass
 
 @dataclass(frozen=True)
 class Work:
-    """A function or a class to run on each host.
-
-    Attributes:
-        name: the name of the function.
-        function: the function itself.
-        options: the options of its `@ray.remote`, if it has one.
-    """
+    """A function or a class to run on each host, and the options of its `@ray.remote`, if it has one."""
 
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Store the function with its arguments, once for all hosts and attempts, and return the reference.
-
-        Raises:
-            TypeError: a part of it cannot be pickled.
-        """
+        """Store the function with its arguments, once for all hosts and attempts, and return the reference."""
         return ray.put((self.function, args, dict(kwargs)))
 
     def remote_options(self, config: AcceleratorConfigType, one: SliceInfo) -> dict[str, Any]:
-        """Return the Ray options of its task on a host of a slice.
-
-        Raises:
-            ValueError: it requests more than is reserved there.
-        """
+        """Return the Ray options of its task on a host; ValueError if it requests more than is reserved there."""
         asked = config.request(one)
         reserved = config.bundle(one, worker=-1)
         mine = {"CPU": self.options.get("num_cpus"), "GPU": self.options.get("num_gpus")}
@@ -100,12 +86,7 @@ class Work:
 
 
 def inspect_work(function: Any, *, of_class: bool = False) -> Work:
-    """Check a function or a class, plain or `@ray.remote`, and return what is known about it.
-
-    Raises:
-        TypeError: it cannot be called, or its return value cannot be sent.
-        ValueError: it has options of `@ray.remote` that cannot be kept.
-    """
+    """Check a function or a class, plain or `@ray.remote`, and return what is known about it."""
     plain, options = unwrap_remote(function)
     if of_class != isinstance(plain, type) or not callable(plain):
         expected = "class" if of_class else "function"
@@ -129,15 +110,10 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
 
 
 def take_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return which keyword arguments are our options, and add the others to the function's.
+    """Return which keyword arguments are our options, and add the others to the function's, `kwargs`.
 
     A keyword that is a parameter of the function belongs to the function. The option can then be set in the
-    configuration.
-
-    Args:
-        function: the user's function.
-        options: the arguments with the names of our options; None for those that the user did not give.
-        kwargs: the keyword arguments of the function, to which this function adds.
+    configuration. An option that is None was not given.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
