@@ -47,8 +47,11 @@ class Carrier(Protocol):
         As long as there are any, the carrier receives their messages itself.
         """
 
-    def cancel(self, task: bytes) -> None:
-        """Drop a request that has not been sent, or cancel a coroutine that runs."""
+    def cancel(self, task: bytes, *, asks: bool) -> bool:
+        """Drop a request that has not been sent; return whether it was dropped.
+
+        With `asks`, the worker is asked to cancel a coroutine that runs.
+        """
 
 
 class LaneFuture:
@@ -160,9 +163,9 @@ class LaneFuture:
                 return
         callback(self)
 
-    def cancel(self) -> None:
-        """Drop the request if it has not been sent."""
-        self.carrier.cancel(self.task)
+    def cancel(self, *, asks: bool = True) -> bool:
+        """Drop the request if it has not been sent, as `Carrier.cancel` does."""
+        return self.carrier.cancel(self.task, asks=asks)
 
     def store(self, timeout_s: float | None) -> ObjectRef[Any]:
         """Return a reference to the answer in the object store; wait for the answer, and put it there if necessary.
@@ -196,9 +199,9 @@ class LaneStream:
         """Return the future of the end."""
         return self._end
 
-    def cancel(self) -> None:
-        """Drop the request if it has not been sent."""
-        self._carrier.cancel(self.task)
+    def cancel(self, *, asks: bool = True) -> bool:
+        """Drop the request if it has not been sent, as `Carrier.cancel` does."""
+        return self._carrier.cancel(self.task, asks=asks)
 
     @property
     def is_ready(self) -> bool:

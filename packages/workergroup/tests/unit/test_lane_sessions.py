@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 from fairlead_workergroup import _futures as futures_of  # noqa: E402
 from fairlead_workergroup._lane.lane import SLICE_S  # noqa: E402
 from fairlead_workergroup._lane.session import WINDOW  # noqa: E402
+from fairlead_workergroup._observe.query import cancel_calls  # noqa: E402
 from fairlead_workergroup._remote.lane import INLINE, ITEM, STORED, VALUE  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa: E402
 
@@ -258,6 +259,27 @@ class TestMessages:
         assert sent[-1].failed
         futures_of.get(group.send("echo", 0))
         assert group.ran[0] == list(range(WINDOW + 1))
+
+    def test_cancel_in_the_driver(self, group, monkeypatch):
+        """Calls that have not been sent are dropped at once, and make room; workers are asked about the others."""
+        asked: list = []
+
+        def ask_nodes(workers, *_, **__):
+            asked.extend(workers)
+            return [False] * len(workers)
+
+        monkeypatch.setattr("fairlead_workergroup._observe.query.ask_nodes", ask_nodes)
+        group.gate.clear()
+        sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 20)]
+        worker = SimpleNamespace(rank=0, process=(0, 0))
+        for future in sent[WINDOW - 1 : -1]:
+            assert cancel_calls([(worker, future)], in_order=True) == []
+        assert len(asked) == 1
+        assert [future.done for future in sent] == [False] * WINDOW + [True] * 19 + [False]
+        assert group.lane._sessions[0].backlog == 1
+        group.gate.set()
+        futures_of.get([*sent[:WINDOW], sent[-1]])
+        assert group.ran[0] == [*range(WINDOW), WINDOW + 19]
 
     def test_dropped_stream(self, group):
         """A generator whose caller has dropped the items runs, also if it waited to be sent then."""

@@ -320,7 +320,8 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             force: kill the workers that are running the method. The group has lost them then, with kind "cancelled".
 
         Returns:
-            The ranks that are still running the method; with `force`, the ranks that were killed.
+            The ranks that are still running the method, or may be, because their node does not answer; with `force`,
+            the ranks that were killed.
         """
         return self._execution.cancel(force=force)
 

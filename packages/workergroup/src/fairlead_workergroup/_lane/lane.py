@@ -245,14 +245,15 @@ class Lane:
         if count > 0:
             self._wanted.set()
 
-    def cancel(self, task: bytes) -> None:
-        """Drop a request that has not been sent, or cancel a coroutine that runs."""
+    def cancel(self, task: bytes, *, asks: bool) -> bool:
+        """Drop a request that has not been sent, or with `asks` cancel a coroutine that runs."""
         error = ray.exceptions.TaskCancelledError()
         with self._hold():
-            for session in list(self._by_identity.values()):
-                session.cancel(task, error)
+            sessions = [one for one in self._by_identity.values() if task.endswith(one.actor_id)]
+            was_dropped = any(one.cancel(task, error, asks=asks) for one in sessions)
             self._pump()
         self._notify()
+        return was_dropped
 
     def _note_lost(self, identity: bytes) -> None:
         """Note that there is no connection with a worker at present."""

@@ -12,7 +12,7 @@ from typing import Any
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from .._futures import Carrier, LaneFuture, LaneStream, end_of
+from .._futures import Carrier, LaneFuture, LaneStream
 from .._ray_private import ownership_of
 from .._remote.lane import (
     ACK,
@@ -227,8 +227,6 @@ class Session:
         """Send a call, or fail it because of its arguments; return whether it was sent."""
         # The worker runs also a generator whose items nobody reads any more, because it may do more than yield them.
         target = call.target()
-        if target is not None and end_of(target).done:  # cancelled
-            return False
         if (failed := call.body.failed) is not None:
             # The death of the worker that should have made the argument is not the death of this one.
             error = failed.error
@@ -249,13 +247,16 @@ class Session:
             return True
         return False
 
-    def cancel(self, task: bytes, error: BaseException) -> None:
-        """Drop a call that has not been sent, or ask the worker to cancel it."""
-        for call in self._waiting:
+    def cancel(self, task: bytes, error: BaseException, *, asks: bool) -> bool:
+        """Drop a call that has not been sent, or with `asks` cancel one that was; return whether it was dropped."""
+        for at, call in enumerate(self._waiting):
             if isinstance(call, _Pending) and call.task == task:
+                del self._waiting[at]
                 call.fail(error)
-        if any(call.task == task for call in self._calls.values()):
+                return True
+        if asks and any(call.task == task for call in self._calls.values()):
             self._send(CANCEL, task)
+        return False
 
     def accept(self, message: Sequence[bytes]) -> bool:
         """Take a message of the worker, as frames.

@@ -111,7 +111,8 @@ def cancel_calls(
 ) -> list[int]:
     """Cancel each worker's part of a call, given by its future.
 
-    The record of a worker prevents that a method starts. Ray cancels coroutines, and drops values of cancelled tasks.
+    A lane drops what it has not sent. The record of a worker prevents that a method starts. Ray cancels coroutines, and
+    drops values of cancelled tasks.
 
     Args:
         calls: the worker and the future of each part.
@@ -121,12 +122,13 @@ def cancel_calls(
         within_s: how long the agents may take; None for their usual time.
 
     Returns:
-        The ranks that had started the method and still run it.
+        The ranks that had started the method and may still run it, also if their node has not answered.
     """
+    calls = [one for one in calls if not (is_message(one[1]) and one[1].cancel(asks=False))]
     tasks = {worker.rank: (worker.process, task_of_future(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):
         if runs is not False or not in_order:  # also if the node has not answered
             future.cancel() if is_message(future) else ray.cancel(future)
-    return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs]
+    return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs is not False]

@@ -37,14 +37,14 @@ ENDED = "<dQ"
 ENDED_AT = 224
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
-# The number of cancelled tasks, then the ids of the latest in a ring.
-CANCELLED_AT, CANCELLED_KEPT, CANCELLED_BYTES = 800, 512, 24
+# Whether the ids of cancelled tasks follow the record in its file. The worker takes them from there.
+CANCELLED_AT, ID_BYTES = 800, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
-ABOUT_AT = CANCELLED_AT + 8 + CANCELLED_KEPT * CANCELLED_BYTES
+ABOUT_AT = CANCELLED_AT + 8
 TRIES = 10_000
 # The entries of a record that only processes of its node need.
 OF_NODE = ("task", "dump_signal")
-# Other processes hold the lock for microseconds, unless they are stopped.
+# The worker holds the lock for microseconds, unless it is stopped.
 LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
@@ -63,12 +63,12 @@ class Record:
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
         about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
-        size = ABOUT_AT + 8 + len(about)
+        self._size = size = ABOUT_AT + 8 + len(about)
         self._file, self._page = make_memory_file(NAME, size)
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
-        self._cancelled = memoryview(self._page)[CANCELLED_AT : CANCELLED_AT + 8].cast("Q")
-        self._seen = self._cancelled[0]
+        # The cancelled tasks that have not had their turn.
+        self._cancelled: set[bytes] = set()
         self._task = make_task_reader()
         self._calls = 0
         self._step = NO_STEP
@@ -102,7 +102,7 @@ class Record:
         self._now = (method, started, self._task(), self._calls, self._waited)
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
-        if self._cancelled[0] != self._seen and self._is_cancelled(self._now[2]):
+        if (self._cancelled or self._page[CANCELLED_AT]) and self._is_cancelled(self._now[2]):
             self.end(self._calls, failed=True)
             raise ray.exceptions.TaskCancelledError
         return self._calls
@@ -118,6 +118,8 @@ class Record:
         ended = time.monotonic()
         self._finished(calls, method, started, ended, self._waited - waited, failed, task)
         self._pack_ended(self._page, ENDED_AT, ended, self._version)
+        if self._cancelled or self._page[CANCELLED_AT]:
+            self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
     def wait_begins(self) -> None:
         """Record that a thread waits for other workers."""
@@ -179,12 +181,18 @@ class Record:
         )
 
     def _is_cancelled(self, task: bytes) -> bool:
-        # `_seen` stays as it is: the ring may also hold calls that are queued behind this one.
-        ring = CANCELLED_AT + 8
-        at = self._page.find(task, ring, ABOUT_AT) if task else -1
-        while at >= 0 and (at - ring) % CANCELLED_BYTES:  # the match spans two ids
-            at = self._page.find(task, at + 1, ABOUT_AT)
-        return at >= 0
+        """Return whether a task whose turn it is was cancelled, and forget it."""
+        if self._page[CANCELLED_AT]:
+            is_alone = _lock(self._file, fcntl.LOCK_EX, 0.0)
+            ids = os.pread(self._file, os.fstat(self._file).st_size - self._size, self._size)
+            self._cancelled.update(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
+            if is_alone:  # otherwise the ids stay in the file, and are read again the next time
+                os.ftruncate(self._file, self._size)
+                self._page[CANCELLED_AT] = 0
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        was_cancelled = task in self._cancelled
+        self._cancelled.discard(task)
+        return was_cancelled
 
 
 class OverlappingRecord(Record):
@@ -291,46 +299,41 @@ def read_method_names(file: int) -> list[str]:
 
 
 def _read_about(file: int) -> Any:
-    return json.loads(os.pread(file, _read_number(file, ABOUT_AT), ABOUT_AT + 8))
+    (length,) = struct.unpack("<Q", os.pread(file, 8, ABOUT_AT))
+    return json.loads(os.pread(file, length, ABOUT_AT + 8))
 
 
-def write_cancelled(file: int, tasks: Sequence[bytes]) -> None:
-    """Prevent a worker from starting these tasks.
+def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
+    """Prevent a worker from starting these tasks; return False if it was stopped in the middle of taking others.
 
     Several threads or processes may do this at once, if each has opened the record itself.
     """
-    _lock(file)
+    if not _lock(file, fcntl.LOCK_SH, LOCK_S):
+        return False
     try:
-        count = _read_number(file, CANCELLED_AT)
-        for task in tasks:
-            os.pwrite(file, task, CANCELLED_AT + 8 + count % CANCELLED_KEPT * CANCELLED_BYTES)
-            count += 1
-        os.pwrite(file, struct.pack("<Q", count), CANCELLED_AT)
+        with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
+            end.write(b"".join(tasks))
+        os.pwrite(file, b"\1", CANCELLED_AT)
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
+    return True
 
 
-def _lock(file: int) -> None:
-    """Lock a record against others that cancel tasks; after `LOCK_S`, return without the lock.
+def _lock(file: int, how: int, within_s: float) -> bool:
+    """Lock a record while cancelled tasks are added or taken; return whether it was possible in time.
 
     The kernel keeps the lock for each open file: functions shipped by value share no memory, and a process that is
-    killed leaves no lock behind. Without the lock a cancelled task may be lost; without the write it would be lost for
-    certain.
+    killed leaves no lock behind.
     """
-    deadline = time.monotonic() + LOCK_S
+    deadline = time.monotonic() + within_s
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                return
+                return False
             time.sleep(0.001)
-
-
-def _read_number(file: int, at: int) -> int:
-    number: int = struct.unpack("<Q", os.pread(file, 8, at))[0]
-    return number
 
 
 @contextlib.contextmanager
@@ -401,9 +404,8 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
             if file is None:
                 running.append(False)
                 continue
-            write_cancelled(file, [task])
-            record = try_read(file)
-            running.append(record is None or record["task"] == task)
+            is_noted, record = write_cancelled(file, [task]), try_read(file)
+            running.append(not is_noted or record is None or record["task"] == task)
     return running
 
 
