@@ -11,7 +11,7 @@ from _measure import Row, interleaved, table
 
 from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._model import Ask, Node
-from fairlead_placement._plan.planner import never_fits, plan
+from fairlead_placement._plan.planner import decide
 from fairlead_placement._plan.topology import node_place, physical_order
 
 NODES, GPUS, DOMAIN = 10_000, 8, 16
@@ -52,7 +52,7 @@ def _make_pipeline(count: int) -> Callable[[], None]:
 
     def run_pipeline() -> None:
         ordered = physical_order(nodes)
-        assert plan(asks, ordered) is not None
+        assert decide(asks, ordered)[0] is not None
         places = [(node_place(node), node.node_id) for node in ordered]
         rows = [(gpu, *place, node_id) for place, node_id in places for gpu in range(GPUS)]
         assert len(sort_bundle_indices_by_topology(rows, DOMAIN, GPUS)) == count * GPUS
@@ -64,7 +64,7 @@ def _make_pipeline(count: int) -> Callable[[], None]:
 def _plan_rows() -> Iterator[Row]:
     nodes, asks = physical_order(_nodes(NODES)), _asks(NODES)
     segments, one, two = interleaved(
-        lambda: plan(asks, nodes, segment_size=DOMAIN), _make_pipeline(NODES), _make_pipeline(2 * NODES), repeats=9
+        lambda: decide(asks, nodes, segment_size=DOMAIN), _make_pipeline(NODES), _make_pipeline(2 * NODES), repeats=9
     )
     ok = one.median < 0.3
     yield Row(f"plan {NODES:,} nodes, sort {NODES * GPUS:,} bundles, take segments", str(one), "under 300 ms", ok)
@@ -76,8 +76,8 @@ def _plan_rows() -> Iterator[Row]:
 def _refusal_rows() -> Iterator[Row]:
     few, many = _nodes(1_000), _nodes(2_000)
     over, twice = _asks(1_001), _asks(2_001)
-    assert never_fits(over, few)
-    one, two = interleaved(lambda: never_fits(over, few), lambda: never_fits(twice, many), repeats=21)
+    assert decide(over, few) == (None, True)
+    one, two = interleaved(lambda: decide(over, few), lambda: decide(twice, many), repeats=21)
     yield Row("refuse 1,001 logical nodes on 1,000 nodes", str(one), "under 20 ms", one.median < 0.02)
     ratio = two.median / one.median
     yield Row("  the same for 2,001 on 2,000, against this", f"{ratio:.2f}x", "about 2x", ratio < 2.8)
@@ -86,9 +86,9 @@ def _refusal_rows() -> Iterator[Row]:
 def _sharing_rows() -> Iterator[Row]:
     nodes = _nodes(1_000)
     half, mixed = _asks(2_000, GPUS // 2), _asks(900) + [Ask(900 + at, 1 + at % 3, BUNDLE) for at in range(400)]
-    assert plan(half, nodes) is not None
-    assert plan(mixed, nodes) is not None
-    one, two = interleaved(lambda: plan(half, nodes), lambda: plan(mixed, nodes), repeats=9)
+    assert decide(half, nodes)[0] is not None
+    assert decide(mixed, nodes)[0] is not None
+    one, two = interleaved(lambda: decide(half, nodes), lambda: decide(mixed, nodes), repeats=9)
     yield Row("share 1,000 nodes among 2,000 logical nodes", str(one), "under 300 ms", one.median < 0.3)
     yield Row("share 1,000 nodes among 1,300 of four sizes", str(two), "under 300 ms", two.median < 0.3)
 

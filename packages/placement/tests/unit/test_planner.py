@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fairlead_placement._model import STRATEGIES, Ask, Node, matches
 from fairlead_placement._plan import planner as _planner
-from fairlead_placement._plan.planner import decide, never_fits, plan
+from fairlead_placement._plan.planner import decide
 from fairlead_placement._plan.topology import node_place, physical_order
 
 
@@ -26,6 +26,19 @@ def nodes_of(*cpus):
 
 def asks_of(*counts, strategy="STRICT_PACK", **bundle):
     return [Ask(at, count, bundle or {"CPU": 1}, strategy) for at, count in enumerate(counts)]
+
+
+def empty(nodes):
+    """Return the nodes as they are when nothing runs on them."""
+    return [dataclasses.replace(one, free=one.total) for one in nodes]
+
+
+def plan(*args, **options):
+    return decide(*args, **options)[0]
+
+
+def never_fits(*args, **options):
+    return decide(*args, **options)[1]
 
 
 BUNDLES = [{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}]
@@ -53,10 +66,10 @@ def requests(draw, max_asks=3, strategies=STRATEGIES):
     return [Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy) for number in numbers]
 
 
-@given(requests(), clusters(), st.booleans(), st.booleans())
-def test_a_plan_fits(asks, nodes, idle, own_nodes):
-    """Every bundle has a node, and no node gets more than is free there; when idle, no more than it has."""
-    chosen = plan(asks, nodes, idle=idle, own_nodes=own_nodes)
+@given(requests(), clusters(), st.booleans())
+def test_a_plan_fits(asks, nodes, own_nodes):
+    """Every bundle has a node, and no node gets more than is free there."""
+    chosen = plan(asks, nodes, own_nodes=own_nodes)
     assume(chosen is not None)
 
     assert {number: len(ids) for number, ids in chosen.items()} == {ask.node_idx: ask.count for ask in asks}
@@ -65,9 +78,8 @@ def test_a_plan_fits(asks, nodes, idle, own_nodes):
         for node_id in chosen[ask.node_idx]:
             used[node_id].update(ask.bundle)
     for one in nodes:
-        room = one.total if idle else one.free
         for name, amount in used[one.node_id].items():
-            assert amount <= room.get(name, 0) + 1e-9, (one, name)
+            assert amount <= one.free.get(name, 0) + 1e-9, (one, name)
 
 
 @given(requests(), clusters(), st.booleans())
@@ -244,7 +256,6 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
     monkeypatch.setattr(_planner, "WORK", 30)
 
     assert plan(asks, nodes) is None
-    assert plan(asks, nodes, idle=True) is None
     assert not never_fits(asks, nodes)
     assert never_fits(asks_of(11), nodes)  # decided without a search
     monkeypatch.setattr(_planner, "WORK", 5)
@@ -253,14 +264,12 @@ def test_giving_up_is_not_a_refusal(monkeypatch):
 
 
 @given(mixed_requests(), labelled_clusters(), st.booleans())
-def test_deciding_is_planning_and_refusing(asks, nodes, own_nodes):
-    """`decide` returns the results of `plan` and `never_fits`."""
-    chosen = plan(asks, nodes, own_nodes=own_nodes)
-    never = never_fits(asks, nodes, own_nodes=own_nodes)
+def test_a_refusal_is_for_idle_nodes(asks, nodes, own_nodes):
+    """A request is impossible if and only if there is no plan for the same nodes when nothing runs on them."""
+    idle_plan = plan(asks, empty(nodes), own_nodes=own_nodes)
 
-    assert decide(asks, nodes, own_nodes=own_nodes) == (chosen, never)
-    idle = [dataclasses.replace(one, free=one.total) for one in nodes]
-    assert decide(asks, idle, own_nodes=own_nodes) == (plan(asks, idle, own_nodes=own_nodes), never)
+    assert never_fits(asks, nodes, own_nodes=own_nodes) == (idle_plan is None)
+    assert never_fits(asks, empty(nodes), own_nodes=own_nodes) == (idle_plan is None)
 
 
 def test_deciding_does_no_work_twice(monkeypatch):
@@ -474,12 +483,12 @@ def test_the_scarce_node_is_left_to_the_ask_that_needs_it():
 
 
 def test_idle():
-    """With `idle`, resources in use count as free, which distinguishes "taken" from "impossible"."""
+    """If there is no plan, the second result distinguishes "taken" from "impossible"."""
     nodes = [node("n0", {"CPU": 1}, CPU=4), node("n1", {}, CPU=2)]
 
-    assert plan(asks_of(2), nodes) is None
-    assert plan(asks_of(2), nodes, idle=True) == {0: ("n0", "n0")}
-    assert plan(asks_of(5), nodes, idle=True) is None
+    assert decide(asks_of(2), nodes) == (None, False)
+    assert decide(asks_of(5), nodes) == (None, True)
+    assert decide(asks_of(2), empty(nodes)) == ({0: ("n0", "n0")}, False)
 
 
 def test_amounts_are_exact():

@@ -18,50 +18,6 @@ WORK = 1_200_000
 Places = dict[int, list[int]]
 
 
-def plan(
-    asks: Sequence[Ask],
-    nodes: Sequence[Node],
-    *,
-    idle: bool = False,
-    own_nodes: bool = False,
-    segment_size: int | None = None,
-) -> dict[int, tuple[str, ...]] | None:
-    """Choose a node for every bundle.
-
-    Args:
-        asks: the requests, at most one per logical node.
-        nodes: the nodes, in physical order.
-        idle: plan as if nothing ran on the nodes.
-        own_nodes: never put two logical nodes on one physical node.
-        segment_size: place logical nodes in groups of this many, by number; each group on physical nodes of its own
-            in one topology domain. Only for STRICT_PACK.
-
-    Returns:
-        The node id of each bundle of each `node_idx`, in physical order; None if no plan was found. Except for large
-        and very uneven clusters, that means that there is none; `never_fits` returns True only if that is certain.
-
-    Raises:
-        ValueError: the number of logical nodes is not a multiple of `segment_size`, or they are not STRICT_PACK.
-
-    If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding takes
-    the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`).
-    The nodes of all asks of one shape are then assigned in physical order, so that logical order follows physical order
-    (with segments: group by group, and within a domain).
-    """
-    return Site(asks, nodes, idle, own_nodes).decide(segment_size)[0]
-
-
-def never_fits(
-    asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
-) -> bool:
-    """Return whether it is certain that these nodes cannot hold the asks, even when idle.
-
-    False means that a plan for idle nodes exists, or that none was found with bounded work. Arguments and errors are
-    those of `plan`.
-    """
-    return Site(asks, nodes, True, own_nodes).decide(segment_size)[1]
-
-
 def decide(
     asks: Sequence[Ask],
     nodes: Sequence[Node],
@@ -70,17 +26,27 @@ def decide(
     segment_size: int | None = None,
     deadline: float | None = None,
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-    """Return a plan for what is free, and whether it is certain that there is none even when nothing else runs.
+    """Choose a node for every bundle from what is free.
 
     Args:
-        asks: as of `plan`, as the next three.
-        nodes: the nodes.
+        asks: the requests, at most one per logical node.
+        nodes: the nodes, in physical order.
         own_nodes: never put two logical nodes on one physical node.
-        segment_size: place logical nodes in groups of this many.
+        segment_size: place logical nodes in groups of this many, by number; each group on physical nodes of its own
+            in one topology domain. Only for STRICT_PACK.
         deadline: when to stop looking, as of `time.monotonic`; None for the limit of work alone.
 
     Returns:
-        The results of `plan` and `never_fits`, computed with less work than both take.
+        The node id of each bundle of each `node_idx`, in physical order, or None if no plan was found; and whether it
+        is certain that these nodes cannot hold the asks even when nothing else runs there.
+
+    Raises:
+        ValueError: the number of logical nodes is not a multiple of `segment_size`, or they are not STRICT_PACK.
+
+    If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding takes
+    the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`).
+    The nodes of all asks of one shape are then assigned in physical order, so that logical order follows physical order
+    (with segments: group by group, and within a domain).
     """
     chosen, impossible = Site(asks, nodes, False, own_nodes, deadline).decide(segment_size)
     names = {name for ask in asks for name in ask.bundle}
@@ -92,12 +58,7 @@ def decide(
 class Site:
     """The asks by shape, and the nodes (numbered in physical order) by what they have for those asks.
 
-    Args:
-        asks: the requests.
-        nodes: the nodes.
-        idle: count what nodes have, instead of what is free there.
-        own_nodes: never put two logical nodes on one physical node.
-        deadline: when a search gives up, as of `time.monotonic`.
+    `idle` counts what nodes have, instead of what is free there.
     """
 
     def __init__(

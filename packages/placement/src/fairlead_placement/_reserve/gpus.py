@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import is_driver
 from .._nodes.head import ask_head, read_holders
-from .._plan.planner import never_fits, plan
+from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import LiveActor, live_actors, visible_gpus
 from .._show import Holder
@@ -103,7 +103,7 @@ class GpuAttempt(Attempt):
         new = [node for node in nodes if node.node_id not in self._names]
         self._names.update(gpu_names(new, deadline=self.deadline))
         owned = self._list_gpus(nodes)
-        return never_fits(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.request.unified)
+        return decide(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.request.unified)[1]
 
     def _list_gpus(self, nodes: Sequence[Node]) -> Ids:
         return {node.node_id: frozenset(self._names[node.node_id]) for node in nodes}
@@ -116,7 +116,7 @@ class GpuAttempt(Attempt):
         while True:
             # A node counts as free until it has been looked at, so every turn rules something out.
             shown = _shown(nodes, owned, {**owned, **self._free})
-            chosen = plan(_exact(self.request), shown, own_nodes=self.request.unified)
+            chosen, _ = decide(_exact(self.request), shown, own_nodes=self.request.unified)
             if chosen is None:
                 return None
             on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
