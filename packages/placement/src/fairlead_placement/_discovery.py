@@ -38,13 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The address that `ray start` has written for the drivers of this machine.
-
-    Attributes:
-        address: the `host:port`.
-        file: the path of the file.
-        uid: the user that owns the file.
-    """
+    """The address that `ray start` has written for the drivers of this machine, its file, and the owner of that."""
 
     address: str
     file: str
@@ -73,10 +67,7 @@ def _hash(text: str) -> str:
 
 
 def find_target(named: str | None) -> Target | None:
-    """Return the cluster to attach to, or None if this process is to start one.
-
-    Args:
-        named: the `address` of `init_ray`.
+    """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
     Raises:
         ValueError: the address is not one.
@@ -118,11 +109,7 @@ def refuse_client() -> None:
 
 
 def answers(address: str) -> bool:
-    """Return whether anything listens at an address. Ray itself tries for minutes.
-
-    Raises:
-        ValueError: the address is not one.
-    """
+    """Return whether anything listens at an address; a ValueError if it is none. Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")

@@ -123,9 +123,7 @@ def _say(line: str) -> None:
 def attach_to(named: str | None, **options: Any) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    Args:
-        named: as the address of `init_ray`.
-        options: further arguments of `ray.init`.
+    The options are further arguments of `ray.init`.
     """
     target = find_target(named)
     if target is None:

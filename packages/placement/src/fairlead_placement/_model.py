@@ -38,15 +38,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one logical node.
-
-    Attributes:
-        node_idx: number of the logical node.
-        count: how many bundles.
-        bundle: what each of them holds.
-        strategy: how they are laid out: "STRICT_PACK", "PACK", "SPREAD" or "STRICT_SPREAD".
-        labels: which nodes may be used, in Ray's syntax.
-    """
+    """A request for one logical node: `count` bundles on nodes with these labels, which are in Ray's syntax."""
 
     node_idx: int
     count: int
@@ -67,17 +59,9 @@ class Ask:
 class Request:
     """Everything that a virtual cluster is to reserve.
 
-    Attributes:
-        asks: the requests, one per logical node in use.
-        name: the cluster's.
-        capacity: how many worker groups may share a slot.
-        segment_size: logical nodes in groups of this many, each group in one topology domain; None for any nodes.
-        gpu_ids: the GPUs of its node that each logical node gets; empty for any GPUs.
-        timeout_s: seconds to wait for what others hold, and for an autoscaler.
-        wait_for_nodes_s: seconds to wait for nodes that are joining.
-        unified: one placement group in all, each logical node on a physical node of its own, instead of a group for
-            each logical node.
-        timeout_name: the argument with which the user has set `timeout_s`, for messages.
+    `asks` has an entry for each logical node in use, and so has `gpu_ids`, unless any GPUs will do. `capacity` is how
+    many worker groups may share a slot. `unified` asks for one placement group in all, with each logical node on a
+    physical node of its own. `timeout_name` is the argument with which the user has set `timeout_s`, for messages.
     """
 
     asks: tuple[Ask, ...]
@@ -143,12 +127,7 @@ def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
 
 
 def check_selector(selector: Mapping[str, str]) -> None:
-    """Refuse a selector that Ray would not accept, before anything is planned with it.
-
-    Raises:
-        TypeError: a key or a condition is not a string.
-        ValueError: a key is not a label name, or a condition has a wrong syntax.
-    """
+    """Refuse a selector that Ray would not accept, by a TypeError or ValueError, before anything is planned with it."""
     for key, text in selector.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"a label selector maps label names to conditions, both strings, got {key!r}: {text!r}")
@@ -281,11 +260,7 @@ def make_asks(
 
 
 def find_model(request: Request, asks: Sequence[Ask]) -> Ask:
-    """Return what a new logical node gets, but for its number and its count.
-
-    Args:
-        request: the request that the cluster has reserved.
-        asks: the requests for its first logical nodes.
+    """Return what a new logical node of a reserved cluster gets, but for its number and its count.
 
     Raises:
         ValueError: the options of the cluster do not say what a new logical node gets.

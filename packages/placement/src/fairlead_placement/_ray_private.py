@@ -81,14 +81,7 @@ def driver_of(job_id: str) -> str:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet of this user on this machine.
-
-    Attributes:
-        address: the `host:port` of its cluster's head.
-        starter: the process that started it.
-        started_at: when it started, in seconds since the epoch.
-        resources: the names of its node's resources.
-    """
+    """A raylet of this user on this machine: its cluster's head, the process that started it, and when."""
 
     address: str
     starter: int
@@ -151,11 +144,8 @@ def cluster_file() -> str | None:
 def connect_to_head(address: str, *, find_token: bool = False) -> None:
     """Connect to the head at an address, and return once it has answered. Raise what `ray.init` raises without a token.
 
-    Args:
-        address: its `host:port`.
-        find_token: turn token authentication on if the user has a token and has not configured the authentication, as
-            Ray does for a cluster that it finds itself.
-
+    With `find_token`, turn token authentication on if the user has a token and has not configured the authentication,
+    as Ray does for a cluster that it finds itself.
     Reason: `ray.init` tries for minutes, and cannot be interrupted by a deadline as it has to run in the main thread.
     Fallback: nothing is done, and `ray.init` tries for minutes.
     """
@@ -191,17 +181,10 @@ def autoscaler_is_there() -> bool:
 
 @dataclass(frozen=True)
 class LiveActor:
-    """An actor that is not dead, and what it holds.
+    """An actor that is not dead, and what it holds. Ids are Ray's, hexadecimal; "" for one that there is not.
 
-    Attributes:
-        actor_id: Ray's id of it, hexadecimal, as the other ids.
-        class_name: its class.
-        name: its name, or "".
-        job_id: the job that created it.
-        node_id: where it runs; "" until it runs.
-        group_id: its placement group, or "".
-        resources: amounts; in a placement group by Ray's names for the group's, such as "CPU_group_<id>".
-        gpus: Ray's numbers, on its node, of the GPUs it holds a part of. These are not GPU ids.
+    The names of `resources` in a placement group are Ray's for the group's, such as "CPU_group_<id>". `gpus` are Ray's
+    numbers, on its node, of the GPUs it holds a part of. These are not GPU ids.
     """
 
     actor_id: str

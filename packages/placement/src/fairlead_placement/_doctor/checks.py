@@ -15,12 +15,7 @@ HEAD_S = 0.25
 
 @dataclass(frozen=True)
 class Expected:
-    """What the cluster should have.
-
-    Attributes:
-        nodes: the number of nodes; None for any.
-        each: the amount of a resource that each of them should have; empty for any.
-    """
+    """What the cluster should have: how many nodes (None for any), and how much of some resources on each of them."""
 
     nodes: int | None = None
     each: Mapping[str, float] = field(default_factory=dict)
@@ -28,17 +23,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of one node.
+    """The facts about one node.
 
-    Attributes:
-        node_id: Ray's id of it.
-        address: its address.
-        state: "alive", "draining" or "dead".
-        resources: what it has of each resource.
-        probe: the facts of `look_at_node`; None if the node did not answer.
-        error: why it did not answer.
-        clock_s: how far its clock is ahead of this machine's; None if it is unknown.
-        clock_error_s: by how much that may be wrong.
+    `probe` is what `look_at_node` returned; None if the node did not answer, and `error` then says why. `clock_s` is
+    how far its clock is ahead of this machine's; None if that is unknown. `clock_error_s` is the error of `clock_s`.
     """
 
     node_id: str
@@ -53,15 +41,10 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a cluster.
+    """The facts about a cluster.
 
-    Attributes:
-        nodes: its nodes, also those that are gone.
-        driver: the versions of this process: "ray" and "python".
-        head_s: how long Ray's head took to answer, the median of several requests.
-        refused: pairs of nodes, as (from, to, port, error), of which the first could not connect to the second.
-        pairs: how many pairs were tried.
-        expected: the resources that the cluster should have.
+    `head_s` is the median time in which Ray's head answered. Of the `pairs` of nodes that were tried, `refused` lists
+    those that could not connect, as (from, to, port, error).
     """
 
     nodes: Sequence[NodeFacts]
@@ -74,14 +57,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong.
-
-    Attributes:
-        what: what was found, and on which node.
-        remedy: what to do about it.
-        node_id: the node; empty if it is not one node's fault.
-        address: of the node.
-    """
+    """Something that is wrong: what was found, what to do about it, and the node if it is the fault of one."""
 
     what: str
     remedy: str
@@ -91,13 +67,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check.
-
-    Attributes:
-        name: the check.
-        found: what was found, as a line for people.
-        faults: the faults that it found.
-    """
+    """The outcome of one check, with a line for people about what was found."""
 
     name: str
     found: str

@@ -30,9 +30,7 @@ ray.cloudpickle.register_pickle_by_value(probe)
 def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Check, ...]:
     """Return the outcome of every check of the cluster that this process is attached to.
 
-    Args:
-        expected: the resources that the cluster should have.
-        timeout_s: seconds that all nodes together may take for each request, including the start of their agents.
+    All nodes together may take `timeout_s` seconds for each request, including the start of their agents.
     """
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     leaving = ask_head("list the draining nodes", draining_nodes, timeout_s=timeout_s)

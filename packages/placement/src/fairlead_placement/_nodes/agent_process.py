@@ -28,11 +28,8 @@ FUNCTIONS_KEPT = 256
 class AgentProcess(Board):
     """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
-    Args:
-        node_id: Ray's id of the node.
-        job: the driver's worker id. The agent ends itself when the driver has ended and no other process holds
-            anything.
-        guarded: the worker id of a process whose placement groups are removed when it has ended.
+    It ends itself when the driver `job` has ended and no other process holds anything. It removes the placement groups
+    of the process `guarded` when that has ended.
     """
 
     def __init__(self, node_id: str, job: str = "", guarded: str = "") -> None:
@@ -158,10 +155,9 @@ class AgentProcess(Board):
         return function(*args)
 
     def run_known(self, digest: str, code: bytes | None, *args: Any) -> tuple[Any] | None:
-        """Call a function on this node that is sent once, and then known by the hash of its code.
+        """Call a function that is sent once, and then known by the hash of its code.
 
-        Returns:
-            What the function returned, in a tuple; None if the agent does not have the function.
+        Return its result in a tuple; None if the agent does not have the function.
         """
         if code is not None:
             function = ray.cloudpickle.loads(code)

@@ -22,9 +22,6 @@ class Gpus:
     A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
     thread of its own. Figures that do not arrive in time are unknown (None), and later requests return None at once
     until the driver has answered the call that is under way.
-
-    Args:
-        timeout_s: seconds to wait for the driver.
     """
 
     def __init__(self, timeout_s: float = NVML_S) -> None:
@@ -151,10 +148,7 @@ class MemoryMeter:
         self._gauges: tuple[Any, Any] | None = None
 
     def read(self, watcher: str | None, name: str) -> Row:
-        """Take a sample.
-
-        Sampling for the watcher goes on until `unwatch`; without one this is a single sample.
-        """
+        """Take a sample. Sampling for the watcher, if there is one, goes on until `unwatch`."""
         with self._lock:
             if watcher is None:
                 return self._sample([_Watch(name)])[0]

@@ -33,14 +33,8 @@ _DIGITS = 12
 class Owners:
     """Watches, on a thread of its own, the processes that hold something on this node.
 
-    Ends the agent when the driver has ended and no other process holds anything.
-
-    Attributes:
-        job: the driver.
-        holders: returns the processes that hold something.
-        release: releases everything that a process holds.
-        end: ends the agent.
-        is_alive: whether a process is alive; None if that is unknown.
+    It calls `release` for a holder that has ended. It calls `end` when the driver `job` has ended and no other process
+    holds anything. `is_alive` returns None for a process if that is unknown.
     """
 
     job: str
@@ -63,11 +57,7 @@ class Owners:
         self._more.set()
 
     def look(self, *, everything: bool) -> None:
-        """Release what processes hold that have ended.
-
-        Args:
-            everything: check all of them and the job, not only those whose placement groups are guarded.
-        """
+        """Release what processes hold that have ended: all holders and the job, or only those with guarded groups."""
         with self._lock:
             guarded = set(self._guarded)
         owners = guarded | (self.holders() if everything else set())

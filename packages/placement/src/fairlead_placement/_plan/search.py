@@ -22,9 +22,7 @@ class Undecided(Exception):
 class Budget:
     """A limit of work that several searches share. It is counted, not timed, so that results are reproducible.
 
-    Args:
-        steps: how much work.
-        deadline: when to give up in any case, as of `time.monotonic`; None for no deadline.
+    At the `deadline`, as of `time.monotonic`, a search gives up in any case.
     """
 
     def __init__(self, steps: int, deadline: float | None = None) -> None:
@@ -82,13 +80,7 @@ class Search:
     """Places every unit of every ask, depth first, and does not try a position again that has failed.
 
     A position is the number of nodes of each kind. A node that the current ask uses already is of a kind of its own.
-
-    Args:
-        wants: the shapes of the requests, the most demanding first.
-        asks: how many asks each shape has.
-        rooms: the nodes of each kind, as numbers.
-        own: no two asks may use one node.
-        budget: the limit of work.
+    `asks` is how many asks each shape of `wants` has, the most demanding first. With `own`, no two asks use one node.
     """
 
     def __init__(
@@ -318,13 +310,8 @@ def _cap(rooms: Mapping[Room, Sequence[int]], wants: Sequence[Shape]) -> dict[Ro
 def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list[Counter[tuple[int, ...]]] | None:
     """Assign nodes to wants so that no two wants share a node: bipartite matching between kinds.
 
-    Args:
-        needs: how many nodes each want needs, the most demanding first.
-        profiles: the number of nodes of each profile. A profile is the worth of such a node to each want, or 0.
-
-    Returns:
-        The number of nodes of each profile for each want, from those worth least to it; None only if it is impossible.
-
+    Each want, the most demanding first, `needs` so many nodes. A profile is the worth of a node to each want, or 0.
+    Return the number of nodes of each profile for each want, from those worth least to it, or None if it is impossible.
     A want may take the only nodes that another can use, and then has to take others: the matching follows shortest
     augmenting paths.
     """

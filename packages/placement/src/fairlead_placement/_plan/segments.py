@@ -17,14 +17,8 @@ def place_blocks(
 ) -> list[list[int]] | None:
     """Choose a domain for each block, so that all its asks get nodes of their own there.
 
-    Args:
-        blocks: the shape of each ask of a block.
-        domains: in physical order, the number of nodes of each profile. A profile is how many bundles of each shape a
-            node holds, or 0.
-        budget: how much to try.
-
-    Returns:
-        The blocks of each domain; None only if they cannot be placed. Blocks of the same shapes take domains in order.
+    A block is the shapes of its asks. A profile is how many bundles of each shape a node holds, or 0. Return the blocks
+    of each domain; None only if they cannot be placed. Blocks of the same shapes take domains in order.
 
     Raises:
         Undecided: the budget was spent first.

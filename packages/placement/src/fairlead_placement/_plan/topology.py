@@ -13,16 +13,10 @@ from ..exceptions import ResourceInsufficientError
 
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
-    """Sort nodes by topology domain, rank in the domain, and node id.
+    """Sort all nodes of a cluster by topology domain, rank in the domain, and node id.
 
     Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
     node id breaks every tie, so the slots of two nodes never interleave.
-
-    Args:
-        nodes: all nodes of the cluster, because the order of the domains depends on the ranks in them.
-
-    Raises:
-        ValueError: the rank of a node is not a number.
     """
     by_id = {node.node_id: node for node in nodes}
     ordered = _sort_nodes({node_id: node_place(node) for node_id, node in by_id.items()})
@@ -169,11 +163,7 @@ def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]
 
 
 def accelerator_order(gpu_id: int | str) -> tuple[int, int, str]:
-    """Return the sort key of an accelerator id: numbers by value, as those of GPUs, then any others by name.
-
-    Raises:
-        TypeError: it is neither an integer nor a string.
-    """
+    """Return the sort key of an accelerator id: numbers by value, as those of GPUs, then any others by name."""
     if isinstance(gpu_id, bool) or not isinstance(gpu_id, int | str):
         raise TypeError(f"an accelerator id must be an integer or a string, got {gpu_id!r}")
     if isinstance(gpu_id, int) or gpu_id.isdecimal():

@@ -44,13 +44,9 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
 
 
 class Attempt:
-    """One request and how it is placed: planned on any nodes that can hold it.
+    """One request and how it is placed: planned on any nodes that can hold it. Its time begins when it is made.
 
-    Its time begins when it is made.
-
-    Args:
-        request: the request.
-        held: returns, by node id, what stays taken even if the planner counts nodes as idle: that which is extended.
+    `held` returns, by node id, what stays taken even if the planner counts nodes as idle: that which is extended.
     """
 
     waits_for = "others hold what it needs"
@@ -107,14 +103,9 @@ def _without(node: Node, held: Mapping[str, float]) -> Node:
 
 
 def reserve(attempt: Attempt, look: Callable[[], Sequence[Node]] = read_nodes) -> tuple[Reserved, ...]:
-    """Place a request, again and again until it succeeds or its time is up.
+    """Place a request, again and again until it succeeds or its time is up, and return its groups.
 
-    Args:
-        attempt: the request.
-        look: returns the nodes that may be used. It is called before each attempt; if it raises, the wait ends.
-
-    Returns:
-        The groups: one per logical node, or one in all.
+    `look` returns the nodes that may be used. It is called before each attempt; if it raises, the wait ends.
 
     Raises:
         ResourceInsufficientError: the nodes cannot hold it even when idle, also after the wait.

@@ -102,11 +102,7 @@ def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
 
 
 def close_slots(slots: Sequence[Slot]) -> list[str]:
-    """Refuse all further claims of slots, unless a group is in one of them.
-
-    Returns:
-        The names of the groups in the slots. If there are any, nothing has changed.
-    """
+    """Refuse all further claims of slots. If groups are in them, change nothing and return the names of the groups."""
     if _close(slots):
         wait_for_dropped(30.0)
     return _close(slots)

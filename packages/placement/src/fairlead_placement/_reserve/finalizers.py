@@ -53,14 +53,7 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
-    """Wait until everything that has been dropped so far is returned.
-
-    Args:
-        timeout_s: seconds to wait.
-
-    Returns:
-        Whether it was returned in time.
-    """
+    """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
     if _thread is None or not _thread.is_alive() or threading.current_thread() is _thread:
         return True
     returned = threading.Event()

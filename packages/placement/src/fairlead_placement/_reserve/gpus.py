@@ -47,11 +47,7 @@ Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 def check_gpu_ids(
     gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy: str, segment_size: int | None
 ) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids.
-
-    Raises:
-        ValueError: it is not one id for each bundle, or contradicts the other arguments.
-    """
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids."""
     if gpu_ids is None or gpu_ids == "auto":
         return {}
     if not use_gpus:
@@ -134,12 +130,9 @@ class GpuAttempt(Attempt):
                 return tuple(placed)
 
     def _exchange(self, on: Mapping[int, str], fillers: Fillers) -> list[Reserved]:
-        """Release the requested GPUs and place the groups on them.
+        """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs.
 
         Logical nodes that share a node take turns, or Ray might swap their GPUs.
-
-        Returns:
-            The groups; none, with nothing left behind, if Ray gave them other GPUs.
         """
         request = self.request
         sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
@@ -280,11 +273,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
 
     Yields the groups by node id and GPU id. The block may drop some of them earlier. All of them are gone after it,
-    also if it or the start fails.
-
-    Args:
-        nodes: the nodes.
-        deadline: the end of the reservation's time, as of `time.monotonic`, to place the groups and read the ids.
+    also if it or the start fails. The deadline is that of the reservation, as of `time.monotonic`.
     """
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
@@ -308,12 +297,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
 def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: Iterable[str]) -> str:
     """Return a part of a sentence for each missing id: which actor or which idle reservation holds it.
 
-    Args:
-        node_id: the node.
-        names: ids of all its GPUs, in Ray's order.
-        missing: the ids to explain.
-        free: ids that nobody holds.
-
+    `names` are the ids of all GPUs of the node, in Ray's order, and `free` those that nobody holds.
     Ray reports which GPUs a live actor has, but not those of a placement group in which nothing runs. These are found
     by elimination: if several groups are idle on the node, all of them are named.
     """

@@ -105,12 +105,9 @@ def place_pinned(
 def create_pinned(
     wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
 ) -> list[PlacementGroup]:
-    """Create groups whose bundles are pinned to nodes, add them to `made` in order, and return those that Ray places.
+    """Create groups whose bundles are pinned to nodes, and return those that Ray places before the deadline.
 
-    Args:
-        wanted: the name and the bundles of each group.
-        made: gets all groups, also those that exist when one cannot be created.
-        deadline: as for `wait_placed`.
+    `made` gets all groups in order, including those that exist when one cannot be created. See `wait_placed`.
     """
 
     def create(name: str, bundles: Sequence[Pinned]) -> PlacementGroup:
@@ -147,12 +144,9 @@ def wait_placed(
 ) -> list[PlacementGroup]:
     """Return the groups that Ray has placed, once it has placed all or seems to place no more.
 
-    Args:
-        groups: the groups.
-        sizes: the number of bundles of each.
-        deadline: the end of the reservation's time, as of `time.monotonic`. After it, Ray must place a further group
-            within every `PLACING_S` seconds, and all within `PLACING_S` and `BUNDLE_S` for each bundle: a reservation
-            that takes only what is free now (0 s) waits that long.
+    `sizes` are the numbers of their bundles. The deadline is the end of the reservation's time, as of `time.monotonic`.
+    After it, Ray must place a further group within every `PLACING_S` seconds, and all within `PLACING_S` and `BUNDLE_S`
+    for each bundle: a reservation that takes only what is free now (0 s) waits that long.
     """
     last = max(deadline, time.monotonic() + PLACING_S + BUNDLE_S * sum(sizes))
     waiting = {group.ready(): (group, size) for group, size in zip(groups, sizes, strict=True)}
@@ -182,14 +176,9 @@ def create_group(
     strategy: Strategy = "PACK",
     selector: Mapping[str, str] | None = None,
 ) -> PlacementGroup:
-    """Ask Ray for a placement group, without waiting until it is placed.
+    """Ask Ray for a placement group with a unique name, without waiting until it is placed.
 
-    Args:
-        bundles: what each bundle holds.
-        name: no other group may have it; see `unique_name`.
-        nodes: the id of each bundle's node. PACK then asks nothing more of Ray.
-        strategy: how Ray lays out the bundles.
-        selector: which nodes may be used if none are named.
+    With `nodes`, the ids of the bundles' nodes, PACK asks nothing more of Ray. Without them the selector counts.
     """
     selectors = [{"ray.io/node-id": node_id} for node_id in nodes] or [dict(selector or {})] * len(bundles)
     create = functools.partial(
@@ -337,13 +326,7 @@ LEAST_S = 10.0
 
 
 def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order.
-
-    Args:
-        placed: the groups.
-        capacity: how many worker groups may share a slot.
-        deadline: the end of the reservation's time, as of `time.monotonic`, to read the ids of accelerators.
-    """
+    """Return the bundles of groups as slots in physical order. The deadline is for reading the ids of accelerators."""
     ids = accelerator_ids(placed, deadline=deadline)
     nodes = read_nodes()
     position = {node.node_id: at for at, node in enumerate(nodes)}
@@ -397,14 +380,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
     """Return the ids of the GPUs of every bundle, by group and bundle index.
 
     Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
-    short task, all at once. Without GPUs no task is run.
-
-    Args:
-        reserved: the groups.
-        deadline: the end of the reservation's time, as of `time.monotonic`. The tasks get at least `LEAST_S`.
-
-    Raises:
-        PlacementTimeoutError: the tasks did not finish in time.
+    short task, all at once. Without GPUs no task is run. The tasks get at least `LEAST_S`, even after the deadline.
     """
     timeout_s = max(LEAST_S, deadline - time.monotonic())
     refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)

@@ -32,13 +32,7 @@ GIVE_BACK_S = 30.0
 
 
 class Holding:
-    """What a virtual cluster holds. The cluster's finalizer refers to it, so it must not refer to the cluster.
-
-    Args:
-        request: the bundles to reserve.
-        counts: the number of bundles of each logical node; 0 for those that are not in use.
-        monitor_memory: have the nodes' memory sampled while it is reserved.
-    """
+    """What a virtual cluster holds. The cluster's finalizer refers to it, so it must not refer to the cluster."""
 
     def __init__(self, request: Request, counts: Sequence[int], *, monitor_memory: bool = False) -> None:
         self.request = request
@@ -97,16 +91,10 @@ class Holding:
     def extend(
         self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
     ) -> tuple[int, ...]:
-        """Reserve more logical nodes, and add their slots at the end.
+        """Reserve more logical nodes, add their slots at the end, and return their numbers.
 
-        Args:
-            counts: the number of bundles of each.
-            model: the request for each of them, but for its number and its count.
-            timeout_s: seconds to wait for what others hold, and for another thread that changes the cluster.
-            wait_for_nodes_s: seconds to wait for nodes that are joining.
-
-        Returns:
-            The numbers of the new logical nodes.
+        `model` is the request for each of them, but for its number and its count. `timeout_s` covers resources that
+        others hold, and another thread that changes the cluster.
 
         Raises:
             PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
@@ -310,10 +298,7 @@ class Holding:
         return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
-        """Lease ports on the nodes of slots until everything is released.
-
-        Returns:
-            A lease for each slot.
+        """Lease a port on the node of each slot until everything is released.
 
         Raises:
             PlacementError: another thread has ended the reservation meanwhile. Nothing stays leased.
@@ -382,11 +367,7 @@ def not_returned(what: str) -> PlacementError:
 def find_bundles(
     slots: Sequence[Slot], groups: Sequence[PlacementGroup], pairs: Iterable[tuple[int, int]]
 ) -> list[Slot]:
-    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it.
-
-    Raises:
-        IndexError: there is no such group or bundle.
-    """
+    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it."""
     by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in slots}
     chosen = []
     for pg_idx, bundle_idx in pairs:
