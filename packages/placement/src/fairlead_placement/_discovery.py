@@ -23,11 +23,8 @@ _REMEDY = (
 class Target:
     """A running cluster to attach to.
 
-    Attributes:
-        address: its `host:port`.
-        reason: why it was chosen, as the end of a sentence that begins with "the Ray cluster at ADDRESS, which".
-        advice: what else to do if it does not answer, as a clause that a further one follows; "" if there is nothing.
-        is_named: whether the caller or `RAY_ADDRESS` named its address.
+    `reason` is why it was chosen, as the end of a sentence that begins with "the Ray cluster at ADDRESS, which".
+    `advice` is what else to do if it does not answer, as a clause that a further one follows, or "".
     """
 
     address: str

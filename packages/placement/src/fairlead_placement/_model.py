@@ -108,9 +108,6 @@ _SEVERAL = re.compile(rf"(!?)in\(({_VALUE}(?:, ?{_VALUE})*)\)")
 def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     """Return what a label must be: (True, values) for one of the values, (False, values) for none of them.
 
-    Raises:
-        ValueError: not "v", "!v", "in(a,b)" or "!in(a,b)".
-
     "" requires a label whose value is empty, as for Ray. Two conditions that Ray accepts and then never matches differ
     here: a space after a comma is ignored, and "(a,b)" without "in" is refused.
 
@@ -260,11 +257,7 @@ def make_asks(
 
 
 def find_model(request: Request, asks: Sequence[Ask]) -> Ask:
-    """Return what a new logical node of a reserved cluster gets, but for its number and its count.
-
-    Raises:
-        ValueError: the options of the cluster do not say what a new logical node gets.
-    """
+    """Return what a new logical node gets, but for its number and count; a ValueError if the options do not say."""
     if request.gpu_ids:
         raise ValueError("a cluster with gpu_ids cannot be extended: reserve another one with the GPUs that you need")
     if any(other.bundle != asks[0].bundle for other in asks):

@@ -28,10 +28,7 @@ ray.cloudpickle.register_pickle_by_value(probe)
 
 
 def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Check, ...]:
-    """Return the outcome of every check of the cluster that this process is attached to.
-
-    All nodes together may take `timeout_s` seconds for each request, including the start of their agents.
-    """
+    """Check the cluster that this process is attached to. All nodes together may take `timeout_s` for each request."""
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     leaving = ask_head("list the draining nodes", draining_nodes, timeout_s=timeout_s)
     alive = [row["NodeID"] for row in rows if row["Alive"] and row["NodeID"] not in leaving]

@@ -51,10 +51,7 @@ def read_clock() -> float:
 def listen(port: int, seconds: float) -> None:
     """Accept and close connections at a port of this node for some seconds, without blocking.
 
-    The port may be one that the agent has leased.
-
-    Raises:
-        OSError: another process listens there.
+    The port may be one that the agent has leased. If another process listens there, an OSError says so.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET

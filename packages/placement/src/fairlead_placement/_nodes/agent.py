@@ -80,11 +80,7 @@ def _handle(node_id: str, *, instead_of: Any = None) -> Any:
 
 
 def start_agents(node_ids: Iterable[str]) -> None:
-    """Create the agents of nodes that this process has not used yet, several at a time.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
-    """
+    """Create the agents of nodes that this process has not used yet, several at a time."""
     with _lock:
         missing = [key for key in map(_key, dict.fromkeys(node_ids)) if key not in _handles]
     if len(missing) < 2:
@@ -452,10 +448,7 @@ class Monitor:
         return read_usage(self._node_ids, watcher=self._watcher, name=self._name)
 
     def stop(self) -> None:
-        """Have no more samples taken. Can be repeated.
-
-        An agent that does not answer is left alone: it ends with the job, and no reservation waits for it.
-        """
+        """Have no more samples taken. Can be repeated. A silent agent is left alone: it ends with the job."""
         self._stop(self._node_ids)
 
     def _stop(self, node_ids: Sequence[str]) -> None:

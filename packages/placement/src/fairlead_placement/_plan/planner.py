@@ -26,22 +26,15 @@ def decide(
     segment_size: int | None = None,
     deadline: float | None = None,
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-    """Choose a node for every bundle from what is free.
+    """Choose a node for every bundle from what is free on the nodes, which are in physical order.
 
-    Args:
-        asks: the requests, at most one per logical node.
-        nodes: the nodes, in physical order.
-        own_nodes: never put two logical nodes on one physical node.
-        segment_size: place logical nodes in groups of this many, by number; each group on physical nodes of its own
-            in one topology domain. Only for STRICT_PACK.
-        deadline: when to stop looking, as of `time.monotonic`; None for the limit of work alone.
+    With `own_nodes`, no two logical nodes are on one physical node. With `segment_size`, groups of that many logical
+    nodes, by number, are each on physical nodes of their own in one topology domain: only for STRICT_PACK, and only for
+    complete groups. After the deadline, as of `time.monotonic`, no more plans are tried.
 
     Returns:
         The node id of each bundle of each `node_idx`, in physical order, or None if no plan was found; and whether it
         is certain that these nodes cannot hold the asks even when nothing else runs there.
-
-    Raises:
-        ValueError: the number of logical nodes is not a multiple of `segment_size`, or they are not STRICT_PACK.
 
     If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding takes
     the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`).
@@ -56,10 +49,7 @@ def decide(
 
 
 class Site:
-    """The asks by shape, and the nodes (numbered in physical order) by what they have for those asks.
-
-    `idle` counts what nodes have, instead of what is free there.
-    """
+    """The asks by shape, and the nodes by what they have for those asks: all of it if `idle`, else what is free."""
 
     def __init__(
         self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, deadline: float | None = None

@@ -20,10 +20,7 @@ class Undecided(Exception):
 
 
 class Budget:
-    """A limit of work that several searches share. It is counted, not timed, so that results are reproducible.
-
-    At the `deadline`, as of `time.monotonic`, a search gives up in any case.
-    """
+    """A limit of work that several searches share. It is counted, not timed, so that results are reproducible."""
 
     def __init__(self, steps: int, deadline: float | None = None) -> None:
         self._left = steps
@@ -136,11 +133,7 @@ class Search:
         return self.free[kind]
 
     def run(self) -> list[list[list[int]]] | None:
-        """Return the node of each unit, for each want and each of its asks; None only if they cannot be placed.
-
-        Raises:
-            Undecided: the budget was spent first.
-        """
+        """Return the node of each unit, for each want and each of its asks; None only if they cannot be placed."""
         failed = self.failed
         open_choices: list[Iterator[int]] = []
         trail: list[tuple[int, int, dict[int, int]]] = []

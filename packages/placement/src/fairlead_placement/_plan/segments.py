@@ -19,9 +19,6 @@ def place_blocks(
 
     A block is the shapes of its asks. A profile is how many bundles of each shape a node holds, or 0. Return the blocks
     of each domain; None only if they cannot be placed. Blocks of the same shapes take domains in order.
-
-    Raises:
-        Undecided: the budget was spent first.
     """
     kinds = group_pairs((tuple(sorted(Counter(block).items())), at) for at, block in enumerate(blocks))
     counts = _Domains([dict(kind) for kind in kinds], domains, budget).fill([len(at) for at in kinds.values()])

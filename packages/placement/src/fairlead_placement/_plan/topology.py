@@ -28,9 +28,6 @@ def node_place(node: Node) -> tuple[str, int]:
 
     They are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
     `nvlink_domain_<id>` and `topo_rank`.
-
-    Raises:
-        ValueError: the rank is not a number.
     """
     domain = node.labels.get("ray.io/gpu-domain")
     if domain is None:

@@ -106,10 +106,6 @@ def reserve(attempt: Attempt, look: Callable[[], Sequence[Node]] = read_nodes) -
     """Place a request, again and again until it succeeds or its time is up, and return its groups.
 
     `look` returns the nodes that may be used. It is called before each attempt; if it raises, the wait ends.
-
-    Raises:
-        ResourceInsufficientError: the nodes cannot hold it even when idle, also after the wait.
-        PlacementTimeoutError: they could, but not within the request's `timeout_s`.
     """
     request = attempt.request
     began = time.monotonic()

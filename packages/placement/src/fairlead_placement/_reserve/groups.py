@@ -58,10 +58,7 @@ class Reserved:
 def place(
     request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf
 ) -> tuple[Reserved, ...] | None:
-    """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once.
-
-    The deadline is as for `wait_placed`.
-    """
+    """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
     asks = request.asks
     batches = [asks] if request.unified and asks else [(ask,) for ask in asks]
     parts = [

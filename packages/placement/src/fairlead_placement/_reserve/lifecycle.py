@@ -95,9 +95,6 @@ class Holding:
 
         `model` is the request for each of them, but for its number and its count. `timeout_s` covers resources that
         others hold, and another thread that changes the cluster.
-
-        Raises:
-            PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
         """
         mine, began = self._leases, time.monotonic()
         if not self._extending.acquire(timeout=timeout_s):
@@ -157,13 +154,7 @@ class Holding:
             )
 
     def release(self, wanted: AbstractSet[int]) -> bool:
-        """Release logical nodes, and return whether Ray had their resources back in time.
-
-        Raises:
-            IndexError: a logical node is not in use.
-            ValueError: others share a placement group or a segment with them.
-            PlacementError: worker groups are in their slots.
-        """
+        """Release logical nodes, and return whether Ray had their resources back in time."""
         with self._lock, head_deadline(GIVE_BACK_S):
             there = {slot.node_idx for slot in self.slots}
             if not wanted <= there:
@@ -298,11 +289,7 @@ class Holding:
         return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
-        """Lease a port on the node of each slot until everything is released.
-
-        Raises:
-            PlacementError: another thread has ended the reservation meanwhile. Nothing stays leased.
-        """
+        """Lease a port on the node of each slot until everything is released."""
         mine = self._leases
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
         with self._leasing:
