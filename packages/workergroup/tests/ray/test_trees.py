@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that a worker has started end with it, also in their own sessions or after the death of their parent."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,13 +9,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
-from fairlead_workergroup._remote import process
+from fairlead_workergroup._remote import process, reaper
 from fairlead_workergroup.testing import kill
 
 from ..restarting import find_running
@@ -157,6 +159,51 @@ def test_survivors(parent, tmp_path, monkeypatch):
     assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
 
 
+def reapers(identity):
+    """Return the processes that wait for the end of a worker, without those that are ending."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            if f"\0{identity}\0" in Path(f"/proc/{name}/cmdline").read_text(errors="replace"):
+                found.append(int(name))
+    return found
+
+
+def open_files(pid):
+    return sorted(os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_reaper(tmp_path, eventually, monkeypatch):
+    """When a worker ends, everything with its mark ends without any request, and nothing of another worker does."""
+    monkeypatch.setattr(reaper, "GRACE_S", 0.1)
+    identity = f"{os.urandom(8).hex()}-3-1"
+    worker = fork()
+    if not worker:
+        page = process.mark_tree(identity)
+        reaper.start_reaper(identity)
+        start_children(str(tmp_path))
+        while page:
+            signal.pause()
+    other = subprocess.Popen(["sleep", "281"], env={process.VARIABLE.decode(): f"{identity}0"})
+    assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
+    pids = read_pids(tmp_path)
+    (pid,) = reapers(identity)
+    assert os.getsid(pid) != os.getsid(worker)
+    assert pid not in [child for child, _ in process.find_children([(worker, process.start_tick(worker))])[0]]
+    files = [name for name in open_files(pid) if "pidfd" not in name]
+    assert files == ["/dev/null"] * 3 + ["/memfd:fairlead-reaper (deleted)"]
+    try:
+        end_parent((worker, 0))
+        assert eventually(lambda: find_running(pids.values()) == [pids["cleared"]])
+        assert eventually(lambda: not reapers(identity))
+        assert find_running([other.pid]) == [other.pid]
+    finally:
+        other.kill()
+        other.wait()
+        for left in find_running(pids.values()):
+            os.kill(left, signal.SIGKILL)
+
+
 def test_shared_pages():
     """Pages that a worker shares with its forks count once."""
     block = bytearray(b"x") * (100 * MB)
@@ -228,7 +275,13 @@ def test_restart(group, tmp_path, eventually):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_process_that_does_not_end(group, tmp_path, eventually, monkeypatch, caplog):
+@pytest.fixture
+def late_reaper(monkeypatch) -> None:
+    """The reapers of the workers leave their trees to the group."""
+    monkeypatch.setattr(reaper, "GRACE_S", 600.0)
+
+
+def test_process_that_does_not_end(late_reaper, group, tmp_path, eventually, monkeypatch, caplog):
     """A slot with a remaining process is not used again, and restart and shutdown report the process."""
     children = start_processes(group, 1, tmp_path / "1", eventually)
     kill(group, 1)

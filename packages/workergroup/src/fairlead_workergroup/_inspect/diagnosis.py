@@ -40,11 +40,8 @@ class Finding:
         kind: "dead", "stopped" (SIGSTOP), "late" (others wait for it), "stuck" (no progress, and nobody is elsewhere),
             "starting" (its constructor has not finished), "unknown" (its node did not answer), "driver" (the process
             that owns the group is stopped or gone), or "straggler" (slower than its peers).
-        ranks: whom it is about.
-        text: it, as a sentence.
         axes: the axes along which others wait for it.
         coords: the coordinates that all of `ranks` have in common.
-        method: what they run; None without.
         since_s: for how long; of a straggler, how long its method takes.
         where: the innermost frame of the method, `file:line in function`; empty if it is not known.
         stacks: the frames of the first of them, from the innermost one to its method.

@@ -37,18 +37,11 @@ class RegisteredWorker:
     """One worker of a group, as its group has published it.
 
     Attributes:
-        rank: its number in the group.
-        name: its name.
-        coords: its coordinates, by axis.
-        node_id: Ray's id of its node.
-        address: the node's address.
         pid: its process; 0 until it has started.
-        started: the tick at which the process started.
         incarnation: how often its rank has been started before.
         restarts: how often of these because it was lost.
         actor_id: Ray's id of its actor; empty before there is one.
         mark: what finds its process while it starts.
-        actor_name: the name of its actor.
         tied_rank: its number in its tied group.
     """
 
@@ -72,18 +65,11 @@ class RegisteredGroup:
     """A group, as it has published itself.
 
     Attributes:
-        group_id: identifies it among all groups.
-        name: its name.
-        class_name: the class of its workers.
-        shape: the sizes of its axes.
         layout: the axes over its ranks, as of `NamedSharding.to_dict`.
         created: when it was made, in seconds since the epoch by its driver's clock.
-        namespace: Ray's namespace of its actors.
         epoch: the number of restarts, resizes and replacements of its workers so far.
         driver: the process that owns it: `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started`.
         members: the workers that are known, by ascending rank. Those of a node that is lost are missing.
-        agents: the agent of each node, by node id.
-        publication: the number of the latest publication.
         settled: whether all nodes have the latest publication, and every rank is among its members.
         lane: whether the workers serve nobody but their driver at present.
         methods: the methods of the class, as of `WorkerClass.to_dict`; empty if the driver's node did not answer.
@@ -121,23 +107,13 @@ class SeenWorker:
     """What one worker was doing when it was looked at.
 
     Attributes:
-        rank: its number in the group.
-        coords: its coordinates, by axis.
         node_id: Ray's id of its node; empty if nobody knows.
-        address: the node's address.
         pid: its process; 0 if there is none, or nobody knows.
         incarnation: how often its rank has been started before.
         restarts: how often of these because it was lost.
-        state: as of `WorkerStatus`.
         stopped: whether its process is stopped (SIGSTOP).
-        method: what it is running; None without.
-        running_s: seconds since it started that.
-        since_progress_s: seconds since its last progress.
         calls: how many method calls it has started.
         waiting: whether it is in `current_worker().waiting()`.
-        step: the last step it reported; None without.
-        message: the last message it reported.
-        memory_bytes: memory it has resident.
         stacks: the stacks of its threads, if they were asked for; empty for an idle worker.
         note: why something is not known, or what it died of.
     """
@@ -167,11 +143,7 @@ class SeenWorker:
 class SeenGroup:
     """A group and what its workers were doing when they were looked at.
 
-    Attributes:
-        group: the group.
-        workers: its workers, by rank.
-        driver: the state of the process that owns it: "runs", "stopped" (SIGSTOP), "gone", or "unknown".
-        age_s: seconds since it was made.
+    The driver is "runs", "stopped" (SIGSTOP), "gone", or "unknown".
     """
 
     group: RegisteredGroup
@@ -220,8 +192,6 @@ def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGrou
     """Return a group as it is published now; None if no agent of its job has it.
 
     Args:
-        group_id: the id of the group.
-        job_id: Ray's id of its job.
         within_s: how long to wait until all of its nodes have the latest publication; then the latest that each node
             has is returned.
 
@@ -293,8 +263,6 @@ def look_at_groups(
     """Look at the workers of groups, with one request to each agent.
 
     Args:
-        groups: the groups.
-        stuck_after_s: a busy worker without progress for so many seconds is stuck.
         dump: have those that are stuck write their stacks.
         ranks: the workers of a single group to look at; None for all.
     """

@@ -16,12 +16,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[[^\]]*\])? ")
 
 @dataclass(frozen=True)
 class FoldedStack:
-    """What several workers have in common.
-
-    Attributes:
-        ranks: the workers, ascending.
-        stacks: their stacks, or why there are none.
-    """
+    """The stacks of several workers, or why there are none."""
 
     ranks: tuple[int, ...]
     stacks: str
@@ -31,7 +26,6 @@ def fold_stacks(workers: Iterable[SeenWorker], *, threads: bool = False) -> list
     """Return the distinct stacks, those of most workers first.
 
     Args:
-        workers: the workers, looked at with stacks.
         threads: all threads of each; otherwise the one that runs the method, as far as the method.
     """
     found = group_pairs((_comparable(worker, threads), worker.rank) for worker in workers)

@@ -53,13 +53,7 @@ def _number(count: int, state: str) -> Text:
 
 
 def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_ROWS) -> RenderableType:
-    """Return a table with a line for each worker; of many, a line for those together that do the same.
-
-    Args:
-        seen: the group.
-        every: a line for each worker, however many there are.
-        most_rows: how many workers have a line each.
-    """
+    """Return a table with a line for each worker; of more than `most_rows`, one for those that do the same."""
     alike = [[worker] for worker in seen.workers]
     if not every and len(alike) > most_rows:
         alike = _fold(seen.workers)

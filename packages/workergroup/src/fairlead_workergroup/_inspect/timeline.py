@@ -23,11 +23,9 @@ class Span:
 
     Attributes:
         number: the number of the call, counted by the worker.
-        method: the method.
         start: when it began, by the clock of this process.
         end: when it ended; None if it still runs.
         waited_s: how long it waited for other workers, as far as that is marked.
-        failed: whether it raised an error.
         task: identifies the request among those of the worker.
     """
 
@@ -48,7 +46,6 @@ class Request:
         method: the method, or what was done; of a loss, which is a moment and no call, what was lost.
         start: when it was made, by the clock of this process.
         end: when its caller had the results; None if that is not so, or nobody waited for it.
-        failed: whether its caller got an error.
         workers: how many workers were called; 0 if it is no call.
         tasks: what the first of them were asked.
     """
@@ -71,7 +68,6 @@ class WorkerTimeline:
     """What one worker has done lately.
 
     Attributes:
-        worker: the worker.
         spans: its calls, in the order in which they ended; the one that runs is the last.
         steps: the steps that it reported, each with the time.
         error_s: by how much its times may be wrong against those of other nodes.
@@ -88,7 +84,6 @@ class Timeline:
     """What a group has done lately.
 
     Attributes:
-        group: the group.
         workers: the workers that could be read, by rank.
         requests: the calls of the driver; empty if there is no agent on its node.
         read_at: when it was read, by the clock of this process.

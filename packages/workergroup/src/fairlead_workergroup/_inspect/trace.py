@@ -152,11 +152,7 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 class TraceSaver:
-    """Saves the timeline of a group in the folder that `FAIRLEAD_TRACE_DIR` names when a call fails.
-
-    Args:
-        read: reads the timeline.
-    """
+    """Saves the timeline of a group in the folder that `FAIRLEAD_TRACE_DIR` names when a call fails."""
 
     def __init__(self, read: Callable[[], Timeline]) -> None:
         self._read = read

@@ -17,7 +17,6 @@ def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> 
     """Publish changed facts about this worker, in the variables of its environment too.
 
     Args:
-        worker: the user's instance, which is not used.
         changes: the facts that change; `env` has the variables that change.
         layout: the axes over the ranks as plain data; None if they stay.
     """
@@ -38,7 +37,6 @@ def warm_up(worker: Any, variables: Mapping[str, str], path: Sequence[str], targ
     """Import the module of a class in the environment of its workers; do not construct anything.
 
     Args:
-        worker: nothing, because there is no instance.
         variables: the variables of the environment, without those of a rank.
         path: the entries of PYTHONPATH.
         target: the full name or the pickled bytes of the class.

@@ -18,10 +18,7 @@ NAME = "fairlead-hang-"
 def hang(host: Any, how: str, token: str) -> None:
     """Wait for a byte in a pipe, which an agent writes; a file tells the agent the number of the pipe.
 
-    Args:
-        host: the host of the worker.
-        how: the way to hang, as for `testing.hang`.
-        token: the token by which the agent finds the file.
+    The agent finds the file by the token.
     """
     read, write = os.pipe()
     file = os.memfd_create(NAME + token)

@@ -27,6 +27,7 @@ from .links import LaneConfig
 from .overlap import serve_overlapping
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
+from .reaper import start_reaper
 from .stacks import write_stacks_on_signal
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
@@ -93,6 +94,7 @@ class WorkerHost:
         add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])
+            start_reaper(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")

@@ -31,11 +31,6 @@ Registered = tuple[int, int, str]
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
     """Return what `look` says of workers, and their processes.
 
-    Args:
-        workers: pid, start tick and mark of each; pid 0 for one that is starting.
-        stuck_after_s: as of `look`.
-        dump: as of `look`.
-
     Returns:
         For each worker what `look` returns, with `pid`, `started`, `process`, the letter of the process's state, and
         `rss_bytes`. `missing` is true for one that is starting and has no process yet.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of a machine: a worker with everything that it has started, how they end, and their memory.
 
+The reaper of a worker runs the text of this module, so it imports the standard library only.
 When a parent dies, its children get another parent. So a worker marks the processes that it starts: programs inherit a
 variable of its environment, and forks inherit a page of its memory."""
 
@@ -84,15 +85,14 @@ class Trees:
     ) -> tuple[list[Process], list[Process]]:
         """Return the workers and the children that run now.
 
-        Args:
-            processes: all processes of this machine, if they have just been read.
-            read: returns the marks of a process, `read_marks` by default.
+        Callers may give all processes of this machine, and a function that reads the marks of one.
         """
         processes = read_processes() if processes is None else processes
         running = {(pid, started) for pid, (_, started) in processes.items()}
         for one in running - self._workers - self._children:
             if one[1] >= self._since:
-                is_worker = [itself for mark, itself in (read or read_marks)(one) if mark.startswith(self._marks)]
+                marks = (read or read_marks)(one)
+                is_worker = [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]
                 if is_worker:
                     (self._workers if any(is_worker) else self._children).add(one)
         self._children |= _below(self._workers | self._children, processes)
@@ -152,6 +152,18 @@ def kill_trees(trees: Trees, within_s: float) -> list[Process]:
         if not there or time.monotonic() >= deadline:
             return there
         _wait(there, _sooner(deadline, LOOK_EVERY_S))
+
+
+def end_orphans(worker: Process, identity: str, grace_s: float) -> None:
+    """End the processes of a worker that has ended, unless something else ends them in `grace_s`."""
+    mark = f"{identity}-"  # not the beginning of the identity of another incarnation
+    trees, until = Trees([worker], [mark]), time.monotonic() + grace_s
+    time.sleep(LOOK_EVERY_S)  # a process that starts its program has no mark for a moment
+    while any(trees.look()):
+        if time.monotonic() >= until:
+            end_trees([worker], [], [mark], WORKER_GRACE_S)
+            return
+        time.sleep(LOOK_EVERY_S)
 
 
 def open_process(process: Process) -> int | None:
