@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
 
+import contextlib
 import gc
 import itertools
 import re
@@ -337,6 +338,19 @@ def test_torch():
     close(ends)
 
 
+@pytest.fixture
+def make_ends():
+    """Return a function that makes ends that read by NIXL, and are closed even if the test fails."""
+    with contextlib.ExitStack() as stack:
+
+        def make(sources, targets, **options):
+            ends = Ends(sources, targets, transport="nixl", **options)
+            stack.callback(close, ends)
+            return ends
+
+        yield make
+
+
 def commit_in_place(ends, version=1):
     """Read into the tensors of the target; return the reply of rank 0."""
     staged = ends.stage()
@@ -346,12 +360,12 @@ def commit_in_place(ends, version=1):
 
 @pytest.mark.xfail(strict=True, reason="c 1: reads are joined over the edge of two registered regions")
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
-def test_tensors_that_touch(commit):
+def test_tensors_that_touch(commit, make_ends):
     """Tensors that are views of one buffer, as in Megatron-Core and in buckets, are read."""
     half = RUN_BYTES
     sent, received = np.arange(2 * half, dtype="float32"), np.zeros(2 * half, "float32")
     sources, targets = (Worker({"a": one[:half], "b": one[half:]}) for one in (sent, received))
-    ends = Ends([sources], [targets], transport="nixl")
+    ends = make_ends([sources], [targets])
     ends.plan()
     if commit == "staged":
         (reply,) = ends.fetch(ends.stage(), 1)
@@ -359,13 +373,12 @@ def test_tensors_that_touch(commit):
         (reply,) = ends.commit(1)
     else:
         reply = commit_in_place(ends)
-    close(ends)
     assert reply.get("committed") == 1
     assert np.array_equal(received, sent)
 
 
 @pytest.mark.xfail(strict=True, reason="c 2: what two sources have sent to a relaying rank is read as one piece")
-def test_relays_from_sources_whose_memory_touches(monkeypatch):
+def test_relays_from_sources_whose_memory_touches(monkeypatch, make_ends):
     """A rank relays what it has fetched from two sources, wherever the kernel has put the memory for both."""
     free = memoryview(bytearray(1 << 22))
 
@@ -379,34 +392,32 @@ def test_relays_from_sources_whose_memory_touches(monkeypatch):
     values = {"w": np.random.default_rng(0).random((4, 1 << 16), "float32")}  # 512 KiB from each source
     sources = shard(values, NamedSharding.from_shape(a=2), {"w": {0: "a"}})
     expected = shard(values, NamedSharding.from_shape(replica=2), {})
-    ends = Ends(sources, zeros(expected), transport="nixl", nodes=(["a", "b"], ["c", "c"]))
+    ends = make_ends(sources, zeros(expected), nodes=(["a", "b"], ["c", "c"]))
     ends.plan()
     assert set(ends.orders.target[1]["sources"]) == {-1}
     replies = ends.fetch(ends.stage(), 1)
-    close(ends)
     assert all("bytes" in reply for reply in replies)
 
 
 @pytest.mark.xfail(strict=True, reason="c 3: the memory of a target with a negative stride is computed wrong")
-def test_reversed_target_in_place():
+def test_reversed_target_in_place(make_ends):
     """A target whose elements go backwards in memory is read into; or it is refused by name before the decision."""
     sent, received = np.arange(RUN_BYTES, dtype="float32"), np.zeros(RUN_BYTES, "float32")
-    ends = Ends([Worker({"a": sent})], [Worker({"a": received[::-1]})], transport="nixl")
+    ends = make_ends([Worker({"a": sent})], [Worker({"a": received[::-1]})])
     _, (described,) = ends.describe()
     if "refused" in described:
         assert described["refused"][0][0] == "a"
         return
     ends.plan()
     reply = commit_in_place(ends)
-    close(ends)
     assert reply.get("committed") == 1
     assert np.array_equal(received[::-1], sent)
 
 
 @pytest.mark.xfail(strict=True, reason="c 4: a link keeps tensors alive that the worker has dropped")
-def test_dropped_tensors_are_freed():
+def test_dropped_tensors_are_freed(make_ends):
     """When a send has ended, a link holds no reference to tensors of the user."""
-    ends = Ends([Worker({"a": np.ones(RUN_BYTES)})], [Worker({"a": np.zeros(RUN_BYTES)})], transport="nixl")
+    ends = make_ends([Worker({"a": np.ones(RUN_BYTES)})], [Worker({"a": np.zeros(RUN_BYTES)})])
     ends.send(1)
     held = [weakref.ref(workers[0].tensors["a"]) for workers in ends.workers.values()]
     for side, workers in ends.workers.items():
@@ -414,5 +425,4 @@ def test_dropped_tensors_are_freed():
         workers[0].tensors = {}
     gc.collect()
     alive = [one() is not None for one in held]
-    close(ends)
     assert alive == [False, False]
