@@ -62,12 +62,7 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class Answer(PassedOn):
-    """One of the results of a call, as an argument of another call.
-
-    Attributes:
-        method: the name of the method that makes the result.
-        ref: the reference to the result.
-    """
+    """One of the results of a call, as an argument of another call."""
 
     method: str
     ref: Any
@@ -133,7 +128,6 @@ class Source(NamedTuple):
     """The objects that another call makes and that are an argument of this call.
 
     Attributes:
-        method: the method of the other call; None for a plain ObjectRef.
         ids: the ids of the objects. References would keep the objects in the store after their last use.
         answers: the results that a lane delivers.
     """
@@ -224,9 +218,6 @@ class Arguments:
 
         A list or dict that is inlined is copied, because the call may be sent later or again with its present values.
         A `Call` becomes the references to its results.
-
-        Raises:
-            NotPicklableError: the value has to be stored and cannot be pickled.
         """
         if isinstance(value, ObjectRef):
             self.sources.append(Source(None, (value.binary(),)))

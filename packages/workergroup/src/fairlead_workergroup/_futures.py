@@ -57,18 +57,10 @@ class Carrier(Protocol):
 class LaneFuture:
     """The answer of one worker that arrives as a message.
 
-    Args:
-        carrier: the owner of the message.
-        task: the id of the request, in the form of Ray's ids of tasks.
-
     Attributes:
-        carrier, task: as given.
-        done: whether the answer has arrived.
-        failed: whether it is an error.
         frames: the pickled answer; None if it is stored or an error.
         ref: the reference to an answer in the object store; None if it came with the message.
         has_references: whether the stored answer holds references, which only Ray can pass on.
-        error: the error, once it has been read, or if it did not come from the worker.
     """
 
     # A call makes one for each worker, so these are set when they change.
@@ -181,12 +173,7 @@ class LaneFuture:
 
 
 class LaneStream:
-    """The items of a generator method that arrive as messages; it is used as Ray's `ObjectRefGenerator` is.
-
-    Args:
-        carrier: the owner of the messages.
-        task: the id of the request.
-    """
+    """The items of a generator method that arrive as messages; it is used as Ray's `ObjectRefGenerator` is."""
 
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.task: bytes = task
@@ -255,11 +242,7 @@ class LaneStream:
 
 
 class StoredItems:
-    """The items of a generator method of a lane as ObjectRefs. It is iterated as Ray's `ObjectRefGenerator` is.
-
-    Args:
-        stream: the items as they arrive.
-    """
+    """The items of a generator method of a lane as ObjectRefs. It is iterated as Ray's `ObjectRefGenerator` is."""
 
     def __init__(self, stream: LaneStream) -> None:
         self._stream = stream

@@ -73,8 +73,6 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
     """Return the exception to raise for a fetch that failed, with all ranks that have failed so far.
 
     Args:
-        refs: the results of one fetch.
-        first: the exception that Ray raised.
         sender: the sender of the group whose workers make the results; None if the group is not known.
     """
     if isinstance(first, ray.exceptions.RayError):
@@ -217,7 +215,6 @@ def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: obje
     Ray prints an error with its traceback when the last reference to it is released before any process retrieved it.
 
     Args:
-        futures: results, and generators of results, of one call.
         owner: the object that may still take the items of the generators.
     """
     late = _LateErrors(list(futures), owner)

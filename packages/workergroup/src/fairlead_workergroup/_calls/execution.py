@@ -40,21 +40,12 @@ class Execution:
     """The state of one call.
 
     Attributes:
-        sender: the sender of the group.
         owner: the group, which stays alive as long as a caller waits for the call.
-        order: the call.
         sent: the futures of the requests, or a future of them for a call that had to wait.
         returned: the ranks that return a result, in the order of the results.
-        options: the options of the call.
-        submit_s: the seconds from the call to the last request.
         fetched: the number of results that have been fetched, and their bytes.
         cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
         items: references to the items of generators that have arrived, by position.
-        attempt: how often the call has been repeated.
-        ranks: the called workers.
-        method: the method that was called.
-        positions: the positions of the workers that return a result, in the order of the results.
-        others: the positions of the other called workers.
         is_single: whether the result is one worker's value, and not a list.
     """
 
@@ -348,11 +339,7 @@ class Execution:
         return deadline if timeout is None else deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
 
     def check_open(self) -> None:
-        """Refuse to wait for a call that was cancelled, or whose Ray has ended.
-
-        Raises:
-            CallCancelledError, WorkerGroupError: it is one of these.
-        """
+        """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self.cancelled:
             raise CallCancelledError(self.method.name, self.cancelled)
         self.sender.roster.check_connected()
@@ -394,9 +381,6 @@ class Execution:
         """Log the workers that have not finished; return the deadline of the rest of the wait.
 
         When all have finished, only their values are on the way, which does not count against the deadline.
-
-        Raises:
-            CallTimeoutError: the deadline has passed and workers have not finished.
         """
         if not (pending := self.pending()):
             return Deadline()
@@ -425,12 +409,7 @@ class Execution:
         }
 
     def outcome(self, at: int, unfinished: Mapping[int, BaseException]) -> Outcome:
-        """Return the outcome of a called worker.
-
-        Args:
-            at: its position.
-            unfinished: the errors of workers that have not finished.
-        """
+        """Return the outcome of a called worker."""
         if at in unfinished:
             return Outcome(self.ranks[at], self.coords(at), error=unfinished[at])
         try:
@@ -467,11 +446,7 @@ class Execution:
         return values
 
     def check_complete(self, at: int) -> None:
-        """Refuse to return some of a generator's items as if they were all.
-
-        Raises:
-            WorkerGroupError: `Call.stream` has handed out items.
-        """
+        """Refuse to return some of a generator's items as if they were all."""
         if count := self._handed_out.get(at):
             raise WorkerGroupError(
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "

@@ -41,11 +41,7 @@ class Hooks:
             raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
 
     def check(self, sender: Sender) -> None:
-        """Check that the class has these methods, and that they take the arguments that they get.
-
-        Raises:
-            AttributeError, TypeError: it does not, or they do not.
-        """
+        """Check that the class has these methods, and that they take the arguments that they get."""
         for name in (self.on_restart, self.on_resize, self.on_handover):
             if name is not None:
                 sender.method(name).check((), {})

@@ -107,11 +107,7 @@ def _give_up_later(sender: Sender, resources: Resources, lane: Lane) -> None:
 
 @contextlib.contextmanager
 def _take_turn(sender: Sender, deadline: Deadline, timeout_s: float) -> Iterator[None]:
-    """Keep other threads from sending calls and restarting workers while this one opens a lane.
-
-    Raises:
-        LaneError: other threads did so until the deadline.
-    """
+    """Keep other threads from sending calls and restarting workers while this one opens a lane."""
     if not _acquire_turn(sender, deadline):
         reason = sender.restarter.describe_wait("Open the lane again, with a longer timeout.")
         raise LaneError(f"The lane did not open within {timeout_s:g} s. {reason}")

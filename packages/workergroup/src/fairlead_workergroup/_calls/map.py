@@ -43,15 +43,8 @@ class MapOptions:
     """The options of `map`.
 
     Attributes:
-        strategy: chooses the worker of the next item.
         move_items: whether the items of a worker that dies go to the others.
-        max_in_flight: the number of items that each worker has at a time.
-        ordered: whether results come in the order of the items.
         return_exceptions: whether an item's exception is its result.
-        each: the options of the call for each item.
-
-    Raises:
-        ValueError: a number or a strategy is not valid.
     """
 
     strategy: Strategy
@@ -278,7 +271,6 @@ class _Balancer:
         """Send items while the worker whose turn it is has room.
 
         Args:
-            items: the items that have not been sent.
             until: the first position that must not be sent yet.
             may_wait: on an event loop, send a call later instead of blocking the loop.
 

@@ -34,11 +34,7 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """The options of a call, which are the keywords of `RayWorkerGroup.call`.
-
-    Raises:
-        TypeError, ValueError: `timeout` or `retries` is not a number that makes sense.
-    """
+    """The options of a call, which are the keywords of `RayWorkerGroup.call`."""
 
     collect: Axes = None
     first_along: Axes = ()
@@ -56,11 +52,7 @@ class CallOptions:
 
 
 def make_options(collect: Axes, first_along: Axes, timeout: float | None, retries: int, discard: bool) -> CallOptions:
-    """Return the options of a call. They are kept, so the same options again cost next to nothing.
-
-    Raises:
-        TypeError, ValueError: as `CallOptions` does.
-    """
+    """Return the options of a call. They are kept, so the same options again cost next to nothing."""
     given: tuple[Any, ...] = collect, first_along, timeout, retries, discard
     try:
         options = _keep_options(*given)
@@ -78,7 +70,6 @@ class Mesh:
     """The workers that a call may reach, on the axes that it may name.
 
     Attributes:
-        sharding: the ranks on these axes.
         single: whether every axis was indexed away, so that one worker is left and no axis can be named.
     """
 
@@ -99,11 +90,7 @@ class Mesh:
         return Mesh(NamedSharding([selected], ["worker"]), single=True)
 
     def check(self, axes: Iterable[str]) -> None:
-        """Refuse axes that this mesh does not have.
-
-        Raises:
-            ValueError: an axis does not exist; the message names the valid ones.
-        """
+        """Refuse axes that this mesh does not have."""
         for axis in axes:
             if self.single:
                 raise ValueError(f"Invalid axis name: {axis!r}. This is a view of one worker, which has no axes left")
@@ -140,10 +127,6 @@ class Selection:
 
     def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
         """Return the mesh of the selected workers.
-
-        Args:
-            mesh: the workers to select from.
-            resizes: the resizes of the group so far.
 
         Raises:
             EpochError: the group does not have one of the coordinates any more.
@@ -253,7 +236,6 @@ class CallPlan(Recipients):
     """The recipients of a call, in ascending order, and the piece of each argument for each of them.
 
     Attributes:
-        mesh: the workers that the call may reach.
         coordinate_0: axes along which only coordinate 0 is called.
     """
 
@@ -288,11 +270,7 @@ class CallPlan(Recipients):
         return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
 
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
-        """Return what a call with this plan would do. Nothing is stored or called.
-
-        Raises:
-            TypeError, ValueError: the method does not take the arguments, or they do not fit the plan.
-        """
+        """Return what a call with this plan would do. Nothing is stored or called."""
         columns, named = make_columns(args, kwargs, self.column)
         method.check(columns, named)
         names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
@@ -349,13 +327,8 @@ def make_columns(
     """Return the positional and the keyword arguments of a call as columns.
 
     Args:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
         make: makes a column of the description of an argument, for errors, and the argument.
         method: the name of the method, for errors.
-
-    Raises:
-        TypeError, ValueError: what `make` raises, with a note that names the argument.
     """
 
     def column(what: str, value: Any) -> Column:

@@ -106,12 +106,6 @@ class ClassicFutures:
     """The futures that classic calls of a group have returned, with the times at which they were made.
 
     ObjectRefs have no time, and the deadline of a call counts from the call.
-
-    Args:
-        sender: the sender of the group.
-
-    Attributes:
-        sender: as given.
     """
 
     def __init__(self, sender: Sender) -> None:
@@ -149,10 +143,6 @@ class ClassicFutures:
 def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
     """Return the positions of the wanted results, in the order they are wanted, and those of the others.
 
-    Args:
-        called: the rank of each future.
-        returned: the wanted ranks in order; None for all.
-
     Raises:
         ValueError: `returned` names a rank that was not called.
     """
@@ -171,13 +161,8 @@ def wait_for_some(
     """Return the futures that are ready, once there is at least one.
 
     Args:
-        futures: ObjectRefs and generators.
-        deadline: when the wait ends.
         check_late: called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without a result.
         fetch_local: whether a future is ready only when its value is on this node.
-
-    Raises:
-        CallTimeoutError: `check_late` raised it.
     """
     while True:
         left = deadline.left(at_most=REPORT_EVERY_S)
@@ -216,9 +201,6 @@ def drain(
         streams: the list to which the items of each generator are added.
         singles: other results of the same call; the error of one ends the wait.
         wait: waits, and returns those of the given futures that are ready.
-
-    Raises:
-        Exception: what a worker raised, as Ray raises it, or what `wait` raises.
     """
     waiting: dict[Any, None] = dict.fromkeys([*streams, *singles])
     while waiting:
@@ -304,11 +286,7 @@ class _Wait:
         self.deadline = self._first_deadline(futures)
 
     def check_late(self, _: Deadline) -> Deadline:
-        """Return the first deadline of the futures that are not ready; log them every `REPORT_EVERY_S` seconds.
-
-        Raises:
-            CallTimeoutError: that deadline has passed.
-        """
+        """Return the first deadline of the futures that are not ready; log them every `REPORT_EVERY_S` seconds."""
         ends = {end_of(future): future for future in self._futures}
         pending = wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
         self.deadline = self._first_deadline([ends[ref] for ref in pending])

@@ -50,11 +50,7 @@ class Order(NamedTuple):
     """A call that is ready to be sent, now or later.
 
     Attributes:
-        method: the method that is called.
-        ranks: the workers that are called.
         requests: the request to each of them; a list if the call may be repeated.
-        began: when the call was made.
-        deadline: when the call has to be done.
         counts: the numbers that the call adds to the statistics of the group besides the requests.
         sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
@@ -75,13 +71,7 @@ class Order(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A call that has been sent.
-
-    Attributes:
-        futures: the future of each worker.
-        epoch: the epoch in which the workers run the call.
-        entry: the number of its entry in the log.
-    """
+    """A call that has been sent."""
 
     futures: list[Any]
     epoch: int
@@ -133,16 +123,7 @@ class Sender:
     """Sends requests to the workers of a group.
 
     Attributes:
-        roster: the members of the group.
-        launcher: knows the class of the workers.
-        restarter: restarts lost workers.
-        verdicts: records losses.
-        counters: the counters of the group.
-        log: the latest calls of the group.
         save_trace: adds a trace of the group to an error, if that is wanted.
-        call_timeout_s: the timeout of calls without one of their own.
-        queue: the calls that wait to be sent.
-        overlapping: the calls of a group whose async methods overlap.
         lane: the open lane; None if all calls go by Ray.
     """
 
@@ -167,11 +148,7 @@ class Sender:
         """Bring the roster up to date, before a call is planned; it always is in the process that made the group."""
 
     def method(self, method: str | Callable[..., Any] | Method) -> Method:
-        """Return the method of the class, or the function, that a caller means.
-
-        Raises:
-            AttributeError, TypeError: there is no such method, or a worker cannot run the function.
-        """
+        """Return the method of the class, or the function, that a caller means."""
         return method if isinstance(method, Method) else self.launcher.worker_class.method(method)
 
     def restart(self) -> list[int]:
@@ -179,11 +156,7 @@ class Sender:
         return self.restarter.restart()
 
     def check_retries(self, retries: int) -> None:
-        """Refuse retries in a group that does not restart workers.
-
-        Raises:
-            ValueError: there would be no worker to repeat the call on.
-        """
+        """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
             raise ValueError(
                 f"retries={retries} needs a group with restart_on_failure=True, which restarts its workers"
@@ -246,12 +219,7 @@ class Sender:
             return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     def _store_answers(self, order: Order) -> Order:
-        """Return an order with references in the place of answers of a lane.
-
-        Raises:
-            CallTimeoutError: an answer has not arrived by the deadline.
-            Exception: the error of the worker that should have made it.
-        """
+        """Return an order with references in the place of answers of a lane."""
         try:
             return order._replace(requests=[_store_answers(request, order.deadline) for request in order.requests])
         except GetTimeoutError as error:
@@ -287,9 +255,6 @@ class Sender:
 
     def _take_turn(self, order: Order) -> Snapshot:
         """Wait until the workers of a call are available, and keep other threads from sending until `turn` is released.
-
-        Returns:
-            The members of the group.
 
         Raises:
             CallTimeoutError: other calls or a restart took longer than the call's deadline.
@@ -348,8 +313,6 @@ class Sender:
         """Drop the requests of a call that have not started.
 
         Args:
-            futures: the future of each request, by rank.
-            method: the name of the method, for reports.
             force: kill the workers that are running it.
 
         Returns:
@@ -368,11 +331,7 @@ class Sender:
 
 
 def check_epoch(order: Order, now: Snapshot) -> None:
-    """Refuse to send a call that was planned on another size of the group.
-
-    Raises:
-        EpochError: the group has been resized since then.
-    """
+    """Refuse to send a call that was planned on another size of the group."""
     if order.sharding is now.sharding or (order.sharding is None and now.has(order.ranks)):
         return
     raise EpochError(
@@ -464,11 +423,7 @@ def send(member: Member, request: Request) -> Any:
 
 
 def _store_answers(request: Request, deadline: Deadline) -> Request:
-    """Return a request with references in the place of answers of a lane.
-
-    Raises:
-        GetTimeoutError: a lane has not delivered an answer by the deadline.
-    """
+    """Return a request with references in the place of answers of a lane."""
 
     def store(value: Any) -> Any:
         return value.store(deadline.left()) if isinstance(value, LaneFuture) else value
