@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real autoscaler: whether it is noticed, the demand that it reads in Ray's state, and nodes that it may remove.
+
+Ray's `AutoscalingCluster` stops every Ray on the machine, so the autoscaler's own process is started here instead. Its
+provider launches no nodes.
+"""
+
+import json
+import threading
+
+import pytest
+from ray._private import services
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement.spi import autoscaler_is_there
+
+# The id of the head in the provider, and the name of its type.
+HEAD = "head"
+PROVIDER = """
+from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
+
+class Provider(FakeMultiNodeProvider):
+    def _create_node_with_resources_and_labels(self, *args):
+        pass
+"""
+NODE_TYPES = {
+    HEAD: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+    "large": {"resources": {"CPU": 6}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+}
+# Ray requires these fields.
+EMPTY = (
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "initialization_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+)
+
+
+class Head:
+    """A cluster of a head without room and a node of 2 CPUs, and what Ray's head reports to an autoscaler."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.client = GcsClient(cluster.address)
+        (self.node,) = cluster.worker_nodes
+
+    def demand(self):
+        """Return the number of bundles of each placement group that is pending."""
+        gangs = get_cluster_resource_state(self.client).pending_gang_resource_requests
+        return [len(gang.requests) for gang in gangs]
+
+    def is_idle(self):
+        """Return whether an autoscaler may remove the node of 2 CPUs."""
+        states = get_cluster_resource_state(self.client).node_states
+        (state,) = [one for one in states if one.node_id.hex() == self.node.node_id]
+        return state.status == NodeStatus.IDLE
+
+    def is_scaled(self):
+        """Return whether an autoscaler has reported its state."""
+        reply = GetClusterStatusReply.FromString(self.client.get_cluster_status())
+        return reply.autoscaling_state.last_seen_cluster_resource_state_version > 0
+
+
+@pytest.fixture(scope="module")
+def head(raylets):
+    # As on Kubernetes, Ray does not start an autoscaler itself.
+    variables = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": HEAD}
+    options = {"num_cpus": 0, "no_monitor": True, "env_vars": variables}
+    with raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster:
+        yield Head(cluster)
+
+
+@pytest.fixture(scope="module")
+def scaled(head, tmp_path_factory, eventually):
+    """Return the head while an autoscaler (version 2) runs, which has reported its state."""
+    folder = tmp_path_factory.mktemp("autoscaler")
+    (folder / "launches_nothing.py").write_text(PROVIDER)
+    provider = {
+        "type": "external",
+        "module": "launches_nothing.Provider",
+        "gcs_address": head.cluster.address,
+        "head_node_id": HEAD,
+    }
+    config = {
+        **{key: [] for key in EMPTY},
+        "auth": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 10,
+        "cluster_name": "test",
+        "max_workers": 2,
+        "provider": provider,
+        "head_node_type": HEAD,
+        "available_node_types": NODE_TYPES,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_FAKE_CLUSTER", "1")
+        patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        process = services.start_monitor(
+            head.cluster.address,
+            str(folder),
+            stdout_filepath=str(folder / "out"),
+            stderr_filepath=str(folder / "err"),
+            autoscaling_config=str(folder / "config.json"),
+            autoscaler_v2=True,
+        ).process
+    try:
+        if not eventually(head.is_scaled, 120):
+            pytest.fail(f"the autoscaler does not run: {[path.read_text() for path in folder.glob('err')]}")
+        yield head
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Reservation:
+    """Reserves a cluster on a thread of its own."""
+
+    def __init__(self, cluster):
+        self.error = None
+        self._cluster = cluster
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self._cluster.reserve()
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            self.error = error
+
+    def has_ended(self):
+        return not self._thread.is_alive()
+
+    def wait(self):
+        self._thread.join()
+        self._cluster.shutdown()
+
+
+NEVER_NOTICED = "d 6: An autoscaler is looked for by a report that none of Ray's autoscalers writes."
+
+
+@pytest.mark.xfail(strict=True, reason=NEVER_NOTICED, raises=AssertionError)
+def test_an_autoscaler_is_noticed(scaled):
+    """An autoscaler that runs and may add nodes is noticed."""
+    assert autoscaler_is_there()
+
+
+@pytest.mark.xfail(strict=True, reason=NEVER_NOTICED, raises=AssertionError)
+def test_missing_nodes_are_demand(scaled, eventually):
+    """A request that only a new node could hold is in Ray's pending demand until that node has joined."""
+    cluster = RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=600)
+    reservation = Reservation(cluster)
+    eventually(lambda: reservation.has_ended() or scaled.demand())
+    assert not isinstance(reservation.error, ResourceInsufficientError), "refused at once"
+    added = scaled.cluster.add_node(num_cpus=6)
+    try:
+        reservation.wait()
+        assert reservation.error is None
+        assert scaled.demand() == []
+    finally:
+        scaled.cluster.remove_node(added)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="d 7: A request that waits for others shows no demand, so no cluster grows.",
+    raises=AssertionError,
+)
+def test_a_wait_for_others_is_demand(scaled, hold_group, pauses, eventually):
+    """A request that the nodes could hold if others held nothing is in Ray's pending demand while it waits."""
+    cluster = RayVirtualCluster([2], use_gpus=False, node_resource_constraints=[{"x": 1}], reserve_timeout_s=600)
+    with hold_group([{"x": 2}]):
+        reservation = Reservation(cluster)
+        eventually(lambda: scaled.demand() or len(pauses) >= 5)
+        shown = scaled.demand()
+    reservation.wait()
+    if reservation.error is not None:
+        raise reservation.error
+    assert shown == [2]
+    assert scaled.demand() == []
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="d 9: An agent stays on each node for the life of the job, so no node is idle.",
+    raises=AssertionError,
+)
+def test_a_node_is_idle_again(head, eventually):
+    """After the last cluster on a node has been shut down, nothing of it keeps an autoscaler from removing the node."""
+    if not eventually(head.is_idle):
+        pytest.fail("the node was not idle before")
+    with RayVirtualCluster([2], use_gpus=False) as cluster:
+        cluster.get_master_address_and_port()
+        if not eventually(lambda: not head.is_idle()):
+            pytest.fail("Ray did not report that the node is in use")
+    assert eventually(head.is_idle, 3)
