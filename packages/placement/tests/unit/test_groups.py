@@ -8,8 +8,17 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from fairlead_placement._model import Node
 from fairlead_placement._reserve import groups
-from fairlead_placement._reserve.groups import BUNDLE_S, CREATED_AT_ONCE, PLACING_S, create_groups, wait_placed
+from fairlead_placement._reserve.groups import (
+    BUNDLE_S,
+    CREATED_AT_ONCE,
+    PLACING_S,
+    Reserved,
+    create_groups,
+    slots_of,
+    wait_placed,
+)
 
 
 @pytest.fixture
@@ -145,3 +154,46 @@ def test_rows_of_groups(monkeypatch, count):
     monkeypatch.setattr(groups, "placement_group_table", read)
     assert {row["placement_group_id"] for row in groups._rows(ids)} == ids
     assert asked == [None] if count > groups.ASKED_ALONE else None not in asked
+
+
+@pytest.fixture
+def assigns(monkeypatch):
+    """Run tasks here, where Ray has assigned a core of an accelerator to each of them (seam: Ray's functions)."""
+
+    class Task:
+        def __init__(self, function):
+            self._function = function
+
+        def options(self, **_):
+            return self
+
+        def remote(self):
+            return self._function()
+
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [], "neuron_cores": ["3"], "TPU": []})
+    monkeypatch.setattr(ray, "remote", lambda **_: Task)
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(groups, "read_nodes", lambda: (Node("a", "192.0.2.1", {}, {}, {}),))
+
+
+def slot_of(bundle, capacity):
+    (slot,) = slots_of([Reserved(SimpleNamespace(id=0), (0,), ("a",), (bundle,))], capacity, deadline=0.0)
+    return slot
+
+
+@pytest.mark.xfail(
+    strict=True, reason="d 10: A worker asks only for the CPU and the GPU of its bundle.", raises=AssertionError
+)
+def test_a_worker_asks_for_everything_in_its_bundle(assigns):
+    """A worker asks for a CPU and for its share of all other resources that the bundle holds."""
+    assert slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1).worker_resources == {"CPU": 1, "neuron_cores": 1}
+    assert slot_of({"CPU": 2.0, "licence": 3.0}, 2).worker_resources == {"CPU": 1, "licence": 1.5}
+
+
+@pytest.mark.xfail(
+    strict=True, reason="d 10: A slot has the ids of GPUs, and of no other accelerator.", raises=AssertionError
+)
+def test_a_slot_has_the_ids_of_any_accelerator(assigns):
+    """The ids of a slot are those that Ray assigns for the accelerator of its bundle, whatever kind that is."""
+    assert slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1).accelerator_ids == ("3",)
