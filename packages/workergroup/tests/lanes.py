@@ -109,6 +109,9 @@ class Group:
             self.ran[rank].append(value)
             return value
 
+        def total(*values):
+            return sum(map(len, values))
+
         def items(count):
             yield from range(count)
 
@@ -123,7 +126,7 @@ class Group:
             yield 1
             raise KeyError("after an item")
 
-        methods = (echo, add, items, items_and_note, items_and_fail, fail)
+        methods = (echo, add, total, items, items_and_note, items_and_fail, fail)
         return {method.__name__: method for method in methods}
 
     def send(self, method: str, *args, ranks=None, **kwargs) -> list:

@@ -16,7 +16,18 @@ from fairlead_workergroup import _futures as futures_of  # noqa: E402
 from fairlead_workergroup._calls.lane import open_lane  # noqa: E402
 from fairlead_workergroup._lane.local import LocalSocket  # noqa: E402
 from fairlead_workergroup._lane.router import Router  # noqa: E402
-from fairlead_workergroup._remote.lane import ANSWER, HELLO, INLINE, VALUE  # noqa: E402
+from fairlead_workergroup._remote.lane import (  # noqa: E402
+    ANSWER,
+    ANSWER_BYTES,
+    HELLO,
+    INLINE,
+    INLINE_BYTES,
+    STORED,
+    VALUE,
+    make_answer,
+    make_error,
+)
+from fairlead_workergroup._remote.links import CONTENT_BYTES, LaneConfig, NetworkLink  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError  # noqa: E402
 
 from ..lanes import Resources, connect_stranger, open_group  # noqa: E402
@@ -129,6 +140,51 @@ class TestKeys:
             stranger.send(b"x")
             for i in range(20):
                 assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
+
+
+class TestSizes:
+    """What a peer without the keys may send: a greeting of ZeroMQ, and then the beginning of a frame of 4 GiB."""
+
+    GREETING = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    BEGINNING = struct.pack(">BQ", 6, 1 << 32)
+
+    def announce(self, peer: socket.socket) -> bytes:
+        """Announce a large frame, and return the bytes that arrive until the other side closes the connection."""
+        peer.settimeout(5)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            peer.sendall(self.GREETING)
+            while len(received) < len(self.GREETING):
+                received += peer.recv(64)
+            peer.sendall(self.BEGINNING)
+            while data := peer.recv(4096):
+                received += data
+        return received
+
+    def test_driver(self, group):
+        """The driver closes the connection of a stranger who announces a large frame, and the calls go on."""
+        with socket.create_connection(("127.0.0.1", int(group.router.address.rpartition(":")[2]))) as stranger:
+            assert self.announce(stranger)
+        assert futures_of.get(group.send("echo", 1), 20) == [((1,), {})] * 2
+
+    def test_worker(self):
+        """A worker closes its connection if a false driver announces a large frame."""
+        keys = zmq.curve_keypair()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(20)
+            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            link = NetworkLink(LaneConfig(address, b"name", zmq.curve_keypair()[0], *keys))
+            peer, _ = listener.accept()
+            with peer:
+                assert self.announce(peer)
+            link.close()
+
+    def test_largest_answer(self):
+        """Whatever a worker sends in a message is smaller than the largest frame that the driver takes."""
+        error = ValueError("\N{SNOWMAN}" * INLINE_BYTES)
+        largest = [make_answer(bytes(INLINE_BYTES - 100)), make_error("method", error)]
+        assert [answer.form for answer in largest] == [INLINE, STORED]
+        assert sum(map(len, largest[0].frames)) + ANSWER_BYTES <= CONTENT_BYTES
 
 
 class TestAddress:

@@ -1,16 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the Unix sockets of a lane, at both ends, without Ray."""
 
+import asyncio
+import contextlib
 import os
+import pickle
+import select
 import socket
+import struct
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("zmq")
 
 from fairlead_workergroup import _futures as futures_of
+from fairlead_workergroup._lane import local as local_of
+from fairlead_workergroup._remote.lane import (
+    ACK,
+    ANSWER,
+    ANSWER_BYTES,
+    CALL,
+    INLINE_BYTES,
+    REQUEST,
+    STOP,
+    WELCOME,
+    Connection,
+    serve,
+)
 from fairlead_workergroup._remote.links import (
     PACKET_BYTES,
     DriverLostError,
@@ -20,6 +39,7 @@ from fairlead_workergroup._remote.links import (
     Packets,
     connect,
 )
+from fairlead_workergroup._remote.overlap import serve_overlapping
 
 
 @pytest.fixture
@@ -121,26 +141,22 @@ class TestLocalLink:
             link.send([b"\0"])
         link.close()
 
-    def test_driver_does_not_receive(self, driver):
-        """The answers that a stopped driver does not receive are sent when it goes on, in order."""
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_driver_does_not_receive(self, driver, waits):
+        """The messages that a stopped driver does not receive are sent when it goes on, in order."""
         listener, config = driver
-        link = LocalLink(config)
+        link = LocalLink(config, waits=waits)
         accepted, _ = listener.accept()
+        accepted.settimeout(20)
         end = Packets(accepted)
         assert take(end, 1) == [[b"keyname"]]
         messages = [[b"\0" + bytes([i]) * 20_000, b"more"] for i in range(100)]
-        for message in messages:
-            link.send(message)
-        assert link.is_behind
-        assert link.receive(waits=True) is None
-        received: list = []
-        receiver = threading.Thread(target=lambda: received.extend(take(end, len(messages))))
-        receiver.start()
-        deadline = time.monotonic() + 20
-        while link.is_behind and time.monotonic() < deadline:
-            link.receive(waits=True)
-        receiver.join(20)
-        assert received == messages
+        sender = threading.Thread(target=lambda: [link.send(message) for message in messages])
+        sender.start()
+        sender.join(0.1 if waits else 20)
+        assert sender.is_alive() == waits
+        assert take(end, len(messages)) == messages
+        sender.join(20)
         end.close()
         link.close()
 
@@ -159,6 +175,202 @@ class TestLocalLink:
         link.close()
 
 
+class Peer:
+    """The driver's end of a connection, which receives only when a test says so."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        accepted, _ = listener.accept()
+        accepted.settimeout(20)
+        self.end = Packets(accepted)
+        self.sent = self.taken = 0
+        assert take(self.end, 1) == [[b"keyname"]]
+
+    def send(self, kind: int, method: str = "") -> None:
+        numbered = kind not in (WELCOME, ACK)
+        self.sent += numbered
+        task = bytes([self.sent]) * 24
+        header = struct.pack(REQUEST, kind, False, self.sent * numbered, self.taken, task)
+        self.end.send([header + pickle.dumps((method, [], {}))])
+
+    def take(self, count: int) -> list[int]:
+        """Return the calls that so many answers belong to, or 0 for a greeting."""
+        headers = [struct.unpack(ANSWER, message[0][:ANSWER_BYTES]) for message in take(self.end, count)]
+        self.taken = max(number for *_, number, _, _ in headers)
+        return [call for *_, call in headers]
+
+
+class TestConnection:
+    @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "async"])
+    @pytest.mark.parametrize("methods", [["make"] * 12 + ["hold"], ["items"]], ids=["answers", "items"])
+    def test_code_after_an_answer(self, driver, overlaps, methods):
+        """Answers and items arrive while the next code of the worker runs, even if the driver receives late."""
+        holding, released = threading.Event(), threading.Event()
+
+        def make():
+            return b"x" * 90_000
+
+        def hold():
+            holding.set()
+            released.wait(60)
+
+        def items():
+            for _ in range(12):
+                yield make()
+            hold()
+
+        def run():
+            find = {"make": make, "hold": hold, "items": items}.__getitem__
+            if overlaps:
+                asyncio.run(collect(serve_overlapping(driver[1], find, lambda read: None)))
+            else:
+                list(serve(driver[1], find, lambda read: None))
+
+        worker = threading.Thread(target=run, daemon=True)
+        worker.start()
+        peer = Peer(driver[0])
+        peer.send(WELCOME)
+        for method in methods:
+            peer.send(CALL, method)
+        try:
+            holding.wait(0.3)
+            calls = peer.take(13)
+            assert calls == [0, *range(1, 13)] if len(methods) > 1 else [0, *[1] * 12]
+            assert holding.wait(20)
+        finally:
+            released.set()
+            peer.send(STOP)
+            peer.take(2)
+            peer.send(ACK)
+            worker.join(20)
+            peer.end.close()
+
+    def test_connection_closed_before_the_greeting(self, driver):
+        """A worker whose connection is closed before the driver has said anything connects again."""
+        connection = Connection(driver[1])
+        Peer(driver[0]).end.close()
+        deadline = time.monotonic() + 20
+        while not select.select([driver[0]], [], [], 0)[0] and time.monotonic() < deadline:
+            connection.look(waits=True)
+        peer = Peer(driver[0])
+        peer.send(WELCOME)
+        while not connection.is_welcome and time.monotonic() < deadline:
+            connection.look(waits=True)
+        assert peer.take(1) == [0]
+        peer.end.close()
+        with pytest.raises(DriverLostError):
+            connection.look(waits=True)
+        connection.close()
+
+
+def receive_many(link: LocalLink, times: int) -> None:
+    for _ in range(times):
+        link.receive(waits=True)
+
+
+async def collect(items) -> list:
+    return [item async for item in items]
+
+
+@pytest.fixture
+def lane_socket():
+    """Yield the driver's Unix socket, and a function that handles what has happened to it."""
+    with select.epoll() as poller:
+        made = local_of.LocalSocket(poller)
+
+        def handle() -> list:
+            happened = poller.poll(0)
+            for file, events in happened:
+                made.note(file, events)
+            return happened
+
+        yield made, handle
+        made.close()
+
+
+def make_link(made: local_of.LocalSocket, name: bytes = b"name") -> LocalLink:
+    return LocalLink(made.complete(LaneConfig("", name, b"", b"", b"")))
+
+
+class TestLocalSocket:
+    def test_shared_files(self, lane_socket):
+        """A connection that has ended is not reported any more, even if another process has it too."""
+        made, handle = lane_socket
+        with make_link_and_guest(made):
+            while not made._links or not made._guests:
+                handle()
+            shared = [os.dup(file) for file in (*made._links, *made._guests)]
+        try:
+            while made._links or made._guests:
+                handle()
+                assert list(made.receive(drains=False)) == []
+            assert handle() == []
+        finally:
+            for file in shared:
+                os.close(file)
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_forked_child(self, lane_socket):
+        """A worker's connection ends with the driver, even if a child that the driver has forked goes on."""
+        made, handle = lane_socket
+        link = make_link(made)
+        while not made._links:
+            handle()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            made.close()
+            with pytest.raises(DriverLostError):
+                receive_many(link, 80)
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+            link.close()
+
+    def test_key_that_was_not_read(self, lane_socket, monkeypatch):
+        """A worker whose key has arrived stays connected, however many connections without a key follow."""
+        monkeypatch.setattr(local_of, "MOST_GUESTS", 4)
+        made, handle = lane_socket
+        link = make_link(made)
+        guests = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(10)]
+        for guest in guests:
+            guest.connect(made.complete(LaneConfig("", b"", b"", b"", b"")).local_address)
+        while handle():
+            pass
+        assert made.send(b"name", [b"\0hello"])
+        assert link.receive(waits=True) == [b"\0hello"]
+        assert len(made._guests) == 4
+        for end in (link, *guests):
+            end.close()
+
+    def test_other_users(self, lane_socket, monkeypatch):
+        """A process of another user does not get in, even with the key."""
+        made, handle = lane_socket
+        assert local_of.user_of(socket.socketpair(socket.AF_UNIX)[0]) == os.geteuid()
+        monkeypatch.setattr(local_of, "user_of", lambda _: os.geteuid() + 1)
+        link = make_link(made)
+        while handle():
+            pass
+        assert made.send(b"name", [b"\0hello"]) is None
+        with pytest.raises(DriverLostError):
+            link.receive(waits=True)
+        link.close()
+
+
+@contextlib.contextmanager
+def make_link_and_guest(made: local_of.LocalSocket) -> Iterator[None]:
+    """Connect with the key and without it."""
+    link = make_link(made)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
+        guest.connect(made.complete(LaneConfig("", b"", b"", b"", b"")).local_address)
+        yield
+    link.close()
+
+
 class TestLane:
     """Messages of a lane that are too large for a packet, or that a worker does not receive."""
 
@@ -167,6 +379,21 @@ class TestLane:
         values = [os.urandom(80_000), "x" * 9_000]
         sent = [group.send("echo", i, *values) for i in range(50)]
         assert [futures_of.get(futures, 60) for futures in sent] == [[((i, *values), {})] * 2 for i in range(50)]
+
+    def test_many_arguments(self, group):
+        """Arguments that are small but many arrive, as do the largest answers when they are passed on together."""
+        sent = group.send("total", *[os.urandom(9_900) for _ in range(300)])
+        assert futures_of.get(sent, 60) == [300 * 9_900] * 2
+        answers = [future for _ in range(15) for future in group.send("add", os.urandom(INLINE_BYTES - 100))]
+        assert futures_of.get(group.send("total", *answers), 60) == [30 * (INLINE_BYTES - 100)] * 2
+
+    def test_worker_of_another_user(self, group, monkeypatch):
+        """A worker that the Unix socket refuses connects by the network."""
+        monkeypatch.setattr(local_of, "user_of", lambda _: os.geteuid() + 1)
+        with group.lane.detour([0, 1]):  # after which the workers connect again
+            pass
+        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+        assert not group.router._local._by_name.keys() & {group.lane._sessions[0].identity}
 
     def test_worker_that_receives_nothing(self, group):
         """The driver does not wait for a worker that runs a method, and sends the rest when it goes on."""

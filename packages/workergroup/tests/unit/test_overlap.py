@@ -24,7 +24,7 @@ TASKS = [bytes([number]) * 24 for number in range(1, 6)]
 class Connection:
     """A connection whose messages are a list, in which an event holds up those behind it until it is set."""
 
-    unacknowledged, has_message, is_behind = 0, False, False
+    unacknowledged, has_message, is_welcome = 0, False, True
 
     def __init__(self, *messages: tuple | asyncio.Event) -> None:
         self.messages = deque(messages)
@@ -65,18 +65,25 @@ def make_cancel(number: int) -> tuple:
 
 
 @pytest.fixture
-def serve(monkeypatch):
+def stored():
+    """Return the list of what Ray stores."""
+    return []
+
+
+@pytest.fixture
+def serve(monkeypatch, stored):
     """Return a function that serves messages with these methods, and returns the connection and what Ray stores."""
 
     def run(methods: dict, *messages, name_task=lambda read: None) -> tuple[Connection, list]:
         connection = Connection(*messages, (STOP, 0, b"", []))
-        monkeypatch.setattr(overlap, "Connection", lambda config: connection)
+        stored.clear()
+        monkeypatch.setattr(overlap, "Connection", lambda config, *, waits: connection)
 
-        async def collect() -> list:
-            served = overlap.serve_overlapping(None, methods.__getitem__, name_task)
-            return [stored async for stored in served]
+        async def collect() -> None:
+            async for answer in overlap.serve_overlapping(None, methods.__getitem__, name_task):
+                stored.append(answer)
 
-        stored = asyncio.run(collect())
+        asyncio.run(collect())
         assert connection.ended
         return connection, stored
 
@@ -101,6 +108,21 @@ class TestCalls:
         """The end of a generator is sent also if its lane ends meanwhile and the queue of answers is full."""
         connection, _ = serve(METHODS, make_call(1, "items", count))
         assert connection.answers == [*((ITEM, 1, i) for i in range(count)), (END, 1, None)]
+
+    def test_code_after_a_stored_answer(self, serve, stored):
+        """No code of the user begins or goes on, which could block the loop, before Ray has the earlier answers."""
+        before = []
+
+        def make():
+            before.append(len(stored))
+            return np.ones(50_000)
+
+        async def make_items():
+            for _ in range(3):
+                yield make()
+
+        serve({"make": make, "make_items": make_items}, make_call(1, "make"), make_call(2, "make_items"))
+        assert before == [0, 1, 2, 3]
 
     def test_order(self, serve, monkeypatch):
         """Calls begin in their order while an argument is fetched, which blocks no coroutine that runs."""

@@ -60,9 +60,7 @@ class Lane:
     """The messages between the driver and the workers of a group.
 
     Args:
-        roster: the roster of the group.
-        router: the socket, which the lane closes.
-        release: called when the socket is closed.
+        release: called when the router is closed, which the lane does.
         node_id: the Ray node that this process is on.
         overlaps: whether the workers run Ray's calls also while they serve the lane.
 
@@ -141,16 +139,7 @@ class Lane:
         *,
         yields_items: bool,
     ) -> list[Any]:
-        """Send a request to each rank.
-
-        Args:
-            now: the members of the group.
-            ranks: the called workers.
-            requests: the request to each of them.
-            yields_items: whether the method is a generator.
-
-        Returns:
-            The future of each request.
+        """Send a request to each rank, and return their futures; `yields_items` is for a generator method.
 
         Raises:
             WorkerGroupError: the lane has been closed.
@@ -313,15 +302,9 @@ class Lane:
                 self._router.interrupt()
 
     def _step(self, timeout_s: float, is_enough: Callable[[], bool] = bool, *, frees: bool = False) -> bool:
-        """Receive messages, or wait for the thread that does so.
+        """Receive messages, or wait for the thread that does so; return whether they are enough.
 
-        Args:
-            timeout_s: how long to wait for a message.
-            is_enough: whether the rest of the messages may wait.
-            frees: whether this is a background thread, which must not free references while Ray shuts down.
-
-        Returns:
-            Whether the messages that were received are enough.
+        With `frees` this is a background thread, which must not free references while Ray shuts down.
         """
         with self._gate:  # a thread in `_hold` comes first
             is_mine = self._socket_lock.acquire(blocking=False)
@@ -355,11 +338,7 @@ class Lane:
                 self._changed.notify_all()
 
     def _receive(self, is_enough: Callable[[], bool]) -> bool:
-        """Take the messages that have arrived, up to those that are enough.
-
-        Returns:
-            Whether they are enough.
-        """
+        """Take the messages that have arrived, up to those that are enough; return whether they are."""
         sessions, busy = self._by_identity, self._busy
         self._check_sessions()
         # What these workers sent before their end has arrived, and is taken before they are given up.

@@ -3,9 +3,12 @@
 
 import contextlib
 import hmac
+import os
 import secrets
 import select
 import socket
+import struct
+import weakref
 from collections.abc import Iterator, Sequence
 
 from .._remote.links import LaneConfig, Packets
@@ -14,6 +17,22 @@ KEY_BYTES = 32
 # The connections whose key has not arrived. The first of them is closed when there are more.
 MOST_GUESTS = 256
 BACKLOG = 1024
+_open: "weakref.WeakSet[LocalSocket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close all sockets after a fork: a connection that the child has too would not end with this process."""
+    for one in list(_open):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def user_of(connected: socket.socket) -> int:
+    """Return the user of the process that has connected."""
+    _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
 
 
 class LocalSocket:
@@ -21,9 +40,7 @@ class LocalSocket:
 
     A message needs no thread of its own there, as it does with ZeroMQ. Only the two processes can read what the socket
     carries. It has no file, and ends with the process. Where such a socket cannot be made, it has no connections.
-
-    Args:
-        poller: reports the events of the files of the socket, which the owner passes to `note`.
+    The poller reports the events of its files, which the owner passes to `note`.
     """
 
     def __init__(self, poller: select.epoll) -> None:
@@ -43,6 +60,7 @@ class LocalSocket:
             poller.register(self._listener, select.EPOLLIN)
         except OSError:  # a sandbox may forbid such sockets
             self._address = ""
+        _open.add(self)
 
     def complete(self, config: LaneConfig) -> LaneConfig:
         """Return what a worker of this node needs to connect."""
@@ -117,13 +135,23 @@ class LocalSocket:
             except OSError:  # too many files are open
                 if not self._guests:
                     return
-                self._dismiss(next(iter(self._guests)))
+                self._make_room()
+                continue
+            if user_of(guest) not in (0, os.geteuid()):
+                guest.close()
                 continue
             guest.setblocking(False)
             self._guests[guest.fileno()] = guest
             self._poller.register(guest, select.EPOLLIN)
             if len(self._guests) > MOST_GUESTS:
-                self._dismiss(next(iter(self._guests)))
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest, unless its key has arrived."""
+        file = next(iter(self._guests))
+        self._let_in(file)
+        if file in self._guests:
+            self._dismiss(file)
 
     def _let_in(self, file: int) -> None:
         """Read the key and the name that a new connection gives; close it if the key is wrong."""
@@ -143,7 +171,9 @@ class LocalSocket:
         self._links[file] = name, packets
 
     def _dismiss(self, file: int) -> None:
-        self._guests.pop(file).close()  # which also ends its events
+        # Closing a file ends its events only if no other process has it, such as one that forks right now.
+        self._poller.unregister(file)
+        self._guests.pop(file).close()
 
     def _flush(self, packets: Packets) -> None:
         with contextlib.suppress(OSError):  # the end of the connection is received
@@ -155,4 +185,5 @@ class LocalSocket:
         """Close a connection that has ended, unless it has been closed before."""
         if self._by_name.get(name) is packets:
             del self._by_name[name], self._links[packets.fileno()]
+            self._poller.unregister(packets)
             packets.close()

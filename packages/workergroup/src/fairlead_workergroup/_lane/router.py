@@ -11,12 +11,14 @@ from typing import Any
 from .._remote.lane import ANSWER_BYTES
 from .._remote.links import (
     DEAD_LINK_MS,
+    FRAME_BYTES,
     HEARTBEAT_MS,
     NO_BLOCK,
     RECEIVES_MORE,
     SEND_MORE,
     LaneConfig,
     make_socket,
+    split,
 )
 from ..exceptions import LaneError
 from .local import LocalSocket
@@ -30,10 +32,6 @@ class Router:
     """The sockets that the workers connect to, each under its own name. The caller serialises their use.
 
     Workers of this node connect by a Unix socket, and those of other nodes by ZeroMQ over TCP.
-
-    Args:
-        address: the address of this node, as in a URL.
-        port: a port that is leased here.
 
     Attributes:
         address: the address for workers of other nodes.
@@ -56,6 +54,7 @@ class Router:
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
+            zmq.MAXMSGSIZE: FRAME_BYTES,
             zmq.IPV6: ":" in address,
             zmq.ROUTER_MANDATORY: 1,
             # A worker that reconnects before the old connection has timed out takes its place.
@@ -124,11 +123,7 @@ class Router:
         return is_undisturbed and (self._local.has_message or self._has_message())
 
     def receive(self, *, drains: bool = False) -> Iterator[tuple[bytes, Sequence[bytes]]]:
-        """Yield messages that have arrived: the name of the sender, and the frames.
-
-        Args:
-            drains: yield all of them; otherwise `wait` says whether there are more.
-        """
+        """Yield messages, as `LocalSocket.receive` does; without `drains`, `wait` says whether there are more."""
         yield from self._local.receive(drains=drains)
         receive = self._receive_frame
         # Asking whether there is one takes less time than the exception of a socket that has none.
@@ -148,13 +143,10 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self, lost: Callable[[bytes], object]) -> Iterator[None]:
-        """Send the messages of a block to other nodes together at its end.
+        """Send the messages of a block to other nodes together at its end; call `lost` if there is no connection.
 
         The library's own thread takes messages that follow each other at once without going to sleep in between, which
         saves a switch of threads for each of them.
-
-        Args:
-            lost: called with each name of which there is no connection.
         """
         batch: list[tuple[bytes, Sequence[Any]]] = []
         self._batch = batch
@@ -175,7 +167,7 @@ class Router:
             return True
         self._may_have_more = True
         try:
-            *others, last = identity, *message
+            *others, last = identity, *split(message)
             for frame in others:
                 self._send_frame(frame, NO_BLOCK | SEND_MORE)
             self._send_frame(last, NO_BLOCK)

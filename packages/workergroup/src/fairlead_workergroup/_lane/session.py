@@ -129,10 +129,6 @@ class Session:
     """The connection with one worker. The lane serialises its use.
 
     Attributes:
-        rank: the number of the worker.
-        handle: its actor.
-        actor_id: the id of this actor.
-        identity: the name of the connection.
         items: the generator of the serve call, which yields the answers that go through the object store.
         send_frames: sends a message to the worker; returns whether there is a connection.
         greeted: whether the worker has connected and said what it has received.
@@ -163,12 +159,9 @@ class Session:
     _end_error: BaseException | None = None
 
     def call(self, future: LaneFuture | LaneStream, body: Body) -> bool:
-        """Send a call, or queue it until it is its turn.
+        """Send a call, or queue it until it is its turn; return `is_busy`.
 
         It fails at once if the serve call has ended since the session was found.
-
-        Returns:
-            Whether calls or answers wait here, as `is_busy`.
         """
         if self._end_error is not None:
             future.resolve(error=self._end_error)
@@ -259,11 +252,7 @@ class Session:
         return False
 
     def accept(self, message: Sequence[bytes]) -> bool:
-        """Take a message of the worker, as frames.
-
-        Returns:
-            Whether calls or answers wait here, as `is_busy`.
-        """
+        """Take a message of the worker, as frames; return `is_busy`."""
         first, *others = message
         kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:

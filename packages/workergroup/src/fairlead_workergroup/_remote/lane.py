@@ -45,6 +45,8 @@ ORPHANED_S = 60.0
 LAST_S = 30.0
 # How long nothing may arrive before a worker says again what it has received.
 QUIET_S = 1.0
+# How often a worker connects by the Unix socket, if the driver closes each connection before it has said anything.
+LOCAL_TRIES = 3
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 NO_TASK = bytes(24)
 
@@ -131,9 +133,10 @@ def make_error(name: str, error: BaseException) -> Answer:
         frames = dump(shown)
     if frames is None:
         return Answer(STORED_REFERENCES, stored=(shown,))
-    if len(frames) > 1 or len(frames[0]) > INLINE_BYTES:
+    frames.append(text.encode(errors="replace"))
+    if len(frames) > 2 or sum(map(len, frames)) > INLINE_BYTES:
         return Answer(STORED, stored=(shown,))
-    return Answer(INLINE, [frames[0], text.encode(errors="replace")])
+    return Answer(INLINE, frames)
 
 
 def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any]]:
@@ -187,15 +190,18 @@ def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
 class Connection:
     """The numbered messages between a worker and the driver.
 
-    Args:
-        config: how to connect.
-
     Raises:
         ModuleNotFoundError: this Python has no pyzmq, and the driver cannot be reached without it.
     """
 
-    def __init__(self, config: LaneConfig) -> None:
-        self._link = connect(config)
+    # Whether the driver has said anything.
+    is_welcome: bool = False
+
+    def __init__(self, config: LaneConfig, *, waits: bool = True) -> None:
+        self._config = config
+        self._waits = waits
+        self._tries = 1
+        self._link = connect(config, waits=waits)
         self._calls: deque[tuple[int, int, bytes, list[bytes]]] = deque()
         self._sent = 0
         self._received = 0
@@ -209,11 +215,6 @@ class Connection:
     def files(self) -> list[int]:
         """Return the files that become readable when something happens."""
         return self._link.files()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether messages wait because the driver does not receive."""
-        return self._link.is_behind
 
     @property
     def unacknowledged(self) -> int:
@@ -230,11 +231,7 @@ class Connection:
         return self._calls.popleft() if self._calls else None
 
     def next_message(self) -> tuple[int, int, bytes, list[bytes]]:
-        """Wait for the next message; return its kind, its number, its task and its frames.
-
-        Raises:
-            DriverLostError: the driver cannot be reached any more.
-        """
+        """Wait for the next message; return its kind, its number, its task and its frames."""
         while not self._calls:
             self.look(waits=True)
         return self._calls.popleft()
@@ -258,19 +255,26 @@ class Connection:
         self.send(BYE, INLINE, 0)
 
     def look(self, *, waits: bool = False) -> bool:
-        """Accept a message; return whether one has arrived.
-
-        Args:
-            waits: whether to wait for it a little.
+        """Accept a message, perhaps after a short wait; return whether one has arrived.
 
         Raises:
             DriverLostError: the driver cannot be reached any more.
         """
         link = self._link
-        message = None if link.is_new else link.receive(waits=waits)
-        if link.is_new:
-            link.is_new = False
-            self._greet()
+        try:
+            message = None if link.is_new else link.receive(waits=waits)
+            if link.is_new:
+                link.is_new = False
+                self._greet()
+        except DriverLostError:
+            if self.is_welcome:
+                raise
+            # A driver that is short of connections, or that runs as another user, has closed it.
+            link.close()
+            config = self._config if self._tries < LOCAL_TRIES else self._config._replace(local_address="")
+            self._tries += 1
+            self._link = connect(config, waits=self._waits)
+            return False
         if message is not None:
             self._accept(*message)
             return True
@@ -288,6 +292,7 @@ class Connection:
 
     def _accept(self, first: bytes, *others: bytes) -> None:
         kind, _, number, acked, task = struct.unpack_from(REQUEST, first)
+        self.is_welcome = True
         self._heard_at = time.monotonic()
         while self._unacked and self._unacked[0][0] <= acked:
             self._unacked.popleft()
@@ -313,9 +318,6 @@ def serve(
 
     Yields:
         The answers that the driver gets through the object store.
-
-    Raises:
-        ModuleNotFoundError, DriverLostError: as `Connection` does.
     """
     connection = Connection(config)
     task = NO_TASK

@@ -10,6 +10,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,22 +22,16 @@ HEARTBEAT_MS, DEAD_LINK_MS, RECONNECT_MS = 5_000, 20_000, 50
 NO_BLOCK, SEND_MORE, RECEIVES_MORE = 1, 2, 13
 # The bytes of a packet of a Unix socket, far below those that a socket takes at a time.
 PACKET_BYTES = 50_000
+# The bytes of a frame of ZeroMQ, encrypted. A socket cuts off a peer that announces a larger one, before it has a key.
+FRAME_BYTES = 200_000
+# What a frame can hold: encryption adds less than the rest. `split` makes several of a larger one.
+CONTENT_BYTES = FRAME_BYTES - 1_000
 # The first byte of a packet that is one of several of a message, and of the last one. Kinds of messages are smaller.
 PART, LAST_PART = 254, 255
 
 
 class LaneConfig(NamedTuple):
-    """Everything that a worker needs to connect.
-
-    Attributes:
-        address: the address of the driver's socket for other nodes.
-        identity: the name of this connection.
-        server_key: the public key of the driver.
-        public_key: the public key of the workers.
-        secret_key: the secret key of the workers.
-        local_address: the Unix socket of the driver, which a worker of its node uses; empty for other workers.
-        local_key: the key that a worker sends there first.
-    """
+    """Everything that a worker needs to connect: by ZeroMQ, or by the Unix socket, if it is on the driver's node."""
 
     address: str
     identity: bytes
@@ -54,10 +49,8 @@ class DriverLostError(ConnectionError):
 class Packets:
     """Messages over a Unix socket that keeps the bounds of packets.
 
-    Linux delivers all of a packet or nothing, in order, so a message of one frame is one packet.
-
-    Args:
-        connected: the socket, connected and of the type SOCK_SEQPACKET. This object closes it.
+    Linux delivers all of a packet or nothing, in order, so a message of one frame is one packet. The methods raise
+    OSError if the other side has closed the connection.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -80,11 +73,7 @@ class Packets:
         return bool(self._unsent)
 
     def send(self, message: Sequence[bytes]) -> None:
-        """Send a message without blocking, as far as the other side receives; `flush` sends the rest.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
+        """Send a message without blocking, as far as the other side receives; `flush` sends the rest."""
         if len(message) == 1 and len(message[0]) <= PACKET_BYTES and not self._unsent:
             try:
                 self._send(message[0], socket.MSG_DONTWAIT)
@@ -95,11 +84,7 @@ class Packets:
             self.flush()
 
     def flush(self) -> None:
-        """Send the packets that wait, as far as the other side receives.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
+        """Send the packets that wait, as far as the other side receives."""
         while self._unsent:
             try:
                 self._send(self._unsent[0], socket.MSG_DONTWAIT)
@@ -112,7 +97,6 @@ class Packets:
 
         Raises:
             BlockingIOError: none has arrived, and the flags or the time limit of the socket say not to wait.
-            OSError: the other side has closed the connection.
         """
         packet = self._receive(PACKET_BYTES + 1, flags)
         if not packet:
@@ -137,8 +121,23 @@ def _split(message: Sequence[bytes]) -> Iterator[bytes]:
         yield bytes([kind]) + content[at : at + PACKET_BYTES]
 
 
+def split(message: Sequence[Any]) -> Sequence[Any]:
+    """Return the frames of a message, each small enough for ZeroMQ; `_join` restores those of the message."""
+    if max(map(len, message)) <= CONTENT_BYTES:
+        return message
+    content = bytes([PART, True]) + pickle.dumps([bytes(frame) for frame in message], 5)
+    return [content[at : at + CONTENT_BYTES] for at in range(0, len(content), CONTENT_BYTES)]
+
+
+def _join(frames: list[bytes]) -> list[bytes]:
+    if frames[0][0] != PART:
+        return frames
+    message: list[bytes] = pickle.loads(memoryview(b"".join(frames))[2:])
+    return message
+
+
 class Link(Protocol):
-    """A worker's connection with the driver.
+    """A worker's connection with the driver. Its methods raise DriverLostError if the driver has closed it.
 
     Attributes:
         lost_at: since when there is no connection, by `time.monotonic`; None while there is one.
@@ -148,15 +147,11 @@ class Link(Protocol):
     lost_at: float | None
     is_new: bool
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether messages wait because the driver does not receive."""
-
     def files(self) -> list[int]:
         """Return the files that become readable when something happens."""
 
     def send(self, message: Sequence[bytes]) -> None:
-        """Send a message without blocking."""
+        """Send a message so that it arrives whatever this thread does next."""
 
     def receive(self, *, waits: bool) -> list[bytes] | None:
         """Return a message; None if there is none, after at most `POLL_MS` if it `waits`."""
@@ -166,13 +161,11 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """A Unix socket. Its connection ends with the driver, and not before.
+    """A Unix socket. Once the driver has sent something, its connection ends with the driver, and not before.
 
     Args:
         config: how to connect.
-
-    Attributes:
-        lost_at, is_new: as of `Link`.
+        waits: whether `send` waits for a driver that does not receive; otherwise a thread sends the rest.
 
     Raises:
         OSError: the driver's socket cannot be reached, or takes less than a packet at a time.
@@ -181,7 +174,7 @@ class LocalLink:
     lost_at: float | None = None
     is_new: bool = True
 
-    def __init__(self, config: LaneConfig) -> None:
+    def __init__(self, config: LaneConfig, *, waits: bool = True) -> None:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Not `settimeout`, with which Python asks the system before each message whether there is one.
@@ -194,44 +187,48 @@ class LocalLink:
             connected.close()
             raise
         self._packets = Packets(connected)
+        self._waits = waits
+        self._sending = threading.Lock()
+        self._is_flushing = False
 
     def close(self) -> None:
         """Close the socket."""
         self._packets.close()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether packets wait because the driver does not receive."""
-        return self._packets.is_behind
 
     def files(self) -> list[int]:
         """Return the files that become readable when something happens."""
         return [self._packets.fileno()]
 
     def send(self, message: Sequence[bytes]) -> None:
-        """Send a message without blocking; `receive` sends what the driver does not receive at once.
-
-        Raises:
-            DriverLostError: the driver has closed the connection.
-        """
+        """Send a message so that it arrives whatever this thread does next."""
         try:
-            self._packets.send(message)
+            with self._sending:
+                self._packets.send(message)
+                begins = self._packets.is_behind and not self._is_flushing
+                self._is_flushing = self._is_flushing or begins
+            if begins and self._waits:
+                self._flush()
+            elif begins:
+                threading.Thread(target=self._flush_quietly, name="fairlead-lane-send", daemon=True).start()
         except OSError as error:
             raise _lost(error) from error
 
-    def receive(self, *, waits: bool) -> list[bytes] | None:
-        """Return a message; None if there is none.
-
-        Raises:
-            DriverLostError: the driver has closed the connection.
-        """
-        try:
-            if self._packets.is_behind:
-                poller = select.poll()  # unlike `select.select` for a process with any number of open files
-                poller.register(self._packets.fileno(), select.POLLIN | select.POLLOUT)
-                poller.poll(POLL_MS if waits else 0)
+    def _flush(self) -> None:
+        poller = select.poll()  # unlike `select.select` for a process with any number of open files
+        poller.register(self._packets.fileno(), select.POLLOUT)
+        while self._is_flushing:
+            poller.poll(POLL_MS)
+            with self._sending:
                 self._packets.flush()
-                waits = False
+                self._is_flushing = self._packets.is_behind
+
+    def _flush_quietly(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the connection has ended, which `receive` reports
+            self._flush()
+
+    def receive(self, *, waits: bool) -> list[bytes] | None:
+        """Return a message; None if there is none."""
+        try:
             message = None
             while message is None:
                 message = self._packets.receive(0 if waits else socket.MSG_DONTWAIT)
@@ -259,19 +256,8 @@ def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> t
 
 
 class NetworkLink:
-    """A ZeroMQ socket, which connects again by itself.
+    """A ZeroMQ socket, which connects again by itself; without pyzmq a ModuleNotFoundError."""
 
-    Args:
-        config: how to connect.
-
-    Attributes:
-        lost_at, is_new: as of `Link`.
-
-    Raises:
-        ModuleNotFoundError: this Python has no pyzmq.
-    """
-
-    is_behind: bool = False
     is_new: bool = False
 
     def __init__(self, config: LaneConfig) -> None:
@@ -299,6 +285,7 @@ class NetworkLink:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
             zmq.RCVTIMEO: POLL_MS,
+            zmq.MAXMSGSIZE: FRAME_BYTES,
         }
         self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.DEALER, options)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -319,7 +306,7 @@ class NetworkLink:
         return [self._socket.getsockopt(self._zmq.FD), self._monitor.getsockopt(self._zmq.FD)]
 
     def send(self, message: Sequence[bytes]) -> None:
-        """Send a message without blocking."""
+        """Send a message; a thread of the library does that."""
         *others, last = message
         for frame in others:
             self._send_frame(frame, SEND_MORE)
@@ -345,7 +332,7 @@ class NetworkLink:
         while has_more:
             message.append(self._receive_frame())
             has_more = self._socket.getsockopt(RECEIVES_MORE)
-        return message
+        return _join(message)
 
     def _read_events(self) -> None:
         while self._monitor.poll(0):
@@ -355,7 +342,7 @@ class NetworkLink:
                 self.lost_at = self.lost_at or time.monotonic()
 
 
-def connect(config: LaneConfig) -> Link:
+def connect(config: LaneConfig, *, waits: bool = True) -> Link:
     """Connect with the driver of a lane: by its Unix socket if it is on this node and can be reached so.
 
     Raises:
@@ -363,5 +350,5 @@ def connect(config: LaneConfig) -> Link:
     """
     if config.local_address:
         with contextlib.suppress(OSError):  # such as in a network namespace of its own
-            return LocalLink(config)
+            return LocalLink(config, waits=waits)
     return NetworkLink(config)

@@ -2,6 +2,7 @@
 """A lane's end in a worker whose async methods overlap: a coroutine on its event loop. Shipped by value."""
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -27,20 +28,30 @@ from .lane import (
     make_error,
     read_request,
 )
-from .links import LaneConfig
+from .links import DriverLostError, LaneConfig
 from .progress import make_task_reader
 
 # The answers that wait to be sent before the methods that make them wait.
 MOST_QUEUED = 64
-# How often the coroutine looks at the connection if nothing happens, and while the driver does not receive.
+# How often the coroutine looks at the connection if nothing happens, and while it waits for the driver at both ends.
 LOOK_S = 1.0
 BRIEF_S = 0.005
 
 
 class _Calls:
-    """The calls that run, and their answers in the order in which they are made."""
+    """The calls that run, and their answers in the order in which they are made.
 
-    def __init__(self, find: Callable[[str], Callable[..., Any]], running: contextvars.ContextVar[bytes]) -> None:
+    An answer is sent by the coroutine that has made it, because the next one may block the loop. `answers` has those
+    for which that is not possible; no call begins or goes on to its next item while there are any.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        find: Callable[[str], Callable[..., Any]],
+        running: contextvars.ContextVar[bytes],
+    ) -> None:
+        self._connection = connection
         self.wake: asyncio.Event = asyncio.Event()
         self.answers: asyncio.Queue[tuple[int, int, Answer]] = asyncio.Queue(MOST_QUEUED)
         # The calls whose last answer is not among `answers` yet.
@@ -74,6 +85,7 @@ class _Calls:
             await self._answer(kind, call, answer)
         finally:
             self.unfinished -= 1
+            self.wake.set()
 
     async def _find_answer(self, call: int, task: bytes, frames: list[bytes]) -> tuple[int, Answer]:
         """Run a call, and send its items; return the kind of its last answer, and that answer."""
@@ -87,16 +99,19 @@ class _Calls:
                     values = await asyncio.gather(*refs.values())
                     fill(args, kwargs, zip(refs, values, strict=True))
                     del values
+                await self.answers.join()
             del refs
             result = self._find(name)(*args, **kwargs)
             del args, kwargs
             if inspect.isasyncgen(result):
                 async for item in result:
                     await self._answer(ITEM, call, make_answer(item))
+                    await self.answers.join()
                 return END, Answer(INLINE)
             if inspect.isgenerator(result):
                 for item in result:
                     await self._answer(ITEM, call, make_answer(item))
+                    await self.answers.join()
                 return END, Answer(INLINE)
             return VALUE, make_answer(await result if inspect.isawaitable(result) else result)
         except (SystemExit, GeneratorExit):
@@ -111,8 +126,13 @@ class _Calls:
             self._cancelled.discard(task)
 
     async def _answer(self, kind: int, call: int, answer: Answer) -> None:
-        await self.answers.put((kind, call, answer))
-        self.wake.set()
+        connection = self._connection
+        if answer.form == INLINE and self.answers.empty() and connection.unacknowledged < MOST_UNACKED:
+            with contextlib.suppress(DriverLostError):  # which ends the lane when it receives
+                connection.send(kind, INLINE, call, answer.frames)
+        else:
+            await self.answers.put((kind, call, answer))
+            self.wake.set()
 
 
 async def serve_overlapping(
@@ -127,16 +147,20 @@ async def serve_overlapping(
     """
     running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=b"")
     loop = asyncio.get_running_loop()
-    connection = Connection(config)
-    calls = _Calls(find, running)
+    connection = Connection(config, waits=False)
+    calls = _Calls(connection, find, running)
     # While the lane is open, Ray runs the calls that leave it.
     read_task = make_task_reader()
     name_task(lambda: running.get() or read_task())
-    files = connection.files()
-    for file in files:
-        loop.add_reader(file, calls.wake.set)
+    files: list[int] = []
     stopping = False
     try:
+        while not connection.is_welcome:  # until then it may connect again
+            if not connection.look():
+                await asyncio.sleep(BRIEF_S)
+        files = connection.files()
+        for file in files:
+            loop.add_reader(file, calls.wake.set)
         while True:
             while connection.look():
                 pass
@@ -152,6 +176,7 @@ async def serve_overlapping(
                 connection.send(kind, answer.form, call, answer.frames)
                 if answer.form != INLINE:
                     yield answer.stored
+                calls.answers.task_done()
                 del answer
             if stopping and not calls.unfinished and calls.answers.empty():
                 break
@@ -160,7 +185,7 @@ async def serve_overlapping(
                 pass
             if not connection.has_message and (calls.answers.empty() or connection.unacknowledged >= MOST_UNACKED):
                 try:
-                    await asyncio.wait_for(calls.wake.wait(), BRIEF_S if connection.is_behind else LOOK_S)
+                    await asyncio.wait_for(calls.wake.wait(), LOOK_S)
                 except TimeoutError:
                     continue
             calls.wake.clear()
