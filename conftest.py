@@ -337,6 +337,41 @@ def stop_process() -> Callable[[int], contextlib.AbstractContextManager[Callable
     return stop_for_a_while
 
 
+@pytest.fixture(scope="session")
+def call_in_time() -> Callable[..., dict[str, Any]]:
+    """Return a function that calls functions all at once, and returns what each returned or raised, by name.
+
+    It fails if one takes 2 s longer than `within_s`, not counting the time by which the machine delayed a thread that
+    sleeps meanwhile.
+    """
+
+    def call_all(calls: Mapping[str, Callable[[], object]], within_s: float) -> dict[str, Any]:
+        outcomes: dict[str, Any] = {}
+        took: dict[str, float] = {}
+        began = time.monotonic()
+
+        def call(name: str, function: Callable[[], object]) -> None:
+            try:
+                outcomes[name] = function()
+            except BaseException as error:  # noqa: BLE001  it is what the test looks at
+                outcomes[name] = error
+            took[name] = time.monotonic() - began
+
+        for name, function in calls.items():
+            threading.Thread(target=call, args=(name, function), name=name, daemon=True).start()
+        ticks = 0
+        while len(took) < len(calls) and time.monotonic() < began + within_s + 60:
+            time.sleep(0.01)
+            ticks += 1
+        late_s = time.monotonic() - began - ticks * 0.01
+        assert not calls.keys() - took.keys(), f"still running: {sorted(calls.keys() - took.keys())}"
+        limit_s = within_s + 2 + late_s
+        assert not (slow := {name: one for name, one in took.items() if one > limit_s}), f"{slow} > {limit_s}"
+        return outcomes
+
+    return call_all
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a script in a fresh interpreter, and returns its output.

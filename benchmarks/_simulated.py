@@ -187,7 +187,7 @@ class Agents:
         alive = frozenset(node_ids)
         with (
             mock.patch.object(query, "run_on_nodes", self.run),
-            mock.patch.object(query, "ask_head", return_value=alive),
-            mock.patch.object(observer, "alive_nodes", return_value=alive),
+            mock.patch.object(query, "choose_alive", return_value=alive),
+            mock.patch.object(observer, "choose_alive", return_value=alive),
         ):
             yield

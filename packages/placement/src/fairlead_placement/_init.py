@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
-from ._nodes.head import call_within
+from ._nodes.head import ask_head, call_within
 from ._ray_private import connect_to_head, connection_mark, is_client
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -155,7 +155,9 @@ def attach_to(named: str | None, **options: Any) -> Any | None:
 
 def _warn_of_no_effect(**wanted: int | None) -> None:
     """Warn if a cluster to which this process has attached differs from the local one that was requested."""
-    resources = ray.cluster_resources()
+    if not any(wanted.values()):
+        return
+    resources = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S)
     for name, amount in wanted.items():
         has = resources.get("CPU" if name == "num_cpus" else "GPU", 0)
         if amount is not None and amount != has:

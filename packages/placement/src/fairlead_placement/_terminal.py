@@ -13,6 +13,7 @@ import ray
 from rich.console import Console, RenderableType
 
 from ._init import attach_to
+from ._nodes.head import head_deadline, head_is_silent
 from .exceptions import PlacementError
 
 # The width of output that is not a terminal, wide enough that few lines are broken.
@@ -64,21 +65,24 @@ def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
     try:
         status = command()
         sys.stdout.flush()
-        return status
     except KeyboardInterrupt:
-        return INTERRUPTED
+        status = INTERRUPTED
     except BrokenPipeError:
         # Python writes what is left in its buffer when it ends, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED
+        status = CLOSED
     except (PlacementError, ray.exceptions.RayError, *errors) as error:
         print(error, file=sys.stderr)  # noqa: T201  this is a program
-        return FAILED
+        status = FAILED
+    if head_is_silent():  # for which Ray would wait at the exit of the interpreter
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 @contextlib.contextmanager
 def attach(address: str) -> Iterator[None]:
-    """Attach to a running cluster for the length of a block, and never start one.
+    """Attach to a running cluster for the length of a block, with one `head_deadline`, and never start one.
 
     Args:
         address: as for `init_ray`.
@@ -97,10 +101,11 @@ def attach(address: str) -> Iterator[None]:
         raise PlacementError(f"Cannot attach to the cluster at {address}: {error}") from error
     try:
         # Ray prints to standard output when a node dies.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), head_deadline():
             yield
     finally:
-        ray.shutdown()
+        if not head_is_silent():
+            ray.shutdown()
 
 
 def _misuse(text: str) -> SystemExit:

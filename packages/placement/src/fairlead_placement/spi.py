@@ -20,7 +20,16 @@ from ._nodes.directory import (
     run_on_agents,
     withdraw,
 )
-from ._nodes.head import alive_nodes, ask_head, head_deadline, read_holders, read_nodes, run_in_thread, wait_until
+from ._nodes.head import (
+    alive_nodes,
+    ask_head,
+    choose_alive,
+    head_deadline,
+    read_holders,
+    read_nodes,
+    run_in_thread,
+    wait_until,
+)
 from ._nodes.rounds import Rounds
 from ._ray_private import autoscaler_is_there, block_shutdown, drain_deadlines, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
@@ -45,6 +54,7 @@ __all__ = [
     "attach",
     "autoscaler_is_there",
     "block_shutdown",
+    "choose_alive",
     "claim_slots",
     "compare_clocks",
     "connection",

@@ -2,6 +2,7 @@
 """A Ray head (GCS) that does not answer: errors in time, and nothing left behind once it answers again."""
 
 import contextlib
+import functools
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import HeadTimeoutError, PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement import HeadTimeoutError, PlacementTimeoutError, RayVirtualCluster, _cli
+from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import attempt as _attempt
 from fairlead_placement._reserve import lifecycle as _lifecycle
@@ -113,3 +115,69 @@ def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
             cluster.shutdown()
     assert cluster.shutdown()
     assert eventually(lambda: ray.available_resources().get("CPU") == 16, 30)
+
+
+# The limit of everything that has none of its own, and of everything that takes one.
+LIMIT_S = 1.0
+# How to use each public name of a cluster, and what comes of it; None for whatever needs no answer of the head.
+USES = {
+    "explain": (lambda cluster: cluster.explain(), HeadTimeoutError),
+    "extend": (lambda cluster: cluster.extend([1], timeout_s=LIMIT_S), HeadTimeoutError),
+    "from_config": (lambda cluster: RayVirtualCluster.from_config({"gpus_per_node": 1, "num_nodes": 1}), None),
+    "get_available_address_and_port": (lambda cluster: cluster.get_available_address_and_port(0, 0), None),
+    "get_available_addresses_and_ports_batch": (
+        lambda cluster: cluster.get_available_addresses_and_ports_batch([(0, 0)]),
+        None,
+    ),
+    "get_master_address_and_port": (lambda cluster: cluster.get_master_address_and_port(), None),
+    "get_placement_groups": (lambda cluster: cluster.get_placement_groups(), None),
+    "get_resource_usage": (lambda cluster: cluster.get_resource_usage(), HeadTimeoutError),
+    "grid": (lambda cluster: cluster.grid(), None),
+    "groups": (lambda cluster: cluster.groups(), None),
+    "max_colocated_worker_groups": (lambda cluster: cluster.max_colocated_worker_groups, None),
+    "node_count": (lambda cluster: cluster.node_count(), None),
+    "port_range": (lambda cluster: cluster.port_range, None),
+    "print_all_worker_groups": (lambda cluster: cluster.print_all_worker_groups(), None),
+    "print_cluster_grid": (lambda cluster: cluster.print_cluster_grid(), None),
+    "release_nodes": (lambda cluster: cluster.release_nodes([0]), HeadTimeoutError),
+    "replace_lost_nodes": (lambda cluster: cluster.replace_lost_nodes(LIMIT_S), HeadTimeoutError),
+    "reserve": (
+        lambda cluster: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=LIMIT_S).reserve(),
+        HeadTimeoutError,
+    ),
+    "select": (lambda cluster: cluster.select(node_idx=0), None),
+    "shutdown": (lambda cluster: cluster.shutdown(), HeadTimeoutError),
+    "slots": (lambda cluster: cluster.slots(), None),
+    "split": (lambda cluster: cluster.split([1]), None),
+    "world_size": (lambda cluster: cluster.world_size(), None),
+}
+# These wait for each other, so that each has a cluster of its own.
+CHANGES = ("extend", "release_nodes", "replace_lost_nodes", "shutdown")
+
+
+def test_every_public_method(stop_head, call_in_time, monkeypatch, capsys):
+    """Every public method of a cluster, and every command, returns or raises in time."""
+    assert {name for name in dir(RayVirtualCluster) if not name.startswith("_")} == USES.keys()
+    commands = (["nodes"], ["explain", "1 CPU"], ["doctor", "--timeout", "1"])
+    monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
+    with contextlib.ExitStack() as made:
+        shared, *own = (made.enter_context(RayVirtualCluster([1], use_gpus=False)) for _ in range(1 + len(CHANGES)))
+        shared.get_master_address_and_port()  # which starts the agent
+        clusters = {**dict.fromkeys(USES, shared), **dict(zip(CHANGES, own, strict=True))}
+        calls = {name: functools.partial(USES[name][0], clusters[name]) for name in USES}
+        calls["commands"] = lambda: [_cli.main(one) for one in commands]
+        with monkeypatch.context() as patch:
+            for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_lifecycle, "GIVE_BACK_S")):
+                patch.setattr(module, name, LIMIT_S)
+            exits = []
+            patch.setattr(terminal, "os", SimpleNamespace(_exit=exits.append))
+            with stop_head():
+                outcomes = call_in_time(calls, LIMIT_S)
+                assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(commands)
+                # Ray's own end would wait for the head, at the exit of the interpreter too.
+                assert (outcomes.pop("commands"), exits) == ([3] * len(commands), [3] * len(commands))
+    wrong = {
+        name: outcome for name, outcome in outcomes.items() if isinstance(outcome, BaseException) != bool(USES[name][1])
+    }
+    assert wrong == {}
+    assert all(isinstance(outcomes[name], kind) for name, (_, kind) in USES.items() if kind)

@@ -10,7 +10,7 @@ import pytest
 
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._nodes.head import ask_head, call_within, head_deadline
+from fairlead_placement._nodes.head import ask_head, call_within, head_deadline, head_is_silent
 
 
 def test_results():
@@ -70,7 +70,7 @@ def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(_head, "call_within", lambda timeout_s, function, *args, undo: given.append(timeout_s))
+    monkeypatch.setattr(_head, "call_within", lambda timeout_s, function, *args, **_: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
         ask_head("count", len, "ab")
@@ -82,6 +82,33 @@ def test_deadlines(monkeypatch):
         ask_head("count", len, "ab")
     assert given == [0.3, *(pytest.approx(seconds, abs=20) for seconds in (1000, 100, _head.LEAST_S, _head.HEAD_S))]
     assert ask_head("count", len, "ab") == 2  # without a limit, on this thread
+
+
+def test_requests_like_a_late_one(monkeypatch, eventually):
+    """While a request is late, others like it are not sent, and fail once it is as late as they would be.
+
+    After the deadline of a block, no request gets the least time any more (seam: whether Ray runs).
+    """
+    answer, sent = threading.Event(), []
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_head, "LEAST_S", 0.2)
+
+    def ask(**options):
+        return ask_head("look", lambda: sent.append("look") or answer.wait(60), **options)
+
+    for timeout_s in (0.2, 0.1, 0.2):
+        with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
+            ask(timeout_s=timeout_s)
+    assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
+    monkeypatch.setattr(_head, "call_within", lambda timeout_s, *_, **__: timeout_s)
+    with head_deadline(0):
+        assert ask_head("count", len, "ab") == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    answer.set()
+    assert eventually(lambda: not head_is_silent())
+    assert ask(timeout_s=60)
+    assert sent == ["look"] * 2
 
 
 def test_the_error(monkeypatch):

@@ -7,10 +7,11 @@ from typing import Any, TypeAlias
 import ray
 from ray import ObjectRef
 from ray.actor import ActorClass
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ._arguments import Arguments
+from ._head import read_placement_group
 from ._start.environment import worker_environment
 from ._start.options import check_concurrency, recursive_merge_options
 from ._start.worker_class import describe_class, full_name
@@ -77,7 +78,7 @@ class RayWorkerBuilder:
             TypeError, ValueError: a worker cannot have this class or these options.
             WorkerStartError: the class cannot be inspected on its node.
         """
-        node_ids = placement_group_table(placement_group)["bundles_to_node_id"]
+        node_ids = read_placement_group(placement_group)["bundles_to_node_id"]
         node_id = node_ids[placement_group_bundle_index]
         ask = {
             "num_gpus": num_gpus,

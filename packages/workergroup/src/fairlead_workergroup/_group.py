@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 import ray
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement.spi import release_when_dropped
+from fairlead_placement.spi import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -447,13 +447,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Args:
             cleanup_method: a method that every living worker runs first.
-            timeout: the seconds for all cleanups together, also for a cleanup of another thread; None for no limit.
+            timeout: the seconds for all cleanups together, also for a cleanup of another thread, and for the answers of
+                Ray's head; None for no limit.
             force: run no cleanup, and end the workers during the cleanup of another thread.
 
         Returns:
-            Whether everything succeeded; failures are logged.
+            Whether everything succeeded; failures are logged. False if Ray's head does not answer: node agents end the
+            processes, and Ray does the rest once its head answers.
         """
-        return self._teardown.run(cleanup_method, timeout, force=force)
+        with head_deadline(timeout):
+            return self._teardown.run(cleanup_method, timeout, force=force)
 
     def __enter__(self) -> "RayWorkerGroup":
         return self

@@ -2,7 +2,7 @@
 """Sends requests to Ray's head (its GCS) with a deadline, and reads what the cluster has and who holds it.
 
 Ray itself waits without a limit for a head that hangs, and its waits cannot be interrupted. So each request runs on a
-thread of its own, which may outlive the call.
+thread of its own, which may outlive the call. While one outlives it, requests like it wait for it and send nothing.
 """
 
 import contextlib
@@ -21,7 +21,14 @@ from ray.util.placement_group import placement_group_table
 from .._discovery import refuse_client
 from .._model import Node
 from .._plan.topology import physical_order
-from .._ray_private import draining_nodes, free_per_node, job_of_placement_group, live_actors, never_connect
+from .._ray_private import (
+    connection_mark,
+    draining_nodes,
+    free_per_node,
+    job_of_placement_group,
+    live_actors,
+    never_connect,
+)
 from .._show import Holder
 from ..exceptions import HeadTimeoutError
 
@@ -29,10 +36,12 @@ _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
-LEAST_S = 5.0
+LEAST_S = 2.0
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
+# Requests whose callers have stopped waiting, by their description: the connection, the thread, and when it began.
+_late: dict[str, tuple[object, threading.Thread, float]] = {}
 
 
 @contextlib.contextmanager
@@ -40,7 +49,8 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
     """Give all requests to the head that this thread makes in a block one deadline. The earliest of nested ones counts.
 
     Args:
-        timeout_s: seconds from now; None for `HEAD_S`. A single request always gets at least `LEAST_S`.
+        timeout_s: seconds from now; None for `HEAD_S`. A single request gets at least `LEAST_S`, unless the head has
+            been silent for that long.
     """
     until = time.monotonic() + (HEAD_S if timeout_s is None else timeout_s)
     token = _deadline.set(min(until, _deadline.get(until)))
@@ -48,6 +58,12 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
         yield
     finally:
         _deadline.reset(token)
+
+
+def head_is_silent(for_s: float = 0.0) -> bool:
+    """Return whether a request whose caller has stopped waiting is under way, and has been for some seconds."""
+    here, before = connection_mark(), time.monotonic() - for_s
+    return any(mark is here and began <= before and thread.is_alive() for mark, thread, began in [*_late.values()])
 
 
 def ask_head(
@@ -75,13 +91,20 @@ def ask_head(
     refuse_client()
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
-        timeout_s = max(LEAST_S, until - time.monotonic())
+        timeout_s = max(0.0 if head_is_silent(LEAST_S) else LEAST_S, until - time.monotonic())
     # Ray connects to a cluster on the main thread only.
     if timeout_s is None or not ray.is_initialized():
         return function(*args)
-    began = time.monotonic()
+    began = now = time.monotonic()
     try:
-        return call_within(timeout_s, function, *args, undo=undo)
+        if (late := _late.get(request)) is not None and late[0] is connection_mark() and late[1].is_alive():
+            # One caller waits for as long as another one: the head has been silent since the first of them asked.
+            began = late[2]
+            late[1].join(max(0.0, began + timeout_s - now))
+            if late[1].is_alive():
+                raise TimeoutError
+            timeout_s -= time.monotonic() - now
+        return call_within(timeout_s, function, *args, undo=undo, request=request)
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
     except (TimeoutError, ray.exceptions.RpcError) as error:
@@ -93,7 +116,11 @@ def ask_head(
 
 
 def call_within(
-    timeout_s: float, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None
+    timeout_s: float,
+    function: Callable[..., _T],
+    *args: Any,
+    undo: Callable[[_T], object] | None = None,
+    request: str = "",
 ) -> _T:
     """Call a function on a thread of its own that never starts a Ray, and return what it returns.
 
@@ -102,6 +129,7 @@ def call_within(
         function: the function.
         args: its arguments.
         undo: reverts what the function did if it returns after this call has ended.
+        request: what the function asks Ray's head for; "" if it does not.
 
     Raises:
         TimeoutError: the function did not return in time. It continues, and the thread ends with it.
@@ -110,7 +138,7 @@ def call_within(
     answer: Future[_T] = Future()
     run = functools.partial(_answer, answer, undo, function, *args)
     thread = threading.Thread(target=run, name="fairlead-head", daemon=True)
-    until = time.monotonic() + timeout_s
+    began = time.monotonic()
     try:
         try:
             thread.start()
@@ -121,13 +149,20 @@ def call_within(
             thread.join()  # Ray must not be shut down while the thread drops its references
     except BaseException:  # an interrupt
         if undo is not None:  # what was begun is finished first, if that happens in time
-            wait([answer], until - time.monotonic())
+            wait([answer], began + timeout_s - time.monotonic())
+        _note_late(request, thread, began)
         if not answer.cancel() and undo is not None and answer.exception() is None:
             undo(answer.result())
         raise
     if answer.cancel():
+        _note_late(request, thread, began)
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     return answer.result()
+
+
+def _note_late(request: str, thread: threading.Thread, began: float) -> None:
+    if request:
+        _late[request] = connection_mark(), thread, began
 
 
 def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
@@ -197,10 +232,17 @@ def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
     return frozenset(row["NodeID"] for row in rows if row["Alive"])
 
 
-def choose_alive(node_ids: Iterable[str]) -> list[str]:
-    """Return the nodes that are alive; all of them if Ray's head does not answer. Their agents answer without it."""
+def choose_alive(node_ids: Iterable[str], *, timeout_s: float | None = None) -> list[str]:
+    """Return the nodes that are alive; all of them if Ray's head does not answer. Their agents answer without it.
+
+    Args:
+        node_ids: the nodes.
+        timeout_s: seconds that Ray's head may take; None for `ALIVE_S`.
+    """
+    if head_is_silent(LEAST_S):
+        return list(node_ids)
     try:
-        alive = alive_nodes(timeout_s=ALIVE_S)
+        alive = alive_nodes(timeout_s=ALIVE_S if timeout_s is None else timeout_s)
     except HeadTimeoutError:
         return list(node_ids)
     return [node_id for node_id in node_ids if node_id in alive]

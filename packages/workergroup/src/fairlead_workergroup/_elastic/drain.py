@@ -8,8 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from fairlead_placement.spi import block_shutdown, drain_deadlines, never_connect
+from fairlead_placement.spi import block_shutdown, never_connect
 
+from .._head import drain_deadlines
 from .._members import Roster
 
 logger = logging.getLogger(__name__)

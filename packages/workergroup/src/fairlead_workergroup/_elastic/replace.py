@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from ray.exceptions import RayError
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_placement.spi import draining_nodes
+from fairlead_placement.spi import head_deadline
 
 from .._calls.sender import Sender
 from .._deadline import NEVER, Deadline, Operation
+from .._head import draining_nodes
 from .._lifecycle.delivery import wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.standbys import Standby, Standbys
@@ -53,7 +54,7 @@ class Replacer:
         deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         wanted = self._check(self._roster.check_alive(), ranks)
         operation = Operation(f"The replacement of rank(s) {', '.join(map(str, wanted))}", deadline)
-        with self._restarter.change(operation):
+        with self._restarter.change(operation), head_deadline(deadline.left()):
             now = self._roster.check_alive()
             self._check(now, wanted)
             if now.is_broken:

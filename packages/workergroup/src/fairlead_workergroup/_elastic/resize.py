@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement.spi import head_deadline
 
 from .._calls.sender import Sender
 from .._deadline import Deadline, Operation
@@ -42,7 +43,7 @@ class Resizer:
         self._check_caller()
         resize = self._check(self._roster.check_alive(), sizes, slots)
         operation = Operation(f"The resize to {resize.axis}={resize.after}", deadline)
-        with self._restarter.change(operation):
+        with self._restarter.change(operation), head_deadline(deadline.left()):
             # Again: another thread may have resized the group meanwhile.
             resize = self._check(self._roster.check_alive(), sizes, slots)
             lost = self._restarter.find_lost()

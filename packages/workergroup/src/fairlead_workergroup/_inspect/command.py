@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from fairlead_placement.spi import Output, add_command, attach, run_command
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import Output, add_command, attach, head_deadline, run_command
 
 from .._observe.observer import STUCK_AFTER_S
 from ..exceptions import WorkerGroupError
@@ -183,11 +184,20 @@ def _status(options: argparse.Namespace, output: Output) -> int:
 
 def _top(options: argparse.Namespace, output: Output) -> int:
     console = output.make_console()
+    latest: list[RenderableType] = []
 
     def draw() -> RenderableType:
-        seen = _look(options)
+        try:
+            with head_deadline(2 * options.interval if latest else None):
+                seen = _look(options)
+        except HeadTimeoutError as error:
+            if not latest:
+                raise
+            return Group(*latest, Text(f"Not refreshed since then: {error}", style="bold red"))
         rows = max(1, console.height - 8) if console.is_terminal and not options.n else 40
-        return Group(Text(time.strftime("%H:%M:%S"), style="dim"), draw_status(seen, every=options.all, most_rows=rows))
+        now = Text(time.strftime("%H:%M:%S"), style="dim")
+        latest[:] = [now, draw_status(seen, every=options.all, most_rows=rows)]
+        return Group(*latest)
 
     if options.n or not console.is_terminal:
         for number in itertools.count(1):

@@ -10,19 +10,15 @@ from typing import Any
 
 from fairlead_placement.spi import (
     Agent,
-    alive_nodes,
-    ask_head,
-    find_agents,
     group_pairs,
-    process_is_alive,
     read_boards,
     run_on_agents,
 )
 from fairlead_sharding import NamedSharding
 
+from .._head import alive_nodes, death_causes, find_agents, process_is_alive
 from .._observe.registration import KEY, SCHEMA, Registration
 from .._observe.status import State, state_of
-from .._ray_private import death_causes
 from .._remote.outside import look_at_process, look_from_outside
 from ..exceptions import WorkerGroupError
 
@@ -284,7 +280,7 @@ def look_at_groups(
         for at, (group_id, one) in enumerate(there):
             rows[group_id, one.rank] = _first_line(answer) if isinstance(answer, Exception) else answer[at]
     living, jobs = alive_nodes(), {group.driver["job_id"] for group in groups}
-    causes = {job: ask_head("list the dead actors", death_causes, job) for job in jobs}
+    causes = {job: death_causes(job) for job in jobs}
     seen = []
     for group in groups:
         workers = tuple(

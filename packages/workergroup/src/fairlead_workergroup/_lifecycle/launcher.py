@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
+from fairlead_placement.spi import head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -171,7 +172,8 @@ class Launcher:
         """
         plan = self.planned
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
-        actors = self._create_actors(plan, ranks, processes or {})
+        with head_deadline(self.spec.start_timeout_s):
+            actors = self._create_actors(plan, ranks, processes or {})
         with self._clock.phase("agents"):
             lease = self.resources.lease_master_port(plan.workers[0].place.slot)
         started = self._construct(plan, actors, lease, epoch=epoch)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ray.util.placement_group import placement_group_table
-
-from fairlead_placement import PlacementError, RayVirtualCluster, Slot
-from fairlead_placement.spi import alive_nodes, run_in_thread
+from fairlead_placement import HeadTimeoutError, PlacementError, RayVirtualCluster, Slot
+from fairlead_placement.spi import run_in_thread
 
 from .._deadline import NEVER, Deadline, Operation
+from .._head import alive_nodes, read_placement_group
 from .._members import Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
@@ -353,10 +352,14 @@ class Restarter:
 
         Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
         """
-        alive, now = alive_nodes(), self._roster.snapshot()
+        now = self._roster.snapshot()
         slots = [now[rank].slot for rank in ranks]
-        groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
-        return any(placement_group_table(group).get("state", "REMOVED") == "REMOVED" for group in groups.values())
+        try:
+            alive = alive_nodes()
+            groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
+            return any(read_placement_group(one).get("state", "REMOVED") == "REMOVED" for one in groups.values())
+        except HeadTimeoutError:
+            return False
 
     def _explain_limit(self, ranks: Iterable[int]) -> str:
         """Return why these ranks cannot be restarted any more; an empty text if they can."""

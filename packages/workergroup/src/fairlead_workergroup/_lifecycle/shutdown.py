@@ -3,18 +3,19 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head, draining_nodes, group_pairs, run_on_nodes, wait_until
+from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, run_on_nodes, wait_until
 
+from .._head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
-from .._ray_private import actor_id_of, actors_being_made
-from .._remote.process import Process, end_trees, find_children
+from .._ray_private import actor_id_of
+from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children
 
 logger = logging.getLogger(__name__)
 
@@ -68,34 +69,38 @@ def wait_for_cleanup(ranks: Mapping[Any, int], method: str, timeout: float | Non
             clean = False
     if late:
         where = sorted(ranks[ref] for ref in late)
-        logger.warning("The cleanup %r did not end within %s s on ranks %s.", method, timeout, where)
+        logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", method, timeout, where)
     return clean
 
 
 def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
     """End workers, given by rank, and all processes that they have started, and wait until these are gone.
 
-    Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone.
+    Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
+    does not answer, Ray ends nobody, and the agents of the nodes do it.
 
     Returns:
-        Descriptions of the processes that are still alive, which are also logged.
+        Descriptions of the processes that are still alive, and of what Ray has not confirmed. They are also logged.
     """
     others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
     first = [worker for rank, worker in workers.items() if not rank]
     children: dict[RunningWorker, list[Process]] = {}
+    by_ray = True
     try:
         try:
-            _wait_until_created(workers.values())
+            by_ray = _wait_until_created(workers.values())
             # When the parent has died, its children can no longer be found through it.
             known = [worker for worker in workers.values() if worker.pid]
             found = ask_nodes(known, find_children, within_s=FIND_S)
             children = {worker: below for worker, below in zip(known, found, strict=True) if below}
         finally:  # also after a second Ctrl-C
             _kill(others)
-        left = _wait(others, children)
+        left = _wait(others, children, by_ray=by_ray)
     finally:
         _kill(first)
-    left += _wait(first, children)
+    left += _wait(first, children, by_ray=by_ray)
+    if not by_ray:
+        left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
         logger.warning("Still alive after the end of workers: %s.", "; ".join(left))
     return left
@@ -106,8 +111,12 @@ def _kill(workers: Sequence[RunningWorker]) -> None:
         ray.kill(worker.handle)
 
 
-def _wait(workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]]) -> list[str]:
+def _wait(
+    workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], *, by_ray: bool
+) -> list[str]:
     """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
+    if not by_ray:
+        return _end_trees(workers, children, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
     refs = [worker.handle.__ray_ready__.remote() for worker in workers]
     deadline = time.monotonic() + GONE_S
@@ -116,33 +125,44 @@ def _wait(workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Seq
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
-def _wait_until_created(workers: Collection[RunningWorker]) -> None:
-    """Wait a moment for actors that Ray has not created yet.
+def _wait_until_created(workers: Iterable[RunningWorker]) -> bool:
+    """Wait a moment for actors that Ray has not created yet; return whether Ray's head answers.
 
     If an actor is killed after Ray has leased a process for it and before it is created there, Ray (2.60) leaves the
     process behind. That process holds the slot, and the next worker in the slot waits for ever.
     """
     ours = {actor_id_of(worker.handle) for worker in workers}
-    wait_until(lambda: not ours & actors_being_made(), time.monotonic() + MADE_S, longest_s=0.5)
+    try:
+        with head_deadline(MADE_S):
+            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + MADE_S, longest_s=0.5)
+    except HeadTimeoutError as error:
+        logger.warning("Workers are ended without Ray's head: %s", error)
+        return False
+    return True
 
 
 def _draining_nodes() -> Collection[str]:
     """Return the nodes that drain; none if Ray's head does not answer."""
     try:
-        return ask_head("list the nodes that drain", draining_nodes, timeout_s=LAST_LOOK_S)
+        with head_deadline(LAST_LOOK_S):
+            return draining_nodes()
     except HeadTimeoutError as error:
         logger.warning("Cannot tell which nodes drain: %s", error)
         return frozenset()
 
 
 def _end_trees(
-    workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], deadline: float
+    workers: Sequence[RunningWorker],
+    children: Mapping[RunningWorker, Sequence[Process]],
+    deadline: float,
+    *,
+    grace_s: float = WORKER_GRACE_S,
 ) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
     while by_node:
-        alive = alive_nodes()
+        alive = choose_alive(by_node)
         within_s = max(LAST_LOOK_S, deadline - time.monotonic())
         asks = {
             node_id: (
@@ -150,6 +170,7 @@ def _end_trees(
                 [child for worker in there for child in children.get(worker, ())],
                 [worker.mark for worker in there],
                 within_s - ANSWERED_S,
+                grace_s,
             )
             for node_id, there in by_node.items()
             if node_id in alive

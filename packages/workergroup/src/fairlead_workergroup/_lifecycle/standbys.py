@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from fairlead_placement import PlacementError, Slot
-from fairlead_placement.spi import alive_nodes, draining_nodes, never_connect
+from fairlead_placement import HeadTimeoutError, PlacementError, Slot
+from fairlead_placement.spi import head_deadline, never_connect
 
 from .._deadline import Deadline
+from .._head import alive_nodes, dead_actors, draining_nodes
 from .._members import Change, Place
-from .._ray_private import actor_id_of, dead_actors
+from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
 from .._remote.process import mark_of
 from .._start.environment import RANK_VARIABLES
@@ -188,7 +189,11 @@ class Standbys:
 
     def vacate(self, slots: Iterable[Slot]) -> None:
         """Start standbys in the slots that ranks have left, if their nodes stay and standbys are missing."""
-        alive = alive_nodes() - draining_nodes()
+        try:
+            alive = alive_nodes() - draining_nodes()
+        except HeadTimeoutError as error:
+            logger.warning("No standby is started in the slots that were left: %s", error)
+            return
         usable = [slot for slot in slots if slot.node_id in alive]
         missing = self.count - len(self.slots)
         for slot in usable[: max(0, missing)]:
@@ -210,7 +215,8 @@ class Standbys:
             for number, slot in zip(numbers, slots, strict=True):
                 plan = launcher.plan_in(slot)
                 name = f"{plan.place.name}-{token[:6]}{number}"
-                actor = create_actor(plan, launcher.worker_class, name)
+                with head_deadline(deadline.left()):
+                    actor = create_actor(plan, launcher.worker_class, name)
                 worker = RunningWorker(actor, slot.node_id, mark_of(token, number), name=name)
                 self._resources.add({number: worker})
                 if self._is_over:  # the release may have begun before this process was known

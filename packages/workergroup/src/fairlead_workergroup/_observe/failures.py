@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError, UnserializableException
 
-from fairlead_placement.spi import alive_nodes
+from fairlead_placement.spi import choose_alive
 
 from .._members import Roster, WorkerFacts
 from .._ray_private import how_it_ended
@@ -40,7 +40,7 @@ def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, Worke
         for rank, error in errors.items()
         if isinstance(error, (*_LOST, ray.exceptions.ObjectLostError)) and not isinstance(error, RayTaskError)
     }
-    alive = alive_nodes() if lost else frozenset()
+    alive = choose_alive({workers[rank].node_id for rank in lost}) if lost else []
     verdicts = [_judge(error, workers[rank], alive) for rank, error in lost.items()]
     return [failure for failure in verdicts if failure is not None]
 

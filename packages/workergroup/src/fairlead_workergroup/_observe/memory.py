@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head
+from fairlead_placement.spi import choose_alive
 
 from .._deadline import Deadline
 from .._members import Roster, Snapshot, WorkerFacts
@@ -22,8 +21,6 @@ UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "
 
 # Between two requests to an agent that does not answer.
 PAUSE_S = 0.2
-# Ray's head answers within milliseconds.
-HEAD_S = 5.0
 
 
 def parse_memory(size: int | str) -> int:
@@ -105,9 +102,4 @@ class MemoryLimit:
 
 def _is_gone(node_id: str) -> bool:
     """Return whether a node, or Ray itself, has ended, so that its agent will not answer any more."""
-    if not ray.is_initialized():
-        return True
-    try:
-        return node_id not in ask_head("list the nodes", alive_nodes, timeout_s=HEAD_S)
-    except HeadTimeoutError:
-        return False
+    return not ray.is_initialized() or not choose_alive([node_id])

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observation of the workers of a group while they work or hang, with one request to each node and none to workers."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_placement.spi import alive_nodes, group_pairs, usage_on_nodes
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, usage_on_nodes
 
 from .._display import Records
 from .._members import Roster, WorkerFacts
 from .._remote.progress import look
 from .failures import Verdicts
-from .query import ANSWER_S, ask_nodes, find_dead, logger
+from .query import ANSWER_S, HEAD_S, ask_nodes, find_dead, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
 
@@ -40,7 +42,7 @@ class Observer:
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
         now = self.roster.check_alive()
-        living = alive_nodes()
+        living = choose_alive({facts.node_id for facts in now.facts}, timeout_s=HEAD_S)
         there = [one.facts for one in now.members if one.facts.node_id in living and one.failure is None]
         pids = group_pairs((facts.node_id, facts.pid) for facts in there)
         usage = {}
@@ -68,7 +70,7 @@ class Observer:
             member.facts for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
-        living = alive_nodes() if None in answers else frozenset()
+        living = choose_alive({worker.node_id for worker in asked}) if None in answers else []
         rows: dict[int, Mapping[str, Any]] = {}
         # Their agents did not answer, and their nodes are alive.
         silent: set[int] = set()
@@ -80,7 +82,8 @@ class Observer:
             else:
                 silent.add(worker.rank)
         if silent:  # Ray's head answers with every actor of the job that has ever died
-            dead |= find_dead(now) & silent
+            with contextlib.suppress(HeadTimeoutError), head_deadline(HEAD_S):
+                dead |= find_dead(now) & silent
         states: dict[int, State] = {
             member.rank: "restarting" if member.restarting else state_of(member.rank in dead, rows.get(member.rank, {}))
             for member in now.members

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes, ask_head, group_pairs, run_on_nodes
+from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
 
 from .._futures import is_message, task_of_future
+from .._head import dead_actors
 from .._members import Snapshot, WorkerFacts
-from .._ray_private import actor_id_of, dead_actors
+from .._ray_private import actor_id_of
 from .._remote.process import Process
 from .._remote.process import find_ended as find_ended_processes
 from .._remote.progress import cancel_tasks, read_records
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Agents answer in milliseconds. A caller does not wait longer than this for a node that does not.
 ANSWER_S = 10.0
+# If Ray's head does not answer within this time, the agents of all nodes are asked, including those of dead ones.
+HEAD_S = 1.0
 
 
 class OnNode(Protocol):
@@ -51,19 +53,15 @@ def ask_nodes(
         within_s: seconds that Ray's head and the nodes may take; None for `ANSWER_S`.
 
     Returns:
-        The results in the order of `workers`; None for the workers of a node that did not answer, and for all workers
-        if Ray's head did not answer.
+        The results in the order of `workers`; None for the workers of a node that did not answer.
     """
     results: list[Any] = [None] * len(workers)
     if not workers:
         return results
-    deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
+    within_s = ANSWER_S if within_s is None else within_s
+    deadline = time.monotonic() + within_s
     by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
-    try:
-        living = ask_head("list the nodes", alive_nodes, timeout_s=max(0.0, deadline - time.monotonic()))
-    except HeadTimeoutError as error:
-        logger.warning("Cannot look at the workers: %s", error)
-        return results
+    living = choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2))
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
         for node_id, members in by_node.items()
@@ -96,7 +94,11 @@ def late_workers(workers: Sequence[WorkerFacts], *, within_s: float | None = Non
 
 
 def find_dead(now: Snapshot) -> set[int]:
-    """Return the ranks of the members that are lost, or whose actors Ray knows to be dead."""
+    """Return the ranks of the members that are lost, or whose actors Ray knows to be dead.
+
+    Raises:
+        HeadTimeoutError: Ray's head does not answer.
+    """
     dead = dead_actors()
     return {member.rank for member in now.members if member.failure is not None or actor_id_of(member.handle) in dead}
 

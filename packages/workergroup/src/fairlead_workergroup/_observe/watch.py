@@ -119,19 +119,20 @@ class Watch(AbstractContextManager["Watch"]):
         self._end = end
         self._thread = threading.Thread(target=self._run, name=f"fairlead-watch-{self._name}", daemon=True)
         # It runs before Ray's own exit handler; otherwise a look would fail, and log that Ray has ended.
-        atexit.register(self._close, EXIT_S)
+        atexit.register(self.close, EXIT_S)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"Watch({self._name!r}, {'closed' if self._end.is_set() else f'every {self._interval_s:g} s'})"
 
-    def close(self) -> None:
-        """End the watch; no event is reported after this, unless `on_event` itself closes it. Can be repeated."""
-        self._close(CLOSE_S)
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the watch; no event is reported after this, unless `on_event` itself closes it. Can be repeated.
 
-    def _close(self, timeout_s: float) -> None:
+        Args:
+            timeout_s: the seconds to wait for a look that is under way.
+        """
         self._end.set()
-        atexit.unregister(self._close)
+        atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=timeout_s)
 
@@ -154,7 +155,7 @@ class Watch(AbstractContextManager["Watch"]):
                 self._end.wait(self._interval_s)
         finally:
             self._end.set()
-            atexit.unregister(self._close)
+            atexit.unregister(self.close)
 
     def _is_over(self) -> bool:
         """Return whether the watch has been closed, or the group's Ray has been shut down."""

@@ -107,7 +107,11 @@ def find_children(workers: Sequence[Process]) -> list[list[Process]]:
 
 
 def end_trees(
-    workers: Sequence[Process], children: Sequence[Process], marks: Sequence[str], within_s: float
+    workers: Sequence[Process],
+    children: Sequence[Process],
+    marks: Sequence[str],
+    within_s: float,
+    grace_s: float = WORKER_GRACE_S,
 ) -> list[Process]:
     """Wait until workers have ended, then end the processes that they have started.
 
@@ -118,13 +122,14 @@ def end_trees(
         children: the processes that were below them before.
         marks: the marks, as for `Trees`.
         within_s: how long all of this may take.
+        grace_s: how long Ray has to end the workers before they get SIGKILL.
 
     Returns:
         The processes that are still alive.
     """
     deadline = time.monotonic() + within_s
     trees = Trees(workers, marks, children)
-    until = _sooner(deadline, WORKER_GRACE_S)
+    until = _sooner(deadline, grace_s)
     _wait(workers, until)
     alive, left = trees.look()
     if alive:  # including workers whose process was not known

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of each worker, the creation of its actor, and the wait until every constructor has finished."""
 
+import contextvars
 import itertools
 import os
 import queue
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement.spi import never_connect
+from fairlead_placement.spi import ask_head, never_connect
 from fairlead_sharding import NamedSharding
 
 from .._display import Bar
@@ -102,15 +104,18 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
 
 
 def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
-    """Create the actor of a worker, without a wait; return its handle.
+    """Create the actor of a worker, within `head_deadline`; return its handle.
 
     Args:
         plan: the plan of the worker.
         described: the class.
         name: the name of the actor, as from `actor_name`.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer in time.
     """
     slot = plan.place.slot
-    return described.actor_class.options(
+    actor_class = described.actor_class.options(
         **plan.options,
         name=name,
         # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
@@ -119,7 +124,8 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             slot.placement_group, slot.bundle_index, placement_group_capture_child_tasks=True
         ),
-    ).remote()
+    )
+    return ask_head("create a worker", actor_class.remote, undo=ray.kill)
 
 
 def create_actors(
@@ -155,7 +161,10 @@ def create_actors(
         for one in zip(plans[:1], names, strict=False):
             create(*one)
         with ThreadPoolExecutor(WINDOW, "fairlead-create", initializer=never_connect) as pool:
-            requested = [pool.submit(create, *one) for one in zip(plans[1:], names[1:], strict=True)]
+            requested = [
+                pool.submit(contextvars.copy_context().run, create, plan, actor_name)
+                for plan, actor_name in zip(plans[1:], names[1:], strict=True)
+            ]
             try:
                 for done, future in enumerate(requested, start=2):
                     future.result()

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's head (GCS) does not answer: every public method returns or raises in time, and the processes can be ended."""
+
+import contextlib
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
+from fairlead_placement import _terminal as terminal
+from fairlead_placement._nodes import head as placement_head
+from fairlead_workergroup import GroupHandle, GroupView, RayWorkerGroup, ResizeTimeoutError, _handle, _head
+from fairlead_workergroup._inspect import command
+from fairlead_workergroup._lifecycle import shutdown
+from fairlead_workergroup._observe import query
+
+from ..restarting import find_running
+
+# The limit of everything that has none of its own, and of everything that takes one.
+LIMIT_S = 1.0
+# The workers and the agents of their nodes answer, however slowly on a busy machine.
+ANSWER_S = 60.0
+# A value that is read without a request.
+READ = object()
+
+
+class Worker:
+    def rank(self):
+        return int(os.environ["RANK"])
+
+    def echo(self, value):
+        return value
+
+    def pid(self):
+        return os.getpid()
+
+
+def call_in_lane(group):
+    with group.lane(ANSWER_S):
+        return group.call("rank", timeout=ANSWER_S).result()
+
+
+def watch(group):
+    with group.watch(interval_s=0.01):
+        return group.get_worker_status()
+
+
+def run_classic(name, *args):
+    return lambda group: group.get_all_worker_results(getattr(group, name)("echo", *args))
+
+
+# How to use each public name of what makes calls, and what comes of it.
+CALLS = {
+    "at": (lambda group: group.at(worker=0).call("rank", timeout=ANSWER_S).result(), [0]),
+    "call": (lambda group: group.call("rank", timeout=ANSWER_S).result(), [0, 1]),
+    "coords": READ,
+    "explain": (lambda group: group.explain("rank"), READ),
+    "map": (lambda group: sorted(group.map("echo", [1, 2, 3], timeout=ANSWER_S)), [1, 2, 3]),
+    "ranks": READ,
+    "sharding_annotations": READ,
+    "with_options": (lambda group: group.with_options(timeout=ANSWER_S).call("rank").result(), [0, 1]),
+}
+VIEW = {**CALLS, "workers": READ}
+HANDLE = {
+    **CALLS,
+    "epoch": READ,
+    "group_id": READ,
+    "name": READ,
+    "status": (lambda handle: handle.status(), HeadTimeoutError),
+}
+
+
+def make_group_calls(trace):
+    statuses = ["idle", "idle"]
+    return {
+        **CALLS,
+        "attach": (lambda group: RayWorkerGroup.attach(group.name_prefix), HeadTimeoutError),
+        "detect_stuck_workers": (lambda group: group.detect_stuck_workers(), []),
+        "dp_leader_worker_indices": READ,
+        "dp_size": READ,
+        "epoch": READ,
+        "get_all_worker_results": (run_classic("run_all_workers_single_data", 1), [1, 1]),
+        "get_dp_leader_worker_idx": (lambda group: group.get_dp_leader_worker_idx(1), 1),
+        "get_resource_usage": (lambda group: [one.rank for one in group.get_resource_usage()], [0, 1]),
+        "get_worker_status": (lambda group: [one.state for one in group.get_worker_status()], statuses),
+        "handle": (lambda group: group.handle().name, "calls"),
+        "master_address": READ,
+        "master_port": READ,
+        "replace": (lambda group: group.replace([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
+        "resize": (lambda group: group.resize(worker=3, timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
+        "restart_failed_workers": (lambda group: group.restart_failed_workers(), HeadTimeoutError),
+        "run_all_workers_multiple_data": (run_classic("run_all_workers_multiple_data", [1, 2]), [1, 2]),
+        "run_all_workers_sharded_data": (
+            lambda group: group.run_all_workers_sharded_data(
+                "echo", in_sharded_axes=["worker"], value=[1, 2]
+            ).get_results(group),
+            [1, 2],
+        ),
+        "run_all_workers_single_data": (run_classic("run_all_workers_single_data", 3), [3, 3]),
+        "run_single_worker_single_data": (
+            lambda group: ray.get(group.run_single_worker_single_data("rank", 1), timeout=60),
+            1,
+        ),
+        "standby": READ,
+        "standby_metadata": READ,
+        "start_report": READ,
+        "statistics": (lambda group: group.statistics().calls > 0, True),
+        "stragglers": (lambda group: group.stragglers(), HeadTimeoutError),
+        "trace": (lambda group: group.trace(trace), HeadTimeoutError),
+        "watch": (lambda group: [one.state for one in watch(group)], statuses),
+        "worker_metadata": READ,
+        "workers": READ,
+        "world_size": READ,
+    }
+
+
+# These end a group or keep others from calling it, so that each has a group of its own.
+ALONE = ("lane", "shutdown")
+COMMANDS = (["groups"], ["status"], ["top", "-n", "1"], ["stacks"], ["trace", "-o", "trace"], ["why"])
+
+
+def run_commands():
+    return [command.main(one) for one in COMMANDS]
+
+
+def bind(uses, subject):
+    """Return functions of no arguments, and what comes of them."""
+    assert {name for name in dir(type(subject)) if not name.startswith("_")} == uses.keys()
+    bound = {}
+    for name, use in uses.items():
+        function, expected = (lambda subject, name=name: getattr(subject, name), READ) if use is READ else use
+        bound[f"{type(subject).__name__}.{name}"] = functools.partial(function, subject), expected
+    return bound
+
+
+def raises(expected):
+    return isinstance(expected, (type, tuple))
+
+
+def came_as(outcome, expected):
+    if expected is READ:
+        return not isinstance(outcome, BaseException)
+    return isinstance(outcome, expected) if raises(expected) else outcome == expected
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Give everything `LIMIT_S`, and let the commands use the Ray of this process."""
+    for module, name in (
+        (placement_head, "LEAST_S"),
+        (placement_head, "ALIVE_S"),
+        (placement_head, "HEAD_S"),
+        (_head, "REQUEST_S"),
+        (_handle, "HEAD_S"),
+    ):
+        monkeypatch.setattr(module, name, LIMIT_S)
+    monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
+    monkeypatch.setattr(terminal, "os", SimpleNamespace(_exit=lambda status: None))
+
+
+def test_every_public_method(local_ray, impatient, monkeypatch, call_in_time, stop_process, tmp_path, capsys, caplog):
+    """Every public method of a group, a view and a handle, and every command, returns or raises in time.
+
+    Calls work, because they go to the workers; so do looks at the workers, which the agents of their nodes answer.
+    Changes raise an error with nothing changed. `shutdown` reports False, and the processes have ended.
+    """
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    with contextlib.ExitStack() as made:
+        cluster = made.enter_context(RayVirtualCluster([8], use_gpus=False))
+        slots = cluster.slots()
+
+        def make(count, name, at):
+            group = RayWorkerGroup(slots[at : at + count], Worker, name_prefix=name)
+            made.callback(group.shutdown, force=True)
+            return group
+
+        group, alone, forced, cleaned = make(2, "calls", 0), *(make(1, f"alone{at}", at) for at in (3, 4, 5))
+        handle, fresh = group.handle(), group.handle()
+        handle.call("rank").result()
+        (agent,) = {NodeAgent(slot.node_id).run(os.getpid) for slot in slots}
+        pids = [pid for one in (alone, forced, cleaned) for pid in one.call("pid").result()]
+        uses = {
+            **bind({**make_group_calls(tmp_path / "trace.json"), **dict.fromkeys(ALONE, READ)}, group),
+            **bind(HANDLE, handle),
+            **bind(VIEW, group.at(worker=slice(0, 2))),
+            "fresh handle": (lambda: fresh.call("rank"), HeadTimeoutError),
+            "constructor": (lambda: RayWorkerGroup(slots[6:7], Worker, start_timeout_s=LIMIT_S), HeadTimeoutError),
+            "commands": (run_commands, [3] * len(COMMANDS)),
+        }
+        assert isinstance(handle, GroupHandle)
+        assert isinstance(group.at(worker=0), GroupView)
+        with stop_process(head):
+            answered = {name for name, (_, expected) in uses.items() if not raises(expected)} - {"commands"}
+            functions = {name: function for name, (function, _) in uses.items()}
+            outcomes = call_in_time({name: functions[name] for name in functions.keys() - answered}, LIMIT_S)
+            outcomes |= call_in_time({name: functions[name] for name in answered}, ANSWER_S)
+            assert {name: one for name, one in outcomes.items() if not came_as(one, uses[name][1])} == {}
+            assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(COMMANDS)
+            assert call_in_time({"lane": lambda: call_in_lane(alone)}, ANSWER_S) == {"lane": [0]}
+            ends = call_in_time(
+                {
+                    "timeout": lambda: alone.shutdown(timeout=LIMIT_S),
+                    "force": lambda: forced.shutdown(force=True, timeout=LIMIT_S),
+                    "cleanup": lambda: cleaned.shutdown("pid", timeout=LIMIT_S),
+                },
+                LIMIT_S + shutdown.LAST_LOOK_S,
+            )
+            assert ends == {"timeout": False, "force": False, "cleanup": False}
+            assert find_running(pids) == []
+            assert "1 worker(s) whose end Ray's head has not confirmed, because it does not answer" in caplog.text
+            # Neither the head nor the agent answers, so nothing is known.
+            monkeypatch.setattr(query, "ANSWER_S", LIMIT_S)
+            with stop_process(agent):
+                states = call_in_time({"states": lambda: [one.state for one in group.get_worker_status()]}, LIMIT_S)
+            assert states == {"states": ["unknown"] * 2}
+        monkeypatch.undo()
+        assert group.epoch == 0
+        assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
+        assert group.call("rank").result() == [0, 1, 2]
