@@ -7,12 +7,22 @@ import logging
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 
+from fairlead_placement import spi
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_tpu_executor import HeadUnreachableError, SlicePool, TpuAcceleratorConfig, _health, device_remote
+from fairlead_tpu_executor import (
+    HeadUnreachableError,
+    RayExecutor,
+    SlicePool,
+    TpuAcceleratorConfig,
+    __main__,
+    _health,
+    device_remote,
+)
 from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor.testing import PretendSlices
 
@@ -167,3 +177,51 @@ def test_errors_of_the_function_during_an_outage(stop_head):
     with pytest.raises(HeadUnreachableError) as caught:
         head.result(head.start(times_out))
     assert isinstance(caught.value.__cause__, ray.exceptions.GetTimeoutError)
+
+
+class Device:
+    """A class that a pool could start."""
+
+
+CONFIG = TpuAcceleratorConfig("v4-8", head_timeout_s=TIMEOUT_S)
+# How to use each public name of a pool that holds nothing, and of the executor, and whether that needs the head.
+POOL = {
+    "attempt": (lambda pool: pool.attempt(os.getpid), True),
+    "checked": (lambda pool: pool.checked(os.getpid), False),
+    "close": (lambda pool: pool.close(), False),  # a pool that holds slices has a test of its own
+    "get": (lambda pool: pool.get([[ray.put(1)]]), True),
+    "reserve": (lambda pool: pool.reserve(), True),
+    "run": (lambda pool: pool.run(os.getpid), True),
+    "run_on_first_hosts": (lambda pool: pool.run_on_first_hosts(os.getpid), True),
+    "scale": (lambda pool: pool.scale(1), True),
+    "slices": (lambda pool: pool.slices, False),
+    "slots": (lambda pool: pool.slots(), True),
+    "start": (lambda pool: pool.start(Device, (), {}), True),
+    "statistics": (lambda pool: pool.statistics(), False),
+    "submit": (lambda pool: pool.submit(os.getpid), True),
+}
+EXECUTOR = {
+    name: (lambda executor, name=name: getattr(executor, name)(os.getpid, CONFIG), True)
+    for name in ("autoscale_execute", "autoscale_execute_resumable", "execute", "execute_resumable")
+}
+
+
+def test_every_public_method(stop_head, call_in_time, monkeypatch, capsys):
+    """Every public method of a pool and of the executor, and the command, returns or raises in time."""
+    calls = {}
+    for made, uses in ((SlicePool, POOL), (RayExecutor, EXECUTOR)):
+        assert {name for name in dir(made) if not name.startswith("_")} == uses.keys()
+        for name, (function, _) in uses.items():
+            calls[name] = functools.partial(function, SlicePool(CONFIG) if made is SlicePool else made)
+    calls["command"] = lambda: __main__.main(["status"])
+    monkeypatch.setattr(__main__, "attach", lambda address: spi.head_deadline(TIMEOUT_S))
+    monkeypatch.setattr("fairlead_placement._terminal.os", SimpleNamespace(_exit=lambda status: None))
+    with stop_head():
+        outcomes = call_in_time(calls, TIMEOUT_S)
+    assert outcomes.pop("command") == 3
+    assert "Ray's head (GCS) did not answer a request to" in capsys.readouterr().err
+    wanted = {name: needs_head for name, (_, needs_head) in {**POOL, **EXECUTOR}.items()}
+    assert {name: isinstance(outcome, HeadUnreachableError) for name, outcome in outcomes.items()} == wanted
+    assert not [
+        one for one in outcomes.values() if isinstance(one, BaseException) and type(one) is not HeadUnreachableError
+    ]

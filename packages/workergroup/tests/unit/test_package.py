@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version and the errors of the package."""
 
+import ast
 import dataclasses
 import importlib
 import importlib.metadata
 import pickle
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -28,6 +30,34 @@ from fairlead_workergroup import (
 def test_version():
     """The literal version and the installed metadata agree."""
     assert fairlead_workergroup.__version__ == importlib.metadata.version("fairlead-workergroup")
+
+
+# Functions that wait for Ray's head without a deadline of their own.
+OF_THE_HEAD = {
+    "actors_being_made",
+    "alive_nodes",
+    "dead_actors",
+    "death_causes",
+    "drain_deadlines",
+    "draining_nodes",
+    "find_agents",
+    "placement_group_table",
+    "process_is_alive",
+}
+
+
+def test_one_module_asks_the_head():
+    """All other modules get what the head's tables say from `_head`, which gives every request a deadline."""
+    folder = Path(fairlead_workergroup.__file__).parent
+    found = {
+        (str(module.relative_to(folder)), name.name)
+        for module in folder.rglob("*.py")
+        for one in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(one, ast.ImportFrom) and one.module != "_head"
+        for name in one.names
+        if name.name in OF_THE_HEAD
+    }
+    assert found == {("_head.py", "placement_group_table")}
 
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")

@@ -124,16 +124,10 @@ def call_within(
 ) -> _T:
     """Call a function on a thread of its own that never starts a Ray, and return what it returns.
 
-    Args:
-        timeout_s: seconds to wait.
-        function: the function.
-        args: its arguments.
-        undo: reverts what the function did if it returns after this call has ended.
-        request: what the function asks Ray's head for; "" if it does not.
+    The request, if it is one to Ray's head, the function and `undo` are as for `ask_head`.
 
     Raises:
         TimeoutError: the function did not return in time. It continues, and the thread ends with it.
-        Exception: any exception of the function.
     """
     answer: Future[_T] = Future()
     run = functools.partial(_answer, answer, undo, function, *args)

@@ -66,12 +66,7 @@ class StragglerReport:
 
 
 def find_stragglers(timeline: Timeline, method: str | None = None) -> StragglerReport:
-    """Return how long each worker takes, and who is slower than its peers.
-
-    Args:
-        timeline: of the group.
-        method: a method; None for all of them.
-    """
+    """Return how long each worker takes for a method, or for all methods, and who is slower than its peers."""
     sharding = timeline.group.sharding
     by_method: dict[str, dict[int, list[Span]]] = {}
     for one in timeline.workers:

@@ -36,8 +36,6 @@ class RunningWorker:
     """A worker that has to be ended, and what finds its process and the processes it has started.
 
     Attributes:
-        handle: its actor.
-        node_id: Ray's id of its node.
         mark: the prefix of its identity, as from `process.mark_of`.
         pid: its process; 0 until it has started.
         started: the start tick of the process.

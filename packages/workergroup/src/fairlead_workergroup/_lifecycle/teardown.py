@@ -22,12 +22,7 @@ WATCHED_S = 2.0
 
 
 class Teardown:
-    """End a group once.
-
-    Args:
-        launcher: the launcher of the group.
-        watches: the watches of the group, which end first.
-    """
+    """End a group once, its watches first."""
 
     def __init__(self, launcher: Launcher, watches: Iterable[Watch]) -> None:
         self._launcher = launcher

@@ -66,10 +66,6 @@ def _judge(error: BaseException, worker: WorkerFacts, alive: Collection[str]) ->
 def explain_errors(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
     """Return one exception for the errors of ranks that are alive, to be raised to the caller.
 
-    Args:
-        errors: the errors that Ray raised, by rank; the first one is shown.
-        workers: the identity of the ranks.
-
     Returns:
         The first rank's own exception, with its type, the remote traceback as its cause, and a note for each failing
         rank; `RemoteError` if its class is not known here.
@@ -119,12 +115,7 @@ def remote_traceback(error: Any) -> str:
 
 
 class Verdicts:
-    """Decide which workers of a group are lost, and note it in the roster.
-
-    Args:
-        roster: the roster of the group.
-        memory_limit: the limit that the nodes' agents enforce; None if there is none.
-    """
+    """Decide which workers of a group are lost, and note it in the roster."""
 
     def __init__(self, roster: Roster, memory_limit: MemoryLimit | None) -> None:
         self._roster = roster

@@ -45,12 +45,7 @@ def parse_memory(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the memory of each worker of a group, which the nodes' agents enforce.
-
-    Attributes:
-        token: identifies the group among all groups of all drivers.
-        limit: bytes, for a worker and the processes it has started together.
-    """
+    """A limit in bytes on a worker and the processes it has started together, which the nodes' agents enforce."""
 
     token: str
     limit: int

@@ -24,12 +24,7 @@ STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 
 
 class Observer:
-    """Observe the workers of a group; `RayWorkerGroup` documents what each method returns.
-
-    Args:
-        roster: the roster of the group.
-        verdicts: decides which workers are dead.
-    """
+    """Observe the workers of a group; `RayWorkerGroup` documents what each method returns."""
 
     def __init__(self, roster: Roster, verdicts: Verdicts) -> None:
         self.roster = roster

@@ -37,13 +37,10 @@ class Registration:
     """Keeps what is published about one group up to date, also at the node of its driver.
 
     Args:
-        roster: of the group.
         token: identifies the group among all groups of all drivers.
-        class_name: of the user's class.
         methods: the methods of the class, as of `WorkerClass.to_dict`. Only the node of the driver has them.
 
     Attributes:
-        key: the key under which it is published.
         published: what was published last, by node id.
         lane: whether the workers serve nobody but their driver at present; publish after a change.
     """

@@ -21,11 +21,7 @@ NAME_BYTES = 64
 
 
 class RequestLog:
-    """Write the ring of the calls of one group.
-
-    Args:
-        group: the id of the group.
-    """
+    """Write the ring of the calls of one group, given by its id."""
 
     def __init__(self, group: str) -> None:
         size = struct.calcsize(REQUEST)
@@ -40,15 +36,9 @@ class RequestLog:
         _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> int:
-        """Note a call that has been sent.
+        """Note a call that was made at a moment of `time.monotonic`, and return the number of its entry.
 
-        Args:
-            method: the name of the method.
-            began: when the call was made, by `time.monotonic`.
-            futures: the future of each worker.
-
-        Returns:
-            The number of its entry; 0, which is no entry, for a call without workers.
+        A call without workers has none, which is 0.
         """
         if not futures:
             return 0
@@ -72,13 +62,7 @@ class RequestLog:
         self.end([self._add(now, 0, name)], failed=True, ended=now)
 
     def end(self, entries: Sequence[int], *, failed: bool = False, ended: float | None = None) -> None:
-        """Note that the caller has the results of a call, or its error; what was noted first holds.
-
-        Args:
-            entries: the numbers of the entries of the call; each repetition has one.
-            failed: whether it is an error.
-            ended: when it ended, by `time.monotonic`; None for now.
-        """
+        """Note that the caller has the results of the call of these entries, or its error. The first note holds."""
         moment = time.monotonic() if ended is None else ended
         with self._lock:
             for number in entries:

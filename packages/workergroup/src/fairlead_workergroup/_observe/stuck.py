@@ -62,10 +62,6 @@ def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerSta
     Two workers wait at the same place if they run the same method and, where stacks are available, their Python stacks
     agree down to that method.
 
-    Args:
-        stuck: the workers without progress.
-        statuses: the status of all workers that are alive, by rank.
-
     Returns:
         The stuck workers with these notes, or as they are if there is no such place.
     """

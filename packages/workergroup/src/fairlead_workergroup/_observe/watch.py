@@ -40,11 +40,7 @@ CAUSE_S = 2.0
 
 
 class EventFilter:
-    """Find the events that have not been reported yet.
-
-    Args:
-        slow_after_s: how long a call may make no progress before it is reported as slow.
-    """
+    """Find the events that have not been reported yet."""
 
     def __init__(self, slow_after_s: float) -> None:
         self._slow_after_s = slow_after_s
