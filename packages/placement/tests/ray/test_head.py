@@ -155,7 +155,7 @@ USES = {
 CHANGES = ("extend", "release_nodes", "replace_lost_nodes", "shutdown")
 
 
-def test_every_public_method(stop_head, call_in_time, monkeypatch, capsys):
+def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, capsys):
     """Every public method of a cluster, and every command, returns or raises in time."""
     assert {name for name in dir(RayVirtualCluster) if not name.startswith("_")} == USES.keys()
     commands = (["nodes"], ["explain", "1 CPU"], ["doctor", "--timeout", "1"])
@@ -176,6 +176,7 @@ def test_every_public_method(stop_head, call_in_time, monkeypatch, capsys):
                 assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(commands)
                 # Ray's own end would wait for the head, at the exit of the interpreter too.
                 assert (outcomes.pop("commands"), exits) == ([3] * len(commands), [3] * len(commands))
+            assert eventually(lambda: not _head.head_is_silent())
     wrong = {
         name: outcome for name, outcome in outcomes.items() if isinstance(outcome, BaseException) != bool(USES[name][1])
     }

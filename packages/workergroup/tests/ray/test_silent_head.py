@@ -161,7 +161,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(terminal, "os", SimpleNamespace(_exit=lambda status: None))
 
 
-def test_every_public_method(local_ray, impatient, monkeypatch, call_in_time, stop_process, tmp_path, capsys, caplog):
+@pytest.mark.usefixtures("local_ray", "impatient")
+def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process, tmp_path, capsys, caplog):
     """Every public method of a group, a view and a handle, and every command, returns or raises in time.
 
     Calls work, because they go to the workers; so do looks at the workers, which the agents of their nodes answer.
@@ -209,7 +210,8 @@ def test_every_public_method(local_ray, impatient, monkeypatch, call_in_time, st
                 LIMIT_S + shutdown.LAST_LOOK_S,
             )
             assert ends == {"timeout": False, "force": False, "cleanup": False}
-            assert find_running(pids) == []
+            # An agent of a busy machine is late with its answer, and not with the signals.
+            assert eventually(lambda: find_running(pids) == [])
             assert "1 worker(s) whose end Ray's head has not confirmed, because it does not answer" in caplog.text
             # Neither the head nor the agent answers, so nothing is known.
             monkeypatch.setattr(query, "ANSWER_S", LIMIT_S)
@@ -217,6 +219,7 @@ def test_every_public_method(local_ray, impatient, monkeypatch, call_in_time, st
                 states = call_in_time({"states": lambda: [one.state for one in group.get_worker_status()]}, LIMIT_S)
             assert states == {"states": ["unknown"] * 2}
         monkeypatch.undo()
+        assert eventually(lambda: not placement_head.head_is_silent())
         assert group.epoch == 0
         assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
         assert group.call("rank").result() == [0, 1, 2]
