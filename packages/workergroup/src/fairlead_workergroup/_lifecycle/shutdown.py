@@ -160,7 +160,7 @@ def _end_trees(
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
     while by_node:
-        alive = choose_alive(by_node)
+        alive = set(choose_alive(by_node))
         within_s = max(LAST_LOOK_S, deadline - time.monotonic())
         asks = {
             node_id: (

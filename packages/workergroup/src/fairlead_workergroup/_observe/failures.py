@@ -40,7 +40,7 @@ def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, Worke
         for rank, error in errors.items()
         if isinstance(error, (*_LOST, ray.exceptions.ObjectLostError)) and not isinstance(error, RayTaskError)
     }
-    alive = choose_alive({workers[rank].node_id for rank in lost}) if lost else []
+    alive = set(choose_alive({workers[rank].node_id for rank in lost}) if lost else ())
     verdicts = [_judge(error, workers[rank], alive) for rank, error in lost.items()]
     return [failure for failure in verdicts if failure is not None]
 

@@ -37,7 +37,7 @@ class Observer:
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
         now = self.roster.check_alive()
-        living = choose_alive({facts.node_id for facts in now.facts}, timeout_s=HEAD_S)
+        living = set(choose_alive({facts.node_id for facts in now.facts}, timeout_s=HEAD_S))
         there = [one.facts for one in now.members if one.facts.node_id in living and one.failure is None]
         pids = group_pairs((facts.node_id, facts.pid) for facts in there)
         usage = {}
@@ -65,7 +65,7 @@ class Observer:
             member.facts for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
-        living = choose_alive({worker.node_id for worker in asked}) if None in answers else []
+        living = set(choose_alive({worker.node_id for worker in asked}) if None in answers else ())
         rows: dict[int, Mapping[str, Any]] = {}
         # Their agents did not answer, and their nodes are alive.
         silent: set[int] = set()

@@ -61,7 +61,7 @@ def ask_nodes(
     within_s = ANSWER_S if within_s is None else within_s
     deadline = time.monotonic() + within_s
     by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
-    living = choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2))
+    living = set(choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2)))
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
         for node_id, members in by_node.items()
