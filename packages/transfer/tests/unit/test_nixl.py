@@ -176,6 +176,24 @@ def test_dead_source():
     agent.close()
 
 
+def test_exit_with_an_open_agent(run_python):
+    """A process that exits without closing its agent ends the agent's thread first, which NIXL may not survive."""
+    script = """
+        import atexit
+        import threading
+        from fairlead_transfer._remote.agent import Agent
+
+        def show():
+            print([thread.name for thread in threading.enumerate() if "nixl" in thread.name])
+
+        atexit.register(show)  # runs last
+        agent = Agent()
+        agent.serve(busy=True)
+        show()
+    """
+    assert run_python(script).split() == ["['fairlead-transfer", "nixl']", "[]"]
+
+
 @pytest.mark.parametrize("answer", ["ERR", RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")])
 def test_both_ways_in_which_a_transfer_fails(answer, monkeypatch):
     """An error state and an exception both mean that the source is lost, and that nothing is written any more."""

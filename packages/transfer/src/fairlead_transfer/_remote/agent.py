@@ -8,6 +8,7 @@ and makes TCP slower than a thread that sleeps between its looks. A process that
 process that read from it over TCP has died, is aborted by UCX.
 """
 
+import atexit
 import importlib
 import importlib.util
 import logging
@@ -130,6 +131,13 @@ class Agent:
         if busy and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._answer, name="fairlead-transfer nixl", daemon=True)
             self._thread.start()
+            # If Python ends a thread of its own inside NIXL's C++, the process is aborted.
+            atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _answer(self) -> None:
         while not self._stopping.wait(self._pause_s):
@@ -281,9 +289,8 @@ class Agent:
 
     def close(self) -> None:
         """Give back all memory and all connections."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._stop()
+        atexit.unregister(self._stop)
         for owner in list(self._registered):
             self.deregister(owner)
         for source in list(self._peers):
