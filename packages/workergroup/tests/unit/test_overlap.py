@@ -161,6 +161,16 @@ class TestCalls:
         assert stored == []
         assert [answer[:2] for answer in connection.answers] == [(ERROR, 1), (VALUE, 2)]
 
+    @pytest.mark.xfail(strict=True, reason="a 10: the exit of a coroutine becomes an answer, and the worker goes on")
+    def test_exit(self, serve):
+        """An exit that a coroutine asks for is not an answer of its call."""
+
+        async def leave():
+            raise ray.exceptions.AsyncioActorExit
+
+        connection, _ = serve({"leave": leave}, make_call(1, "leave"))
+        assert connection.answers == []
+
     def test_error_that_does_not_pickle(self, serve):
         """An error that cannot be pickled is reported by its text, and later calls are answered."""
 
