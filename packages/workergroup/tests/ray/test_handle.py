@@ -23,6 +23,7 @@ from fairlead_workergroup import (
     WorkerFailureError,
     WorkerGroupError,
     _handle,
+    current_worker,
 )
 from fairlead_workergroup.testing import kill
 
@@ -53,6 +54,21 @@ class Worker:
 
     def fail(self, text):
         raise ValueError(text)
+
+    def take(self, value):
+        return self.rank, current_worker().epoch
+
+
+class Acting:
+    """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __reduce__(self):
+        act, self.act = self.act, int
+        act()
+        return int, ()
 
 
 @ray.remote(num_cpus=0)
@@ -217,6 +233,17 @@ def test_resize(local_ray, eventually):
         assert eventually(lambda: len(handle.call("pid").result()) == 2)
         with pytest.raises(EpochError, match="dp=2"):
             last.call("pid")
+
+
+@pytest.mark.xfail(strict=True, reason="b 4.1: workers run a call that a handle has planned for another epoch")
+def test_resize_during_a_call(local_ray):
+    """If the owner resizes the group before a planned call arrives, no worker runs it, and it is planned again."""
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster.slots()[:2], Worker, sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
+    ):
+        value = Acting(lambda: group.resize(dp=3, slots=cluster.slots()[2:]))
+        assert group.handle().call("take", value).result(timeout=60) == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_lane(group, eventually):

@@ -4,7 +4,10 @@
 import contextlib
 import os
 import pickle
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,6 +20,9 @@ from fairlead_workergroup import (
     WorkerStartError,
     current_worker,
 )
+from fairlead_workergroup._lifecycle import standbys
+from fairlead_workergroup._lifecycle.launcher import Launcher
+from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup.testing import kill
 
 IMPORTED_WITH_RANK = os.environ.get("RANK")
@@ -49,6 +55,26 @@ class Worker:
     def wait_for(self, path):
         while not os.path.exists(path):
             time.sleep(0.02)
+
+    def wait_for_gate(self):
+        Path(f"{os.environ['GATE']}.begun").touch()
+        self.wait_for(os.environ["GATE"])
+
+    def save_late(self):
+        self.wait_for_gate()
+        return "saved late"
+
+    def load_late(self, saved=None):
+        self.wait_for_gate()
+        self.value = "loaded late"
+
+    def meet(self, saved=None):
+        """Note whether all ranks run this method at the same time, as one with a collective does."""
+        folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 4.0
+        (folder / str(current_worker().rank)).touch()
+        while len(list(folder.iterdir())) < current_worker().world_size and time.monotonic() < end:
+            time.sleep(0.02)
+        self.value = len(list(folder.iterdir()))
 
 
 class Different:
@@ -178,6 +204,93 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path):
         with pytest.raises(WorkerFailureError):
             held.result(timeout=60)
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
+
+
+@pytest.mark.xfail(strict=True, reason="b 7.3: Ctrl-C in a restart leaves the standby that was to take over")
+def test_interrupted_takeover(cluster, eventually, monkeypatch):
+    """If Ctrl-C ends a restart, the standby that was to take over a rank is ended, and does not occupy its slot."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[1], standby=1, start_timeout_s=60) as group:
+        assert eventually(lambda: group.standby == 1)
+        before = {number for number in group._resources._workers if number < 0}
+        lose(group, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Launcher, "start", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                group.restart_failed_workers()
+        assert not before & group._resources._workers.keys()
+        assert group.restart_failed_workers() == [0]
+        assert eventually(lambda: group.standby == 1)
+        bundles = [one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)]
+        assert (group.call("facts", collect=()).result()[0], bundles) == (0, [1, 0])
+
+
+@pytest.mark.xfail(strict=True, reason="b 7.2: a shutdown does not wait for the thread that starts a standby")
+def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
+    """A shutdown returns when the thread that starts a standby has ended."""
+    creating, may_create, given_back = threading.Event(), threading.Event(), threading.Event()
+    create_actor, give_back = standbys.create_actor, Resources.give_back
+
+    def create_late(*args):
+        creating.set()
+        assert may_create.wait(60)
+        return create_actor(*args)
+
+    def note_release(resources):
+        give_back(resources)
+        given_back.set()
+
+    monkeypatch.setattr(standbys, "create_actor", create_late)
+    monkeypatch.setattr(Resources, "give_back", note_release)
+    with (
+        ThreadPoolExecutor() as pool,
+        RayWorkerGroup(cluster, Worker, workers_per_node=[1], standby=1) as group,
+    ):
+        assert creating.wait(60)
+        ended = pool.submit(group.shutdown)
+        assert given_back.wait(60)
+        assert wait([ended], timeout=0.5).not_done
+        may_create.set()
+        assert ended.result(timeout=60)
+
+
+@pytest.mark.xfail(strict=True, reason="b 2.1: on_restart runs first without and then with what was handed over")
+def test_replace_with_a_collective(cluster, tmp_path):
+    """With scope "group" all ranks run `on_restart` at the same time, those that get a handed-over value too."""
+    options = {"on_handover": "save", "on_restart": "meet", "env_vars": {"FOLDER": str(tmp_path)}}
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart_scope="group", **options) as group:
+        group.replace([1])
+        assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
+
+
+@pytest.mark.xfail(strict=True, reason="b 2.2: a resize starts only the lost ranks again, whatever the restart scope")
+def test_resize_after_a_loss_with_group_scope(cluster):
+    """A resize restarts the ranks that `restart_failed_workers` would restart: with scope "group" all of them."""
+    builder = RayWorkerBuilder(Worker, "new")
+    with RayWorkerGroup(cluster, builder, workers_per_node=[2], restart_scope="group", on_restart="load") as group:
+        lose(group, 1)
+        group.resize(worker=3)
+        states = [(incarnation, value) for _, _, incarnation, _, value in group.call("facts").result()]
+        assert states == [(1, None), (1, None), (0, "new")]
+
+
+@pytest.mark.xfail(strict=True, reason="b 2.4: the timeout of a replacement does not bound on_handover and on_restart")
+@pytest.mark.parametrize("late", ["on_handover", "on_restart"])
+def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, late):
+    """A method of the user that takes longer than the timeout of a replacement is not waited for."""
+    monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
+    options = {"on_handover": "save", "on_restart": "load", late: "save_late" if late == "on_handover" else "load_late"}
+    options |= {"start_timeout_s": 3600, "env_vars": {"GATE": str(gate)}}
+    with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
+        replaced = threads.submit(group.replace, [1], 600)
+        assert eventually(Path(f"{gate}.begun").exists)
+        clock.skip(600)
+        wait([replaced], timeout=1)
+        gate.touch()
+        assert replaced.exception(timeout=60) or group.call("facts").result()[1][4] is None
 
 
 class Handed:
