@@ -252,7 +252,7 @@ def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
         assert creating.wait(60)
         ended = pool.submit(group.shutdown)
         assert given_back.wait(60)
-        assert wait([ended], timeout=0.5).not_done
+        assert wait([ended], timeout=10).not_done
         may_create.set()
         assert ended.result(timeout=60)
 
