@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that run on nodes need nothing of Fairlead there."""
 
+import functools
 import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import asdict
 
+import ray
+
+from fairlead_venvs import VenvError
 from fairlead_venvs._build import node_task
 from fairlead_venvs._build.recipe import this_platform
 from fairlead_venvs._cluster.rpc import pickle_by_value
@@ -29,7 +34,10 @@ CALL = """
 
 def call(function, arguments):
     """Run a function as a node does that lacks this package, and return the status that it answers."""
-    shipped = pickle.dumps((pickle_by_value(function), arguments))
+    return run(pickle.dumps((pickle_by_value(function), arguments)))
+
+
+def run(shipped):
     command = [sys.executable, "-c", textwrap.dedent(CALL)]
     done = subprocess.run(command, input=shipped, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
@@ -49,3 +57,25 @@ def test_build(spec_of):
     recipe = plan_venv(spec_of()).recipe
     assert call(node_task.build_here, (asdict(recipe), [], 60.0)) == "ready"
     assert call(node_task.look_here, (recipe.folder, recipe.fingerprint, recipe.platform)) == "ready"
+
+
+def test_another_thread_pickles():
+    """Another thread that pickles in the middle of a task's pickling neither disturbs it nor is disturbed by it."""
+    other = []
+
+    class Middle:
+        def __reduce__(self):
+            def pickle_too():
+                other.append(b"look_here" in pickle_by_value(node_task.look_here))
+                other.append(ray.cloudpickle.dumps(VenvError))  # as a user's thread does
+
+            thread = threading.Thread(target=pickle_too)
+            thread.start()
+            thread.join(60)
+            return str, ()
+
+    by_reference = ray.cloudpickle.dumps(VenvError)
+    task = functools.partial(node_task.look_here, Middle())
+    shipped = pickle.dumps((pickle_by_value(task), ("", this_platform())))
+    assert other == [True, by_reference]
+    assert run(shipped) == "absent"

@@ -5,7 +5,7 @@ import pytest
 import ray
 
 from fairlead_venvs._cluster.rpc import alive_nodes
-from fairlead_venvs._ray_private import draining_nodes
+from fairlead_venvs._ray_private import draining_nodes, dumps_by_value
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -21,3 +21,10 @@ def test_no_report_of_draining_nodes(monkeypatch):
     monkeypatch.delattr(type(ray._private.state.state), "get_draining_nodes")
     assert draining_nodes() == frozenset()
     assert len(alive_nodes().labels) == len(ray.nodes())
+
+
+def test_no_pickling_by_value(monkeypatch):
+    """Without the private functions of cloudpickle, functions are pickled by reference."""
+    assert draining_nodes.__code__.co_filename.encode() in dumps_by_value(draining_nodes, lambda module: True)
+    monkeypatch.delattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce")
+    assert dumps_by_value(draining_nodes, lambda module: True) == ray.cloudpickle.dumps(draining_nodes)

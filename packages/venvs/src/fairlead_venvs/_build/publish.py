@@ -126,6 +126,7 @@ UNKNOWN = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOT
 # all nodes of a cluster may wait on one shared folder; and the longest one, in seconds.
 POLL_S, POLL_SHARE, POLL_AT_MOST_S = 0.02, 0.05, 1.0
 
+# Only in annotations that are texts: a type variable is pickled by reference.
 Made = TypeVar("Made")
 
 
@@ -205,12 +206,12 @@ def hold_lock(place: Path, deadline: Deadline, done: Callable[[], bool], *, doin
 def make_once(
     root: Path,
     place: Path,
-    find: Callable[[], Made | None],
-    make: Callable[[Path], Made],
+    find: "Callable[[], Made | None]",
+    make: "Callable[[Path], Made]",
     deadline: Deadline,
     *,
     doing: str = "builds",
-) -> Made:
+) -> "Made":
     """Return the content of a place, and make it first if it is missing.
 
     The lock only saves work: on a file system without locks several processes may make the same, so `make` has to

@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 from .. import _build, exceptions
 from .._build.recipe import Outcome
 from .._build.uv import Deadline
-from .._ray_private import draining_nodes, is_client
+from .._ray_private import draining_nodes, dumps_by_value, is_client
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# This module and the modules of this folder are sent with a task, as nodes need not have fairlead-venvs.
-SHIPPED = (exceptions, _build)
 # The seconds that a node gets after the deadline: to report its own timeout, and to end its processes.
 GRACE_S = 2.0
 CLIENT_REMEDY = (
@@ -166,20 +164,9 @@ def run_on_nodes(
 
 
 def pickle_by_value(function: Callable[..., Any]) -> bytes:
-    """Pickle a function with the modules that it needs.
-
-    The modules are registered for pickling by value only meanwhile. Otherwise an error that a user's actor raises would
-    arrive as another class than the one that the caller knows.
-    """
-    import ray
-
-    for module in SHIPPED:
-        ray.cloudpickle.register_pickle_by_value(module)
-    try:
-        return ray.cloudpickle.dumps(function)  # type: ignore[no-any-return]
-    finally:
-        for module in SHIPPED:
-            ray.cloudpickle.unregister_pickle_by_value(module)
+    """Pickle a function with the functions and classes that it needs, as nodes need not have fairlead-venvs."""
+    shipped = (_build.__name__, exceptions.__name__)
+    return dumps_by_value(function, lambda module: module in shipped or module.startswith(f"{_build.__name__}."))
 
 
 @functools.cache
