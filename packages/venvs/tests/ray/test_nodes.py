@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -258,6 +259,23 @@ def test_errors_of_nodes(spec_of):
     error = only(caught)
     assert isinstance(error, VenvBuildError)
     assert error.output == ("no luck",)
+
+
+def test_variables_of_a_build(spec_of, tmp_path):
+    """A build on a node has the variables of the node, and not those that Ray sets for a task."""
+    script = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'variables')!r}, 'w'))"
+    create_local_venv_on_each_node(spec_of("alpha", setup=["python", "-c", script]))
+    variables = json.loads((tmp_path / "variables").read_text())
+
+    def look():
+        from_raylet = Path(f"/proc/{os.getppid()}/environ").read_text().split("\0")
+        return dict(entry.split("=", 1) for entry in from_raylet if "=" in entry), dict(os.environ)
+
+    of_node, of_task = ray.get(ray.remote(num_cpus=0)(look).remote(), timeout=150)
+    put = {name for name in of_task if of_task[name] != of_node.get(name)}
+    assert "RAY_JOB_ID" in put
+    assert {name for name in put if variables.get(name) == of_task[name]} == set()
+    assert variables["HOME"] == of_node["HOME"]
 
 
 def test_errors_before_nodes(spec_of, root):

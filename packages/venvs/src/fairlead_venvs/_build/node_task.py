@@ -9,7 +9,7 @@ from .build import ensure_venv, find_venv, probe
 from .recipe import File, Outcome, Recipe, this_platform
 from .redact import redact
 from .store import python_of
-from .users import find_users, mark_used
+from .users import find_users, mark_used, read_variables
 from .uv import Deadline, Runner, Session
 
 # ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)
@@ -41,7 +41,7 @@ def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float
 
     wanted = Recipe(**recipe)
     try:
-        return _answer(ensure_venv(wanted, fetch, Session(Deadline(timeout_s))))
+        return _answer(ensure_venv(wanted, fetch, Session(Deadline(timeout_s), variables=read_variables())))
     except VenvError as error:
         return _report(error)
     except Exception as error:  # noqa: BLE001 - the driver reports whatever goes wrong on a node

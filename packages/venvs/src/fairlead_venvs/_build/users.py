@@ -58,6 +58,15 @@ def _read_system(path: str) -> str:
         return ""
 
 
+def read_variables() -> Mapping[str, str]:
+    """Return the variables that this process was started with.
+
+    Later, Ray sets others for a task, such as OMP_NUM_THREADS=1 if it needs no CPU. Outside Linux they are included.
+    """
+    entries = [entry.partition("=") for entry in _read_system("/proc/self/environ").split("\0") if "=" in entry]
+    return {name: value for name, _, value in entries} or os.environ
+
+
 def mark_used(folder: str | Path) -> None:
     """Mark an environment as used by this host, at most once a minute. A folder that is read only gets no mark."""
     mark = Path(folder, USED, host_id())

@@ -23,11 +23,15 @@ from typing import Any
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 from .redact import redact
 
-# Variables that describe the environment of the caller, or Fairlead passes the same setting to uv in another way.
+# Variables that describe the environment or the Ray worker of the caller, or settings that Fairlead passes to uv in
+# another way.
 NOT_INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
     "PYTHONPATH",
+    "RAY_JOB_ID",
+    "RAY_RAYLET_PID",
+    "SPT_NOENV",
     "UV_FROZEN",
     "UV_ISOLATED",
     "UV_LOCKED",
@@ -134,10 +138,12 @@ class Session:
     Attributes:
         deadline: for all of them together.
         show: is called with each line that is printed.
+        variables: variables of the caller; by default those of this process.
     """
 
     deadline: Deadline
     show: Callable[[str], None] | None = None
+    variables: Mapping[str, str] | None = None
 
 
 def find_uv(deadline: Deadline) -> str:
@@ -205,7 +211,8 @@ class Runner:
         self._show = session.show
         self._uv = ""
         left_out = {*NOT_INHERITED, *DECIDING}
-        inherited = {name: value for name, value in os.environ.items() if name not in left_out}
+        ambient = os.environ if session.variables is None else session.variables
+        inherited = {name: value for name, value in ambient.items() if name not in left_out}
         self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
 
     def uv(
