@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from ._build.publish import TRASH, KernelLock, leftover_name, leftovers, remove_leftovers
-from ._build.store import lock_path, python_of, read_manifest, venv_root
+from ._build.store import MANIFEST, lock_path, python_of, read_manifest, venv_root
 from ._build.users import (
     can_see_processes,
     find_users,
     host_id,
     is_shared,
+    locks_decide,
     mark_used,
-    on_shared_file_system,
     read_marks,
 )
 from ._planning.plan import read_draft
 from ._planning.requirements import RESOLVED
 from ._planning.wheel import WHEELS
 from ._spec import VenvSpec
+from .exceptions import VenvBuildError
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,12 @@ def prune(
 ) -> list[Venv]:
     """Remove environments that are not used any more, and the leftovers of crashed builds.
 
-    An environment that is in use or is being built is never removed. On a folder that several hosts share, the
-    processes of other hosts cannot be seen, only their marks of use. An environment that another host has marked in the
-    last 30 minutes stays. Each request for an environment marks it. The mark is renewed every 10 minutes while the
-    process that requested it and a process that runs from it live, and by `list_venvs` and `prune` on the host of that
-    process. Ages are measured by the clock of the folder's file system.
+    An environment that is in use or is being built is never removed. Every process of its Python holds a lock, which
+    all containers of a machine see. On a network file system, locks of other hosts may be invisible, but their marks of
+    use are not. An environment that another host has marked in the last 30 minutes stays. Each request for an
+    environment marks it. On a folder that hosts share, the mark is renewed every 10 minutes while the process that
+    requested it and a process that runs from it live, and by `list_venvs` and `prune` on the host of that process. Ages
+    are measured by the clock of the folder's file system.
 
     Resolutions of requirements are removed if they were not used in 30 days and no environment here has them.
 
@@ -154,7 +156,7 @@ def prune(
     kept = _select_kept(keep, venvs)
     now = _read_clock(root)
     unused = [venv for venv in venvs if not venv.pids and not _list_names(venv) & kept]
-    going = [venv for venv in unused if _is_due(venv.path, limit, now, venv)]
+    going = [venv for venv in unused if _is_due(venv.path, limit, now, venv) and not _hold(venv.path).is_taken()]
     if dry_run:
         return going
     gone = [venv for venv in going if _remove(venv.path, limit, now)]
@@ -163,7 +165,8 @@ def prune(
         if read_manifest(path) is None and os.path.isfile(path / "pyvenv.cfg") and _measure_age(path, now) >= limit:
             _remove(path, limit, now)
     half_built = leftovers(root / WHEELS)
-    remove_leftovers([*leftovers(root), *half_built, *leftovers(root / RESOLVED)], older_than_s=max(limit, RECENT_S))
+    left = [*leftovers(root), *half_built, *leftovers(root / RESOLVED)]
+    remove_leftovers(root, left, max(limit, RECENT_S))
     for path in {*(root / WHEELS).glob("[!.]*")}.difference(half_built):
         if _measure_age(path, now) >= max(limit, WHEELS_S):
             shutil.rmtree(path, ignore_errors=True)
@@ -221,7 +224,7 @@ def _measure(path: Path) -> int:
 
 def _check_not_shared(root: Path, venvs: Iterable[Venv]) -> None:
     others = sorted({host for venv in venvs for host in venv.hosts} - {host_id()})
-    if others or not can_see_processes() or on_shared_file_system(root):
+    if others or not can_see_processes() or not locks_decide(root):
         by = f" (by {', '.join(others[:3])})" if others else ""
         raise ValueError(
             f"{root} is used by other hosts{by}, or may be, and their processes cannot be seen from here. Give the "
@@ -230,11 +233,7 @@ def _check_not_shared(root: Path, venvs: Iterable[Venv]) -> None:
 
 
 def _select_kept(keep: Iterable[Any], venvs: Iterable[Venv]) -> set[str]:
-    """Return the names of the environments to keep.
-
-    Raises:
-        ValueError: a string matches no environment. A spec may be one that was never built here.
-    """
+    """Return the names of the environments to keep. A spec may be one that was never built here, a name not."""
     wanted = [(one, _key(one)) for one in keep]
     known = {name for venv in venvs for name in _list_names(venv)}
     if unknown := [name for one, name in wanted if isinstance(one, str) and name not in known]:
@@ -258,11 +257,16 @@ def _list_names(venv: Venv) -> set[str]:
     return {venv.path.name, str(venv.path), venv.python, venv.fingerprint, venv.fingerprint[:12], venv.request}
 
 
+def _hold(path: Path) -> KernelLock:
+    """Return the lock that every process of an environment's Python holds."""
+    return KernelLock(path.parent, path / MANIFEST, create=False)
+
+
 def _remove(path: Path, limit: float, now: float) -> bool:
     """Remove an environment, unless it is being built or was just used; return whether it was removed."""
-    lock = KernelLock(lock_path(path))
+    lock, hold = KernelLock(path.parent, lock_path(path)), _hold(path)
     try:
-        if not lock.acquire():
+        if not lock.acquire() or not hold.acquire():
             return False
         if not _is_due(path, limit, now) or find_users([path])[os.path.realpath(path)]:
             return False
@@ -270,10 +274,11 @@ def _remove(path: Path, limit: float, now: float) -> bool:
         os.rename(path, aside)
     except FileNotFoundError:
         return False  # another process has removed it
-    except PermissionError as error:
-        logger.warning("Kept %s, which another user has created: %s", path, error)
+    except (PermissionError, VenvBuildError) as error:
+        logger.warning("Kept %s, of which another user has created a part: %s", path, error)
         return False
     finally:
+        hold.release()
         lock.release()
     shutil.rmtree(aside, ignore_errors=True)
     return True

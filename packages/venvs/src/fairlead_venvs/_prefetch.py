@@ -40,13 +40,9 @@ class Fetched:
 def prefetch(
     classes: Sequence[str] = (), *, cluster: bool = False, timeout_s: float = 1800, progress: bool = True
 ) -> list[Fetched]:
-    """Make the environments of worker classes ready. Equal content is built once, and a failure does not stop others.
+    """Make the environments of worker classes ready, by default of all that are registered or in the pyproject.toml.
 
-    Args:
-        classes: full names; by default all classes that are registered or in the pyproject.toml.
-        cluster: whether to do it on every node of the running Ray, or else on this machine.
-        timeout_s: for everything together, in seconds.
-        progress: show bars on a terminal.
+    Equal content is built once, and a failure does not stop others.
     """
     deadline = Deadline(timeout_s)
     done: dict[str, Fetched] = {}

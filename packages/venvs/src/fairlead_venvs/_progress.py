@@ -15,11 +15,7 @@ WIDTH = 60
 
 
 class Bars(AbstractContextManager["Bars"]):
-    """One bar for each environment; none if standard error is not a terminal or the work is short.
-
-    Args:
-        shown: whether to show bars at all.
-    """
+    """One bar for each environment; none if standard error is not a terminal or the work is short."""
 
     def __init__(self, *, shown: bool = True) -> None:
         self._shown = shown

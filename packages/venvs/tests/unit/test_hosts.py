@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts and users that share a folder of environments."""
 
+import errno
+import fcntl
+import json
 import os
+import platform
+import shutil
+import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import prune
-from fairlead_venvs._build import users
+from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv, prune
+from fairlead_venvs._build import store, users
 from fairlead_venvs._build.publish import KernelLock
 from fairlead_venvs._build.store import lock_path
-from fairlead_venvs._build.users import USED, host_id, host_tag, mark_used, share_folder
+from fairlead_venvs._build.users import USED, host_id, is_shared, mark_used
+from fairlead_venvs._build.uv import Deadline, Runner, Session
+from fairlead_venvs._planning.plan import plan_venv
+from fairlead_venvs._planning.wheel import ensure_wheel
 
 
 def test_lock_of_a_forked_process(root):
     """A released lock is free, even while a forked process has its file open."""
     root.mkdir()
-    ours, theirs = KernelLock(lock_path(root / "venv")), KernelLock(lock_path(root / "venv"))
+    ours, theirs = (KernelLock(root, lock_path(root / "venv")) for _ in range(2))
     assert ours.acquire()
     reading, writing = os.pipe()
     child = os.fork()
@@ -44,10 +54,9 @@ def test_hosts_of_one_name(monkeypatch):
     system[users.PID_NAMESPACE] = "pid:[4026532202]"
     assert host_id() != container
     system[users.PID_NAMESPACE] = users.FIRST_PID_NAMESPACE
-    machine, until_reboot = host_id(), host_tag()
+    machine = host_id()
     system["/proc/sys/kernel/random/boot_id"] = "2"
     assert host_id() == machine
-    assert host_tag() != until_reboot
 
 
 @pytest.fixture(autouse=True)
@@ -61,17 +70,19 @@ def root(monkeypatch):
 
 @pytest.fixture
 def as_user(root):
-    """Run a function as another user of one group with umask 022, and return its exception."""
+    """Run a function as another user of one group, and return its exception."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as two users")
     for folder in root.parents:
         if os.stat(folder).st_mode & 0o077 == 0:
             os.chmod(folder, os.stat(folder).st_mode | 0o011)
 
-    def run(user, function):
+    def run(user, function, umask=0o022):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                os.umask(0o022)
+                os.umask(umask)
                 os.setgroups([4242])
                 os.setgid(4242)
                 os.setuid(user)
@@ -89,36 +100,197 @@ def as_user(root):
     return run
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
-def test_two_users_share_a_folder(root, as_user, monkeypatch):
-    """Two users of a group lock, mark and prune in one folder, whatever their umask; the folder says who may."""
+@pytest.fixture
+def work(root, monkeypatch):
+    """Return a function that makes everything in the folder, and returns which user made what it gets.
+
+    The seam is the runner of uv: instead of uv, it writes files that name the user.
+    """
+
+    def uv(_, *arguments, cwd, **__):
+        user = str(os.geteuid())
+        if arguments[0] == "venv":
+            env = Path(arguments[-1])
+            (env / "lib" / "python3" / "site-packages").mkdir(parents=True)
+            (env / "bin").mkdir()
+            (env / "bin" / "python").write_text(user)
+        elif arguments[:2] == ("pip", "compile"):
+            (cwd / "pins.txt").write_text(f"alpha=={user}")
+        elif arguments[0] == "build":
+            with zipfile.ZipFile(
+                Path(arguments[arguments.index("--out-dir") + 1], "proj-1-py3-none-any.whl"), "w"
+            ) as new:
+                new.writestr("user", user)
+
+    def run(_, command, **__):
+        prefix = str(Path(command[0]).parent.parent)
+        return json.dumps([platform.python_version(), sys.implementation.name, prefix, None])
+
+    monkeypatch.setattr(Runner, "uv", uv)
+    monkeypatch.setattr(Runner, "run", run)
+    project = root.parent / "project"
+    project.mkdir()
+
+    def make():
+        (pin,) = plan_venv(VenvSpec(requirements=["alpha"])).recipe.requirements
+        python = create_local_venv(VenvSpec(requirements=[]))
+        wheel, _ = ensure_wheel(project, root=store.venv_root(), python="3", runner=Runner(Session(Deadline(60))))
+        with zipfile.ZipFile(wheel) as archive:
+            return {pin.partition("==")[2], Path(python).read_text(), archive.read("user").decode()}
+
+    # Once here, as other users may not be able to read this Python's modules.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAIRLEAD_VENV_DIR", str(root.parent / "first"))
+        assert make() == {"0"}
+    return make
+
+
+ANN, BOB = 4001, 4002
+
+
+def make_folder(root, mode):
     root.mkdir()
     os.chown(root, 0, 4242)
-    os.chmod(root, 0o2775)
-    folder = root / "venv-0123456789ab"
+    os.chmod(root, mode)
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o3775])
+def test_two_users_of_one_cache(root, as_user, work, mode):
+    """Of two users of a folder with the sticky bit, neither runs, can change or can block what the other made."""
+    make_folder(root, mode)
+
+    def make_own():
+        assert work() == {str(os.geteuid())}
+
+    def find_others():
+        for folder, names, files in os.walk(root):
+            for path in (os.path.join(folder, name) for name in [*names, *files]):
+                own = os.lstat(path).st_uid == os.geteuid()
+                assert own or os.path.islink(path) or not os.access(path, os.W_OK), path
+                assert own or not path.endswith(".lock") or not os.access(path, os.R_OK), path
+
+    for umask in (0o022, 0o002, 0):
+        for user in (ANN, BOB):
+            assert as_user(user, make_own, umask) == ""
+    for user in (ANN, BOB):
+        assert as_user(user, find_others) == ""
+        assert as_user(user, lambda: prune(older_than=0)) == ""
+    for user in (ANN, BOB):
+        assert as_user(user, make_own) == ""
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("users", [(ANN, BOB), (BOB, ANN)])
+def test_part_of_another_user(root, as_user, work, users, linked):
+    """A user's part of a shared folder that another user has created first is refused, with its owner."""
+    other, user = users
+    make_folder(root, 0o1777)
+
+    def plant():
+        work()
+        (made,) = root.iterdir()
+        theirs = made.with_name(made.name.replace(str(other), str(user)))
+        assert made != theirs
+        if linked:
+            theirs.symlink_to(made)
+        else:
+            made.rename(theirs)
+
+    def refuse():
+        with pytest.raises(VenvBuildError, match="is a link" if linked else f"belongs to user {other}"):
+            work()
+
+    assert as_user(other, plant) == ""
+    assert as_user(user, refuse) == ""
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("planted", [".resolved", ".locks", ".wheels", "venv-*"])
+@pytest.mark.parametrize("users", [(ANN, BOB), (BOB, ANN)])
+def test_files_of_another_user(root, as_user, work, monkeypatch, users, planted, linked):
+    """Pins, locks, wheels and environments of another user are refused, also in a folder that is not divided by user.
+
+    A node's folder may have the sticky bit when that of the driver has not (seam: the choice of the user's part).
+    """
+    monkeypatch.setattr(store, "choose_root", lambda folder: folder)
+    other, user = users
+    make_folder(root, 0o1777)
+
+    def plant():
+        work()
+        for path in set(root.iterdir()) - set(root.glob(planted)):
+            shutil.rmtree(path)
+        for path in root.glob(planted):
+            if linked:
+                path.rename(path.with_name(f"moved{path.name}"))
+                path.symlink_to(f"moved{path.name}")
+
+    def refuse():
+        with pytest.raises(VenvBuildError, match="is a link" if linked else f"belongs to user {other}"):
+            work()
+
+    assert as_user(other, plant) == ""
+    assert as_user(user, refuse) == ""
+
+
+def test_blocked_by_another_user(root, as_user, work):
+    """A user who may only read the folder cannot hold its locks, which would hold up every build to its deadline."""
+    root.mkdir()
+    os.chown(root, ANN, ANN)
+
+    def take():
+        (lock,) = (root / ".locks").iterdir()
+        with pytest.raises(PermissionError):
+            os.open(lock, os.O_RDONLY)
+
+    assert as_user(ANN, work) == ""
+    assert as_user(BOB, take) == ""
+
+
+@pytest.mark.parametrize("umasks", [(0o022, 0o022), (0o027, 0o002)])
+def test_two_users_share_a_folder(root, as_user, work, monkeypatch, umasks):
+    """Two users of a group build, lock, mark and prune in one folder, whatever their umask; the folder says who may."""
+    make_folder(root, 0o2775)
 
     def first():
-        lock = KernelLock(lock_path(folder))
-        assert lock.acquire()
-        lock.release()
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").touch()
-        share_folder(folder / USED)
-        os.chmod(folder / USED, 0o2775)
-        mark_used(folder)
+        assert work() == {str(ANN)}
 
     def second():
-        lock = KernelLock(lock_path(folder))
-        assert lock.acquire()
-        lock.release()
-        os.utime(folder / USED / host_id())
+        assert work() == {str(ANN)}
+        (python,) = root.glob("venv-*/bin/python")
+        os.utime(python.parent.parent / USED / host_id())
+        for path in root.rglob("*.lock"):
+            lock = KernelLock(root, path)
+            assert lock.acquire()
+            lock.release()
         monkeypatch.setattr(users, "host_id", lambda: "another_host")
-        mark_used(folder)
-        assert (folder / USED / "another_host").exists()
+        mark_used(python.parent.parent)
+        assert (python.parent.parent / USED / "another_host").exists()
 
-    assert as_user(4001, first) == ""
-    assert as_user(4002, second) == ""
-    os.chown(folder, 4001, 4001)
+    def find_open():
+        assert [str(path) for path in root.rglob("*") if path.lstat().st_mode & 0o002 and not path.is_symlink()] == []
+
+    for _ in range(2):
+        assert as_user(ANN, first, umasks[0]) == ""
+        assert as_user(BOB, second, umasks[1]) == ""
+    assert as_user(ANN, find_open) == ""
+    (folder,) = root.glob("venv-*")
+    os.chown(folder, ANN, ANN)
     os.chmod(folder, 0o700)
-    assert as_user(4002, lambda: prune(older_than=0)) == ""
+    assert as_user(BOB, lambda: prune(older_than=0)) == ""
     assert folder.exists()
+
+
+def test_no_locks_is_shared(root, monkeypatch):
+    """Where locks do not show who uses an environment, its marks are renewed from the start."""
+    (root / "venv").mkdir(parents=True)
+    monkeypatch.setattr(users, "on_shared_file_system", lambda path: False)
+    assert not is_shared(root / "venv")
+    users._deciding.clear()
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert is_shared(root / "venv")
+    users._deciding.clear()

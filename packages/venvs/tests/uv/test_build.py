@@ -193,6 +193,22 @@ def test_damaged(spec_of, tools, damage):
     assert json.loads(manifest.read_text())["fingerprint"] == spec.fingerprint()
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o2775])
+def test_umask(spec_of, root, tmp_path, monkeypatch, mode):
+    """Others can change nothing in the folder, whatever the umask is; the group can if it may write to the folder."""
+    monkeypatch.setenv(
+        "UV_CACHE_DIR", str(tmp_path / "cache")
+    )  # linked files have the permissions that they have there
+    root.mkdir()
+    root.chmod(mode)
+    code = f"from fairlead_venvs import VenvSpec, create_local_venv\ncreate_local_venv({spec_of('alpha')!r})"
+    subprocess.run([sys.executable, "-c", code], umask=0, check=True, timeout=60)
+    denied = 0o022 & ~mode
+    made = [path for path in root.rglob("*") if not path.is_symlink()]
+    assert [str(path) for path in made if path.stat().st_mode & denied] == []
+    assert len(made) > 20
+
+
 def test_force_rebuild(spec_of, tools):
     """A rebuild takes the place in one step. A process that runs from the old one continues and can import more."""
     spec = spec_of("alpha", "beta")

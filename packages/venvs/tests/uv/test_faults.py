@@ -20,7 +20,6 @@ from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvError, VenvSp
 from fairlead_venvs._build import publish
 from fairlead_venvs._build.publish import BUILDING, KernelLock, hold_lock
 from fairlead_venvs._build.store import lock_path
-from fairlead_venvs._build.users import host_tag
 from fairlead_venvs._build.uv import Deadline, Runner, Session
 from fairlead_venvs._planning import wheel
 from fairlead_venvs._planning.plan import plan_venv
@@ -114,26 +113,18 @@ def test_killed_in_the_middle(start, spec_of, tools, root):
         shutil.rmtree(path)
 
 
-def test_leftovers_of_others(spec_of, root):
-    """Leftovers of another host are removed only when they are old, as their builder may live."""
+def test_leftovers_of_others(spec_of, root, monkeypatch):
+    """Where locks do not decide, leftovers are removed only when they are old, as their builder may live."""
     spec = spec_of("alpha")
     folder = root / f"venv-{spec.fingerprint()[:12]}"
-    young, old, dead, alive = (
-        folder.with_name(f"{folder.name}{BUILDING}{who}")
-        for who in (
-            "other_abc123-7-0a",
-            "other_abc123-8-0b",
-            f"{host_tag()}-4194304-0c",
-            f"{host_tag()}-{os.getpid()}-0d",
-        )
-    )
-    for path in (young, old, dead, alive):
+    young, old = (folder.with_name(f"{folder.name}{BUILDING}{number}") for number in range(2))
+    for path in (young, old):
         path.mkdir(parents=True)
     os.utime(old, (0, 0))
+    monkeypatch.setattr(publish, "locks_decide", lambda root: False)
     create_local_venv(spec)
-    assert [path.exists() for path in (young, old, dead, alive)] == [True, False, False, True]
+    assert [path.exists() for path in (young, old)] == [True, False]
     young.rmdir()
-    alive.rmdir()
 
 
 def test_many_at_once(start, tools, tmp_path):
@@ -186,9 +177,9 @@ def test_waiting_is_patient(root, monkeypatch):
     looks, pauses = [], []
     monkeypatch.setattr(publish, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
     deadline = SimpleNamespace(timeout_s=60.0, left=lambda: max(0.0, 60.0 - sum(pauses)))
-    lock = KernelLock(lock_path(root / "venv"))
+    lock = KernelLock(root, lock_path(root / "venv"))
     assert lock.acquire()
-    with pytest.raises(VenvTimeoutError), hold_lock(root / "venv", deadline, lambda: looks.append(1) or False):
+    with pytest.raises(VenvTimeoutError), hold_lock(root, root / "venv", deadline, lambda: looks.append(1) or False):
         pass
     lock.release()
     assert 100 < len(looks) < 200
@@ -267,8 +258,8 @@ def test_wheel_without_locks(make_project, project_spec, monkeypatch):
     built = wheel._find_wheel
     asked = []
 
-    def kept(store):
-        ready = built(store)
+    def kept(store, root):
+        ready = built(store, root)
         asked.append(ready)
         if len(asked) == 3:
             # Another process has finished between the last look and the end of this build.
@@ -351,10 +342,10 @@ def test_folder_that_is_none(spec_of, tmp_path, monkeypatch):
 def test_waiting_has_a_deadline(start, spec_of, monkeypatch):
     """Waiting for the build of another process ends at the deadline (seam: the start of the wait)."""
 
-    def hold_late(place, deadline, *args, **options):
+    def hold_late(root, place, deadline, *args, **options):
         if place.name.startswith("venv-"):
             deadline._end = time.monotonic() + 0.2
-        return hold_lock(place, deadline, *args, **options)
+        return hold_lock(root, place, deadline, *args, **options)
 
     monkeypatch.setattr(publish, "hold_lock", hold_late)
     slow = ["python", "-c", "print('building', flush=True); import time; time.sleep(600)"]

@@ -5,15 +5,17 @@ import datetime
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
+from fairlead_venvs._build import publish
 from fairlead_venvs._build.publish import BUILDING, KernelLock
-from fairlead_venvs._build.store import MANIFEST, lock_path
-from fairlead_venvs._build.users import USED, host_id, host_tag, mark_used
+from fairlead_venvs._build.store import MANIFEST, lock_path, venv_root
+from fairlead_venvs._build.users import USED, host_id, mark_used
 from fairlead_venvs._cluster import renewal
 
 
@@ -88,7 +90,7 @@ def test_prune(spec_of, age, root):
     age(3600)
     os.utime(damaged, (0, 0))
     assert prune(older_than=datetime.timedelta(hours=2)) == []
-    lock = KernelLock(lock_path(locked))
+    lock = KernelLock(root, lock_path(locked))
     assert lock.acquire()
     with subprocess.Popen([used / "bin" / "python", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as one:
         one.stdout.readline()
@@ -151,11 +153,11 @@ def test_shared_folder(spec_of, age):
 
 @pytest.fixture
 def leftover(root):
-    """Create the folder of a build that began some seconds ago, by a process of this host or of another."""
+    """Create the folder of a build that began some seconds ago."""
     made = []
 
-    def make(pid, age_s, tag=None, below="."):
-        folder = root / below / f"venv-0123456789ab{BUILDING}{tag or host_tag()}-{pid}-{len(made):08x}"
+    def make(name, age_s, below="."):
+        folder = root / below / f"{name}{BUILDING}{len(made):08x}"
         folder.mkdir(parents=True)
         os.utime(folder, (time.time() - age_s,) * 2)
         made.append(folder)
@@ -167,32 +169,80 @@ def leftover(root):
 
 
 @pytest.mark.parametrize("below", [".", ".wheels"])
-def test_long_builds_stay(leftover, below):
-    """A long build keeps its folder while its process lives, and leftovers of a dead process are removed."""
-    with subprocess.Popen(["sleep", "600"]) as builder:
-        # It started before its folder was made, as a builder does.
-        running = leftover(builder.pid, -1, below=below)
-        long_ago = leftover(builder.pid, 3600, below=below)
-        elsewhere = leftover(1, 3600, tag="another-host_abcdef", below=below)
-        abandoned = leftover(1, 2 * 86_400, tag="another-host_abcdef", below=below)
+def test_long_builds_stay(leftover, root, below, monkeypatch):
+    """A build keeps its folder while it holds its lock. Where locks do not decide, it keeps it for a day."""
+    running, killed = leftover("one", 2 * 86_400, below), leftover("two", 60, below)
+    lock = KernelLock(root, lock_path(root / below / "one"))
+    assert lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "locks_decide", lambda root: False)
+        young, old = leftover("young", 3600, below), leftover("old", 2 * 86_400, below)
         prune(older_than=0)
-        assert running.exists()
-        # Its id is that of a process that is younger than the folder.
-        assert not long_ago.exists()
-        assert elsewhere.exists()
-        assert not abandoned.exists()
-        builder.kill()
+        assert [path.exists() for path in (running, killed, young, old)] == [True, True, True, False]
+    prune(older_than=0)
+    assert [path.exists() for path in (running, killed, young)] == [True, False, False]
+    lock.release()
     prune(older_than=0)
     assert not running.exists()
 
 
 def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
     """The next build of a wheel removes the leftovers of a killed one."""
-    with subprocess.Popen(["true"]) as builder:
-        builder.wait()
-    abandoned = leftover(builder.pid, 3600, below=".wheels")
+    abandoned = leftover("0123456789ab", 60, below=".wheels")
     project_spec(make_project()).fingerprint()
     assert not abandoned.exists()
+
+
+def in_container(*command):
+    """Return a command that runs another one with a namespace of processes of its own."""
+    prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    prefix += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("there are no namespaces of processes here")
+    return [*prefix, *command]
+
+
+def test_two_containers(spec_of, age):
+    """An environment stays while a process of another container runs from it, whoever has requested it and when."""
+    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    code = "from fairlead_venvs import prune; print(prune(older_than=0, dry_run={}), prune(older_than=0))"
+    pruning = in_container(sys.executable, "-c", code.format(False))
+    looking = in_container(sys.executable, "-c", code.format(True))
+
+    def run(command):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    # The program that requested it has ended, and this one has no modules of the environment mapped.
+    worker = in_container(str(folder / "bin" / "python"), "-c", "print('up', flush=True); input()")
+    with subprocess.Popen(worker, stdin=-1, stdout=-1) as running:
+        assert running.stdout.readline() == b"up\n"
+        age(7200)
+        assert run(pruning) == run(looking) == "[] []\n"
+        assert folder.exists()
+        running.communicate(b"\n", timeout=60)
+    assert str(folder) in run(looking)
+    assert not folder.exists()
+
+
+def test_build_in_another_container(spec_of, tmp_path):
+    """The folder of a build that has run for days in another container stays."""
+    up = tmp_path / "up"
+    setup = ["python", "-c", f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(600)"]
+    code = "from fairlead_venvs import VenvSpec, create_local_venv; create_local_venv({!r})"
+    builder = in_container(sys.executable, "-c", code.format(spec_of("alpha", setup=setup)))
+    with subprocess.Popen(builder) as running:
+        try:
+            deadline = time.monotonic() + 60
+            while not up.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            (aside,) = venv_root().glob(f"*{BUILDING}*")
+            os.utime(aside, (time.time() - 2 * 86_400,) * 2)
+            prune(older_than=0)
+            assert aside.exists()
+        finally:
+            running.kill()
+    prune(older_than=0)
+    assert not aside.exists()
 
 
 def test_keep_names_an_environment(spec_of, age):

@@ -109,7 +109,7 @@ def test_drivers_without_locks(spec, links, tools, root, monkeypatch):
     other = stored.read_text().replace("alpha==2.0", "alpha==1.0")
     looked = []
 
-    def look(path):
+    def look(path, root):
         looked.append(path)
         if len(looked) == 3:  # after the last look before uv is asked
             path.write_text(other)

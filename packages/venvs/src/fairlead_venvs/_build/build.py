@@ -7,13 +7,13 @@ This module and what it imports are sent to the nodes by value. A node needs onl
 import json
 import os
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..exceptions import VenvBuildError, VenvMismatchError
+from .permissions import share
 from .publish import discard, make_once, publish
 from .recipe import File, Outcome, Recipe, this_platform, this_python
 from .redact import ambient_secrets, redact
@@ -34,20 +34,7 @@ def find_venv(folder: str, fingerprint: str) -> Outcome | None:
 def ensure_venv(
     recipe: Recipe, files: Callable[[], Iterable[File]], session: Session, *, force: bool = False
 ) -> Outcome:
-    """Return the environment of a recipe, and build it first if it is missing.
-
-    Args:
-        recipe: how to build it.
-        files: returns the files of the recipe. It is only called if the environment has to be built.
-        session: for everything together.
-        force: build it even if it is there.
-
-    Raises:
-        VenvMismatchError: the recipe is for another platform.
-        VenvBuildError: the environment cannot be built.
-        VenvTimeoutError: the environment is not ready by the deadline.
-        UvUnavailableError: there is no uv, or it is too old.
-    """
+    """Return the environment of a recipe. If it is missing or `force` is given, `files` is called and it is built."""
     if recipe.platform != this_platform():
         raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
     folder = Path(recipe.folder)
@@ -58,11 +45,16 @@ def ensure_venv(
     def build(aside: Path) -> Outcome:
         began = time.time()
         env, stage = aside / "env", aside / "stage"
-        stage.mkdir(parents=True, mode=0o700)
+        stage.mkdir(mode=0o700)
+        env.mkdir()
+        mode = os.stat(env).st_mode
+        share(env, folder.parent)
+        # uv and `setup` let nobody write whom the folder of all environments does not let write, whatever the umask is.
+        umask = 0o777 & ~(mode & os.stat(env).st_mode)
         lay_out(files(), stage)
         secrets = recipe.secrets | ambient_secrets()
         variables = _choose_variables(recipe, stage)
-        runner = Runner(session, env=variables, secrets=secrets, no_index=recipe.no_index)
+        runner = Runner(session, env=variables, secrets=secrets, no_index=recipe.no_index, umask=umask)
         install(recipe, env, stage, runner)
         version, ray = verify(env, recipe, runner)
         manifest = {
@@ -76,10 +68,10 @@ def ensure_venv(
             "request": recipe.request,
             "seconds": round(time.time() - began, 3),
         }
-        # With the permissions of the folder of all environments, which `env` enters when it is published.
-        (env / USED).mkdir(mode=0o777)
-        os.chmod(env / USED, stat.S_IMODE(os.stat(folder.parent).st_mode) | stat.S_IRWXU)
-        write_manifest(env, manifest)
+        (env / ".lock").unlink(missing_ok=True)  # uv's own, which everybody may write to
+        (env / USED).mkdir()
+        share(env / USED, folder.parent)
+        write_manifest(env, folder.parent, manifest)
         mine = publish(env, folder, lambda: not force and read_manifest(folder, recipe.fingerprint) is not None)
         if mine and env.exists():
             discard(env, folder)
@@ -178,11 +170,7 @@ def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
 
 
 def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:
-    """Run an interpreter, and return its version, implementation and prefix, and the version of its Ray or None.
-
-    Raises:
-        VenvBuildError: it does not run, or does not report its version.
-    """
+    """Run an interpreter, and return its version, implementation and prefix, and the version of its Ray or None."""
     # Isolated: neither variables nor the current folder decide where modules come from.
     output = runner.run([python, "-I", "-c", PROBE], cwd=Path("/"), failed=f"{python} does not run")
     try:
@@ -194,11 +182,7 @@ def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:
 
 
 def verify(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]:
-    """Return the versions of Python and Ray in a new environment; None for Ray if it has none.
-
-    Raises:
-        VenvBuildError: its Python does not run, or is another one than the recipe's.
-    """
+    """Check the Python of a new environment; return its version, and that of its Ray or None."""
     version, implementation, prefix, ray = probe(python_of(env), runner)
     same = implementation == recipe.implementation and f"{version}.".startswith(f"{recipe.python}.")
     if not same or os.path.realpath(prefix) != os.path.realpath(env):

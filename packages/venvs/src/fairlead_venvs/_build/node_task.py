@@ -27,11 +27,8 @@ def look_here(folder: str, fingerprint: str, platform: str) -> Answer:
 def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float) -> Answer:
     """Build an environment on this node, unless it is there by now.
 
-    Args:
-        recipe: the fields of a `Recipe`.
-        files: empty, or a list of one reference to the files in Ray's object store. Ray does not fetch a reference in
-            a list before it is needed.
-        timeout_s: the remaining seconds.
+    `files` is empty, or a list of one reference to the files in Ray's object store: Ray does not fetch a reference in a
+    list before it is needed.
     """
 
     def fetch() -> list[File]:

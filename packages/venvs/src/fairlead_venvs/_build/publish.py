@@ -15,34 +15,29 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
+from .permissions import check_trusted, is_shared_by_group, make_folder, make_root, share
 from .store import lock_path
-from .users import host_tag, is_alive, on_shared_file_system, share, share_folder
+from .users import TAKEN, UNKNOWN, locks_decide
 from .uv import Deadline
 
 BUILDING = ".building-"
 TRASH = ".trash-"
 
-# The age in seconds from which leftovers of other hosts are removed: whether their builder lives cannot be seen.
+# The age in seconds from which the folder of a build is removed where locks do not show whether its builder lives.
 ABANDONED_S = 24 * 3600.0
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
 
 def leftover_name(folder: str | Path, kind: str) -> Path:
-    """Return an unused name beside a folder that says which process made it."""
-    return Path(f"{folder}{kind}{host_tag()}-{os.getpid()}-{secrets.token_hex(4)}")
+    """Return an unused name beside a folder."""
+    return Path(f"{folder}{kind}{secrets.token_hex(8)}")
 
 
 def publish(new: Path, folder: Path, keep: Callable[[], bool]) -> bool:
     """Put `new` in the place of `folder` in one step, or swap the two; a reader sees the one or the other.
 
-    Args:
-        new: a finished folder on the same file system. The caller discards what is left there afterwards.
-        folder: its place.
-        keep: returns whether something that is there already stays.
-
-    Returns:
-        Whether `new` took the place.
+    If something is there already and `keep` returns True, it stays. Return whether `new` took the place.
     """
     for _ in range(100):  # other processes may put or take something away in between, but not for ever
         try:
@@ -76,7 +71,7 @@ def discard(old: Path, folder: Path) -> None:
     A process that runs from it continues: its open and mapped files stay, and it finds later imports in the new folder.
     Only a shared file system removes open files of other hosts.
     """
-    if on_shared_file_system(old):
+    if not locks_decide(folder.parent):
         with contextlib.suppress(FileNotFoundError):
             os.rename(old, leftover_name(folder, TRASH))
     elif old.is_dir() and not old.is_symlink():
@@ -87,41 +82,32 @@ def discard(old: Path, folder: Path) -> None:
 
 def leftovers(root: Path, name: str = "") -> list[Path]:
     """Return the folders of builds and of replaced content, of all processes: of one name, or of all by default."""
-    pattern = rf"{re.escape(name) or '.+'}({re.escape(BUILDING)}|{re.escape(TRASH)}).+-\d+-[0-9a-f]+"
+    pattern = rf"{re.escape(name) or '.+'}({re.escape(BUILDING)}|{re.escape(TRASH)}).+"
     return [path for path in root.iterdir() if re.fullmatch(pattern, path.name)] if root.is_dir() else []
 
 
-def remove_leftovers(paths: list[Path], older_than_s: float) -> None:
+def remove_leftovers(root: Path, paths: list[Path], older_than_s: float, held: Path | None = None) -> None:
     """Remove the leftovers that no process needs.
 
-    A folder that a live process of this host builds in stays at any age. A folder of another host stays for a day at
-    least, as its processes cannot be seen.
-
-    Args:
-        paths: folders that `leftovers` returned.
-        older_than_s: age in seconds from which a folder without a known builder is removed.
+    Where locks do not show who needs them, their age decides. The caller holds the lock of the place `held`.
     """
-    for path in [path for path in paths if _is_abandoned(path, older_than_s)]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in paths:
+        with contextlib.suppress(OSError, VenvBuildError):  # another process removes it, or it is another user's
+            if not _is_needed(root, path, older_than_s, held):
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_abandoned(path: Path, older_than_s: float) -> bool:
-    tag, pid = path.name.rsplit("-", 2)[:2]
-    try:
-        changed = path.stat().st_mtime
-    except FileNotFoundError:  # another process removes it
-        return False
-    age = time.time() - changed
-    ours = tag.endswith(host_tag()) and pid.isdigit()
-    if TRASH not in path.name:
-        return not is_alive(int(pid), changed) if ours else age > max(older_than_s, ABANDONED_S)
-    if on_shared_file_system(path):
-        return age > older_than_s
-    return age > older_than_s or (ours and not is_alive(int(pid), changed))
+def _is_needed(root: Path, path: Path, older_than_s: float, held: Path | None) -> bool:
+    """Return whether a builder may be at work in a leftover, or another host may still run from it."""
+    building = TRASH not in path.name
+    place = path.with_name(re.split(f"{re.escape(BUILDING)}|{re.escape(TRASH)}", path.name)[0])
+    # A builder holds the lock of its place.
+    locked = building and place != held and KernelLock(root, lock_path(place)).is_taken()
+    if locked or locks_decide(root):
+        return locked
+    return time.time() - path.stat().st_mtime <= (max(older_than_s, ABANDONED_S) if building else older_than_s)
 
 
-TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
-UNKNOWN = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # The time between two looks of a waiting process: in seconds at first, then as a share of the time it has waited, as
 # all nodes of a cluster may wait on one shared folder; and the longest one, in seconds.
 POLL_S, POLL_SHARE, POLL_AT_MOST_S = 0.02, 0.05, 1.0
@@ -131,27 +117,30 @@ Made = TypeVar("Made")
 
 
 class KernelLock:
-    """An exclusive lock on a file. The file is created for the lock and stays.
+    """An exclusive lock on a file, which is created for the lock and stays. Without `create`, a missing file is free.
 
     The package filelock is not used: on a file system without kernel locks it raises, or takes a lock that outlives
     its owner, depending on the version that a node has.
-
-    Args:
-        path: the file. Its folder is created, too.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, root: Path, path: Path, *, create: bool = True) -> None:
+        self._root = root
         self._path = path
+        self._create = create
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting.
+        """Take the lock without waiting; return False if another process or thread holds it.
 
-        Returns:
-            False if another process or thread holds it. On a file system without locks, always True.
+        On a file system without locks, always True.
         """
-        share_folder(self._path.parent)
-        file = self._open()
+        if self._create:
+            make_folder(self._path.parent, self._root)
+        check_trusted(self._root, self._path)
+        try:
+            file = self._open()
+        except FileNotFoundError:
+            return True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -162,16 +151,26 @@ class KernelLock:
         self._file = file
         return True
 
-    def _open(self) -> int:
+    def is_taken(self) -> bool:
+        """Return whether another process or thread holds the lock."""
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            try:
-                return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            except PermissionError:  # another user has created it
-                return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        share(self._path)
-        return file
+            return not self.acquire()
+        finally:
+            self.release()
+
+    def _open(self) -> int:
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        # Whoever can read the file can lock it.
+        mode = 0o660 if is_shared_by_group(os.stat(self._root)) else 0o600
+        if self._create:
+            with contextlib.suppress(FileExistsError):
+                file = os.open(self._path, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+                share(self._path, self._root)
+                return file
+        try:
+            return os.open(self._path, flags | os.O_RDWR)
+        except PermissionError:  # another user has created it
+            return os.open(self._path, flags | os.O_RDONLY)
 
     def release(self) -> None:
         """Release the lock. Can be repeated."""
@@ -184,13 +183,11 @@ class KernelLock:
 
 
 @contextlib.contextmanager
-def hold_lock(place: Path, deadline: Deadline, done: Callable[[], bool], *, doing: str = "builds") -> Iterator[None]:
-    """Hold the lock of a place, or continue without it as soon as another process has done the work.
-
-    Raises:
-        VenvTimeoutError: another process held the lock until the deadline.
-    """
-    lock = KernelLock(lock_path(place))
+def hold_lock(
+    root: Path, place: Path, deadline: Deadline, done: Callable[[], bool], *, doing: str = "builds"
+) -> Iterator[None]:
+    """Hold the lock of a place, or continue without it as soon as another process has done the work."""
+    lock = KernelLock(root, lock_path(place))
     began = time.monotonic()
     while not done() and not lock.acquire():
         if not deadline.left():
@@ -212,34 +209,25 @@ def make_once(
     *,
     doing: str = "builds",
 ) -> "Made":
-    """Return the content of a place, and make it first if it is missing.
+    """Return the content of a place in `root`, and make it first if `find` returns None.
 
     The lock only saves work: on a file system without locks several processes may make the same, so `make` has to
-    publish it in one step.
-
-    Args:
-        root: the folder of all environments.
-        place: a file or folder in `root`, or in a folder of `root`.
-        find: returns what is there, or None if it has to be made.
-        make: is called with an unused name beside the place. A folder of this name is removed afterwards.
-        deadline: for waiting.
-        doing: a verb for the error of a process that waits.
-
-    Raises:
-        VenvTimeoutError: another process was still at it at the deadline.
-        VenvBuildError: the file system refuses it.
+    publish it in one step. It gets a new folder beside the place that only this user can enter.
     """
     if (ready := find()) is not None:
         return ready
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        share_folder(place.parent)
-        with hold_lock(place, deadline, lambda: find() is not None, doing=doing):
+        make_root(root)
+        make_folder(place.parent, root)
+        check_trusted(root, place)
+        with hold_lock(root, place, deadline, lambda: find() is not None, doing=doing):
             if (ready := find()) is not None:
                 return ready
             # Beside an environment are the folders of other environments, each swept by its own next build.
-            remove_leftovers(leftovers(place.parent, place.name if place.parent == root else ""), ABANDONED_S)
+            left = leftovers(place.parent, place.name if place.parent == root else "")
+            remove_leftovers(root, left, ABANDONED_S, held=place)
             aside = leftover_name(place, BUILDING)
+            aside.mkdir(0o700)
             try:
                 return make(aside)
             finally:

@@ -62,15 +62,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An environment that is ready.
-
-    Attributes:
-        python: path of its interpreter.
-        built: whether this call built it.
-        version: of its Python, "3.11.7".
-        ray: version of Ray in it; None without.
-        shared: whether other hosts use its folder, or could.
-    """
+    """An environment that is ready; `shared` says whether other hosts use its folder, or could."""
 
     python: str
     built: bool

@@ -4,23 +4,29 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .permissions import choose_root, find_fault, share
+
 # Part of every fingerprint: environments of another format are other environments.
-FORMAT = 2
+FORMAT = 3
 FACTS = frozenset({"about", "built_at", "entries", "fingerprint", "python", "ray", "request"})
 MANIFEST = ".fairlead-complete.json"
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+# Every process of an environment's Python holds a shared lock on the manifest while it lives. The kernel releases it.
+# Other containers of the machine see no process, but the lock.
+HOLD = (
+    "import fcntl, os, sys; exec('try: fcntl.flock(os.open(os.path.join(sys.prefix, "
+    f'"{MANIFEST}"), os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)\\nexcept OSError: pass\')\n'
+)
 
 
 def venv_root() -> Path:
     """Return the folder of all environments: `FAIRLEAD_VENV_DIR`, else one in the user's cache folder.
 
-    Raises:
-        ValueError: its path has a comma.
+    If other users may create files there, it is this user's part of that folder.
     """
     given = os.environ.get("FAIRLEAD_VENV_DIR")
     if given:
@@ -30,18 +36,14 @@ def venv_root() -> Path:
                 f"FAIRLEAD_VENV_DIR is {root!r}. uv separates folders with wheels by commas, so the path must not have "
                 "one. Choose another folder."
             )
-        return Path(root)
+        return choose_root(Path(root))
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("fairlead", appauthor=False), "venvs")
+    return choose_root(Path(platformdirs.user_cache_dir("fairlead", appauthor=False), "venvs"))
 
 
 def check_name(name: Any) -> str:
-    """Return a name that can be part of a folder's name.
-
-    Raises:
-        ValueError: it is not a plain word.
-    """
+    """Return a name that can be part of a folder's name, or raise a ValueError."""
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or ".." in name:
         raise ValueError(
             f"venv_name must be a plain word of at most 100 letters, digits, '_', '-' and '.', and must not start with "
@@ -52,7 +54,7 @@ def check_name(name: Any) -> str:
 
 def python_of(folder: str | Path) -> str:
     """Return the path of an environment's interpreter."""
-    return os.path.join(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
+    return os.path.join(folder, "bin", "python")
 
 
 def lock_path(folder: Path) -> Path:
@@ -65,21 +67,24 @@ def read_manifest(folder: str | Path, fingerprint: str | None = None) -> dict[st
 
     Returns:
         None if there is no environment, or its manifest is damaged or has another fingerprint than the given one, or a
-        part of the environment is missing.
+        part of the environment is missing, or another user may have written it.
     """
+    root, python = Path(folder).parent, python_of(folder)
+    if find_fault(root, Path(folder, MANIFEST)) or find_fault(root, Path(python).parent):
+        return None
     manifest = read_facts(Path(folder, MANIFEST))
     if not manifest.keys() >= FACTS:
         return None
     if fingerprint is not None and manifest["fingerprint"] != fingerprint:
         return None
     # A link: it may point to a base interpreter that has been removed.
-    return manifest if os.path.exists(python_of(folder)) and _has_entries(folder, manifest["entries"]) else None
+    return manifest if os.path.exists(python) and _has_entries(folder, manifest["entries"]) else None
 
 
 def _list_entries(folder: Path) -> dict[str, list[str]]:
     """Return what is at the top of an environment's folders of programs and of packages, by relative path."""
     scripts = Path(python_of(folder)).parent
-    listed = [scripts, *folder.glob("lib/python*/site-packages"), *folder.glob("Lib/site-packages")]
+    listed = [scripts, *folder.glob("lib/python*/site-packages")]
     # A cache comes and goes.
     return {
         str(one.relative_to(folder)): sorted(name for name in os.listdir(one) if name != "__pycache__")
@@ -98,9 +103,14 @@ def _has_entries(folder: str | Path, entries: Any) -> bool:
         return False
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of an environment, as the last file before it is published."""
+def write_manifest(folder: Path, root: Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of an environment and the code that locks it, as the last files before it is published."""
+    for packages in folder.glob("lib/python*/site-packages"):
+        hold = packages / "fairlead_hold.pth"
+        hold.write_text(HOLD, encoding="utf-8")
+        share(hold, root)
     write_facts(folder / MANIFEST, {**facts, "entries": _list_entries(folder)})
+    share(folder / MANIFEST, root)
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who uses a folder of environments: the hosts, their marks of use and permissions, and the processes of this host."""
+"""Who uses a folder of environments: the hosts, their marks of use, and the processes of this host."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from ..exceptions import VenvBuildError
+from .permissions import make_folder, share
 
 # A folder with one file for each host, whose time is that of its last use.
 USED = ".fairlead-used"
@@ -18,15 +22,14 @@ USED_S = 60.0
 PID_NAMESPACE = "/proc/self/ns/pid"
 # The inode of the machine's own namespace (PROC_PID_INIT_INO in the kernel's proc_ns.h).
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
+# The errors of a lock that somebody else holds, and those of a file system without locks (or with locks only for files
+# that are opened for writing).
+TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
+UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", "smb", "cifs", "virtiofs", "weka")
 
-# Whether a folder is on a shared file system, by host, process and folder.
-_file_systems: dict[tuple[str, int, str], bool] = {}
-
-
-def host_tag() -> str:
-    """Return an id of this host until it reboots: equal only for processes that see each other."""
-    return _tag(_read_system("/proc/sys/kernel/random/boot_id"), _read_system(PID_NAMESPACE))
+# Whether locks decide in a folder, by host, process and folder.
+_deciding: dict[tuple[str, int, str], bool] = {}
 
 
 def host_id() -> str:
@@ -37,7 +40,7 @@ def host_id() -> str:
     machine, namespace = _read_system("/etc/machine-id"), _read_system(PID_NAMESPACE)
     if machine and namespace == FIRST_PID_NAMESPACE:
         return _tag(machine)
-    return host_tag()
+    return _tag(_read_system("/proc/sys/kernel/random/boot_id"), namespace)
 
 
 def _tag(*known: str) -> str:
@@ -47,11 +50,7 @@ def _tag(*known: str) -> str:
 
 
 def _read_system(path: str) -> str:
-    """Return the content of a system file or link.
-
-    Returns:
-        Empty if there is none, as outside Linux, or if it is about a process that has ended or is another user's.
-    """
+    """Return the content of a system file or link; empty if there is none, or if it is another user's."""
     try:
         return os.readlink(path) if path == PID_NAMESPACE else Path(path).read_bytes().decode(errors="replace")
     except OSError:
@@ -69,12 +68,12 @@ def read_variables() -> Mapping[str, str]:
 
 def mark_used(folder: str | Path) -> None:
     """Mark an environment as used by this host, at most once a minute. A folder that is read only gets no mark."""
-    mark = Path(folder, USED, host_id())
-    with contextlib.suppress(OSError):
+    mark, root = Path(folder, USED, host_id()), Path(folder).parent
+    with contextlib.suppress(OSError, VenvBuildError):
         if not touch(mark):
-            share_folder(mark.parent)
-            mark.touch()
-            share(mark)
+            make_folder(mark.parent, root)
+            mark.touch(0o644)
+            share(mark, root)
 
 
 def touch(path: str | Path) -> bool:
@@ -94,40 +93,37 @@ def read_marks(folder: str | Path) -> Mapping[str, float]:
         return {}
 
 
-def share_folder(folder: Path) -> None:
-    """Create a folder with the write permissions of the folder above it, unless it exists."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return
-    share(folder)
-
-
-def share(path: str | Path) -> None:
-    """Give a file or folder of this user the write permissions of the folder above it.
-
-    The umask of most users keeps a common group from writing. The folder of all environments decides who may write.
-    """
-    given = os.stat(os.path.dirname(path)).st_mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_ISGID)
-    made = os.stat(path)
-    if not stat.S_ISDIR(made.st_mode):
-        given &= ~stat.S_ISGID
-    if given & ~made.st_mode:
-        os.chmod(path, stat.S_IMODE(made.st_mode) | given)
-
-
 def is_shared(folder: str | Path) -> bool:
-    """Return whether another host uses an environment, or could by its file system.
+    """Return whether another host uses an environment, or could without holding its lock."""
+    return not locks_decide(os.path.dirname(folder)) or not read_marks(folder).keys() <= {host_id()}
 
-    The file system is looked up once in a process, because the look-up takes longer than finding an environment.
+
+def locks_decide(root: str | Path) -> bool:
+    """Return whether a lock in a folder shows every process that holds it, as on every file system of this host alone.
+
+    Locks of a shared file system may show only the processes of one host. The answer is kept, because to look up
+    the file system takes longer than to find an environment.
     """
-    root = os.path.dirname(folder)
     # Not by functools: its caches are pickled by reference, and a node need not have this package. The keys name the
     # process, because the entries of the driver are sent to the nodes with this module.
-    key = (socket.gethostname(), os.getpid(), root)
-    if key not in _file_systems:
-        _file_systems[key] = on_shared_file_system(root)
-    return _file_systems[key] or not read_marks(folder).keys() <= {host_id()}
+    key = (socket.gethostname(), os.getpid(), str(root))
+    if key not in _deciding:
+        _deciding[key] = not on_shared_file_system(root) and _has_locks(root)
+    return _deciding[key]
+
+
+def _has_locks(folder: str | Path) -> bool:
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it is not there
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in UNKNOWN
+    finally:
+        os.close(file)
+    return True
 
 
 def on_shared_file_system(path: str | Path) -> bool:
@@ -140,8 +136,6 @@ def on_shared_file_system(path: str | Path) -> bool:
 
 
 PROC = "/proc"
-# The kernel reports the time of its start in whole seconds.
-CLOCK_S = 2.0
 
 
 def can_see_processes() -> bool:
@@ -175,25 +169,3 @@ def _uses(spelled: Iterable[str], texts: Iterable[str]) -> bool:
     paths.add(command.partition("\0")[0])
     paths |= {entry.partition("=")[2] for entry in environ.split("\0") if entry.startswith("VIRTUAL_ENV=")}
     return any(path == name or path.startswith(name + os.sep) for path in paths for name in spelled)
-
-
-def is_alive(pid: int, since: float) -> bool:
-    """Return whether a process is alive and was alive at a time, in seconds since the epoch."""
-    # Not by /proc alone, which may hide the processes of other users.
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return _read_start(pid) <= since + CLOCK_S
-
-
-def _read_start(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch; 0 if that cannot be read."""
-    try:
-        ticks = Path(f"{PROC}/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
-        (boot,) = re.findall(rb"^btime (\d+)$", Path(f"{PROC}/stat").read_bytes(), flags=re.MULTILINE)
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return int(boot) + int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -121,11 +121,7 @@ class Deadline:
 
 
 def start_deadline(timeout_s: Any) -> Deadline:
-    """Return a deadline that begins now.
-
-    Raises:
-        ValueError: it is not a positive, finite number of seconds.
-    """
+    """Return a deadline that begins now; a ValueError if this is not a positive, finite number of seconds."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
     return Deadline(float(timeout_s))
@@ -133,13 +129,7 @@ def start_deadline(timeout_s: Any) -> Deadline:
 
 @dataclass(frozen=True)
 class Session:
-    """What several commands have in common.
-
-    Attributes:
-        deadline: for all of them together.
-        show: is called with each line that is printed.
-        variables: variables of the caller; by default those of this process.
-    """
+    """The deadline of several commands, who sees what they print, and the caller's variables (None: this process's)."""
 
     deadline: Deadline
     show: Callable[[str], None] | None = None
@@ -147,11 +137,7 @@ class Session:
 
 
 def find_uv(deadline: Deadline) -> str:
-    """Find the uv to build with: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path.
-
-    Raises:
-        UvUnavailableError: there is none, or it is too old.
-    """
+    """Find the uv to build with: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path."""
     uv = os.environ.get("FAIRLEAD_VENV_UV") or _find_packaged_uv() or shutil.which("uv")
     if not uv:
         raise UvUnavailableError("found neither the package uv nor a program of that name")
@@ -189,12 +175,7 @@ def _find_packaged_uv() -> str | None:
 class Runner:
     """Runs commands one after another until a common deadline, and shows what they print.
 
-    Args:
-        session: their deadline, and who sees their output.
-        env: variables in addition to those of this process. Of uv's settings only these count, as the driver's settings
-            apply on every node.
-        secrets: strings to redact.
-        no_index: whether uv uses no package index.
+    Of uv's settings only those in `env` count, as the driver's settings apply on every node.
     """
 
     def __init__(
@@ -204,12 +185,14 @@ class Runner:
         env: Mapping[str, str] | None = None,
         secrets: Iterable[str] = (),
         no_index: bool = False,
+        umask: int = -1,
     ) -> None:
         self.deadline = session.deadline
         self._secrets = tuple(secrets)
         self._no_index = ["--no-index"] if no_index else []
         self._show = session.show
         self._uv = ""
+        self._umask = umask
         left_out = {*NOT_INHERITED, *DECIDING}
         ambient = os.environ if session.variables is None else session.variables
         inherited = {name: value for name, value in ambient.items() if name not in left_out}
@@ -218,11 +201,7 @@ class Runner:
     def uv(
         self, *arguments: str, cwd: Path, failed: str, env: Mapping[str, str] | None = None, stdin: str = ""
     ) -> None:
-        """Run a command of uv, as `run` does.
-
-        Raises:
-            UvUnavailableError: there is no uv, or it is too old.
-        """
+        """Run a command of uv, as `run` does."""
         self._uv = self._uv or find_uv(self.deadline)
         self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed, env=env, stdin=stdin)
 
@@ -235,12 +214,7 @@ class Runner:
         env: Mapping[str, str] | None = None,
         stdin: str = "",
     ) -> str:
-        """Run a command and return the last lines that it printed.
-
-        Raises:
-            VenvBuildError: it failed, or there is no such program. The reason begins with `failed`.
-            VenvTimeoutError: the deadline passed. The command and its children have been killed.
-        """
+        """Run a command and return the last lines that it printed. At the deadline, it is killed with its children."""
         shown = redact(shlex.join(command), self._secrets)
         try:
             # A group of its own, so that its children end with it.
@@ -254,6 +228,7 @@ class Runner:
                 text=True,
                 errors="replace",
                 process_group=0,
+                umask=self._umask,
             )
         except OSError as error:
             raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None

@@ -106,17 +106,7 @@ def ensure_on_nodes(
 def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars: Bars) -> Answers:
     """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
 
-    Args:
-        plans: by folder.
-        nodes: the nodes. The result leaves out those that are draining.
-        deadline: for everything together.
-        bars: show the progress.
-
-    Returns:
-        The environment or the error of each node. The node is DRIVER for an error before any node was called.
-
-    Raises:
-        ValueError: a node that the caller has named is draining, or all nodes are.
+    The result leaves out the nodes that are draining. The node is DRIVER for an error before any node was called.
     """
     looks: dict[tuple[str, str], Call] = {
         (folder, node): (node, node_task.look_here, (folder, plan.recipe.fingerprint, plan.recipe.platform))

@@ -29,11 +29,7 @@ _thread: threading.Thread | None = None
 
 
 def keep_marked(used: Iterable[tuple[str, str]]) -> None:
-    """Renew the marks of environments on shared folders as long as this process and those that run from them live.
-
-    Args:
-        used: the folder of each, and the node, or HERE.
-    """
+    """Renew the marks of these folders and nodes as long as this process and those that run from them live."""
     global _thread
     new = dict.fromkeys(used, 0)
     if not new:

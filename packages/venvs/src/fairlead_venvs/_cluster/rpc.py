@@ -36,22 +36,16 @@ def abbreviate(labels: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of one request.
+    """The nodes of one request: their names for errors, by Ray's id, and whether the caller has named them.
 
-    Attributes:
-        labels: their names for errors, by Ray's id.
-        given: whether the caller has named them. A node that was not named is left out when it is draining or lost.
+    A node that was not named is left out when it is draining or lost.
     """
 
     labels: Mapping[str, str]
     given: bool
 
     def without_draining(self) -> "Nodes":
-        """Return the nodes that can start a task. A warning names the others, draining or lost.
-
-        Raises:
-            ValueError: a node that the caller has named is draining, or all nodes are.
-        """
+        """Return the nodes that can start a task. A warning names the others; a named one is a ValueError."""
         import ray
 
         leaving = draining_nodes() & self.labels.keys()
@@ -71,12 +65,7 @@ class Nodes:
 
 
 def alive_nodes(nodes: Sequence[str] | None = None) -> Nodes:
-    """Return the nodes that are alive, or the given ones, with one request to Ray's head.
-
-    Raises:
-        ValueError: Ray is not running, or a given node is not alive.
-        VenvError: this process is connected through Ray Client.
-    """
+    """Return the nodes that are alive, or the given ones, with one request to Ray's head."""
     import ray
 
     if is_client():
@@ -103,19 +92,10 @@ def run_on_nodes(
     deadline: Deadline,
     report: Callable[[Sequence[Key]], None] | None = None,
 ) -> dict[Key, Outcome | VenvError | None]:
-    """Run functions on nodes, all at once, and return their answers.
+    """Run functions on nodes, all at once, and return their answers by the caller's keys, without draining nodes.
 
-    Which nodes are draining is asked for only when a function could not start.
-
-    Args:
-        calls: the calls by keys of the caller's choice.
-        nodes: the nodes of these calls, and perhaps others. The calls of draining nodes are left out of the result.
-        doing: what the functions do, for errors.
-        deadline: for all of them. The answer of a node that is late is a VenvTimeoutError.
-        report: is called repeatedly with the keys of the calls that have no answer yet.
-
-    Raises:
-        ValueError: a node that the caller has named is draining, or all nodes are.
+    Which nodes are draining is asked for only when a function could not start. The answer of a node that is late is a
+    VenvTimeoutError. `report` is called repeatedly with the keys that have no answer yet.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -107,11 +107,7 @@ def _check_python(spec: VenvSpec) -> None:
 
 
 def _check_ray(spec: VenvSpec) -> None:
-    """Check that a spec does not pin another Ray than the cluster's, before anything is downloaded or built.
-
-    Raises:
-        VenvMismatchError: its requirements, or the lock of its project, exclude the cluster's Ray.
-    """
+    """Check that a spec does not pin another Ray than the cluster's, before anything is downloaded or built."""
     import ray
 
     if spec.setup:

@@ -25,15 +25,7 @@ DISTRIBUTIONS = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver has read and decided for a spec.
-
-    Attributes:
-        spec: the spec.
-        settings: uv's settings of the spec and of the driver.
-        project: the spec's project, if it has one.
-        files: the files that the recipe needs.
-        recipe: how to build the environment; a draft before the requirements are resolved.
-    """
+    """What the driver has read and decided for a spec; the recipe is a draft before the requirements are resolved."""
 
     spec: BaseSpec
     settings: Settings
@@ -42,11 +34,7 @@ class Plan:
     recipe: Recipe
 
     def check_lock(self, session: Session) -> None:
-        """Check that the lock of the project matches its pyproject, unless the spec is frozen.
-
-        Raises:
-            VenvBuildError: it does not match.
-        """
+        """Check that the lock of the project matches its pyproject, unless the spec is frozen."""
         if self.project is None or self.spec.frozen:
             return
         self.settings.make_runner(session).uv(
@@ -58,27 +46,14 @@ class Plan:
         )
 
     def resolve(self, session: Session | None = None, *, refresh: bool = False) -> Resolution:
-        """Return the resolution of the requirements: the stored one, or a new one by uv.
-
-        Args:
-            session: for uv.
-            refresh: resolve again.
-
-        Raises:
-            VenvBuildError: nothing satisfies the requirements.
-        """
+        """Return the resolution of the requirements: the stored one, or a new one by uv, also for `refresh`."""
         if not self.recipe.requirements:
             return Resolution()
         runner = self.settings.make_runner(session)
         return resolve(self.recipe, self.spec.requirements or (), self.files, runner, refresh=refresh)
 
     def complete(self, resolution: Resolution, name: str | None = None) -> "Plan":
-        """Return this draft with its recipe completed. Reads nothing and starts no process.
-
-        Args:
-            resolution: of its requirements; an empty one for a project, which has a lock.
-            name: first part of the folder's name; by default the project's name.
-        """
+        """Return this draft with its recipe completed. Reads nothing and starts no process."""
         draft = self.recipe
         facts = [draft.request, resolution.pins, sorted(resolution.direct.items())]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -97,17 +72,8 @@ def plan_venv(
 ) -> Plan:
     """Decide the content of an environment.
 
-    A project's wheel is built if its source has changed, and requirements are resolved if they never were. Otherwise no
-    process is started.
-
-    Args:
-        spec: the content that is requested.
-        name: first part of the folder's name; by default the project's name.
-        session: for the wheel and the resolution.
-        refresh: resolve the requirements again.
-
-    Raises:
-        VenvBuildError: the wheel cannot be built, or nothing satisfies the requirements.
+    A project's wheel is built if its source has changed, and requirements are resolved if they never were, or for
+    `refresh`. Otherwise no process is started.
     """
     name = None if name is None else check_name(name)
     draft = read_draft(spec, session)
@@ -115,12 +81,7 @@ def plan_venv(
 
 
 def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
-    """Read everything that decides the content of an environment. A project's wheel is built if its source has changed.
-
-    Args:
-        spec: the content that is requested.
-        session: for the wheel.
-    """
+    """Read everything that decides the content of an environment, and build a project's wheel if it has changed."""
     project = read_project(spec)
     settings = read_settings(spec, project=project.deciding if project else "")
     secrets = settings.secrets
@@ -223,8 +184,7 @@ def _add_requirements(
 def _add_lock(project: Project, files: list[File]) -> tuple[str, list[tuple[str, str]]]:
     """Add the lock, its settings, and local distributions at the same relative paths to the files.
 
-    Returns:
-        The folder of the lock among the files, and the hashes of local distributions.
+    Return the folder of the lock among the files, and the hashes of local distributions.
     """
     relative = [path for path in project.files if not os.path.isabs(path)]
     above = max((os.path.normpath(path).split(os.sep).count("..") for path in relative), default=0)

@@ -23,13 +23,7 @@ FOLDERS = ("editable", "directory", "virtual")
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A project that the lock takes from a folder.
-
-    Attributes:
-        name: the name of its distribution.
-        path: its path, relative to the lock.
-        installable: whether a wheel can be built of it.
-    """
+    """A project that the lock takes from a folder, relative to the lock, and whether a wheel can be built of it."""
 
     name: str
     path: str
@@ -38,15 +32,7 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class Locked:
-    """A lock, and what an installation takes from it.
-
-    Attributes:
-        lock: the lock's bytes.
-        name: the name of the project's distribution; empty for a workspace without one.
-        extras: the extras to install.
-        groups: the groups to install, with the default ones.
-        python: the version of Python that it is read for.
-    """
+    """A lock, and what an installation takes from it: the groups include the default ones."""
 
     lock: bytes
     name: str
@@ -155,11 +141,7 @@ class Project(Locked):
 
 
 def read_project(spec: BaseSpec) -> Project | None:
-    """Read the project of a spec; None if it has none. No process is started.
-
-    Raises:
-        ValueError: the folder has no project or no lock, or the project has no such extra or group.
-    """
+    """Read the project of a spec; None if it has none. No process is started."""
     if spec.project is None:
         return None
     folder = Path(spec.project)
@@ -191,11 +173,7 @@ def read_project(spec: BaseSpec) -> Project | None:
 
 
 def read_pyproject(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's pyproject.toml; None if it has none.
-
-    Raises:
-        ValueError: the file is not TOML.
-    """
+    """Return the content of a folder's pyproject.toml; None if it has none."""
     path = folder / "pyproject.toml"
     try:
         return _parse(path.read_bytes(), path)

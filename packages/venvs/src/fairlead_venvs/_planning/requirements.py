@@ -19,11 +19,12 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 
 from .._build.build import choose_interpreter, lay_out
+from .._build.permissions import find_fault, share
 from .._build.publish import make_once
 from .._build.recipe import File, Recipe
 from .._build.redact import redact
 from .._build.store import read_facts, write_facts
-from .._build.users import share, touch
+from .._build.users import touch
 from .._build.uv import Runner
 from ..exceptions import VenvBuildError
 
@@ -34,11 +35,7 @@ def is_wheel(requirement: str) -> bool:
 
 
 def normalise(requirements: Iterable[str]) -> tuple[str, ...]:
-    """Return requirements sorted, each once, with canonical names and absolute paths of wheels.
-
-    Raises:
-        ValueError: one of them is not a requirement, or has a meaning on this machine only.
-    """
+    """Return requirements sorted, each once, with canonical names and absolute paths of wheels."""
     return tuple(sorted({_normalise(requirement.strip()) for requirement in requirements}))
 
 
@@ -56,17 +53,9 @@ def applies(marker: Marker | str | None, python: str) -> bool:
 
 
 def find_excluded_version(requirements: Iterable[str], name: str, version: str, python: str) -> str | None:
-    """Find a requirement that excludes a version of a distribution.
+    """Find a requirement that excludes a version of a distribution; None if nothing excludes it.
 
-    Args:
-        requirements: in one spelling, as `normalise` returns them.
-        name: the canonical name of the distribution.
-        version: the version that is needed.
-        python: the version of Python that the requirements are for.
-
-    Returns:
-        The first specifier that excludes the version, such as "==2.59", or the other version that a wheel has; None if
-        nothing excludes it.
+    Return the first specifier that excludes it, such as "==2.59", or the other version that a wheel has.
     """
     excluding = (_read_excluding(requirement, name, version, python) for requirement in requirements)
     return next((one for one in excluding if one is not None), None)
@@ -141,33 +130,20 @@ class Resolution:
 def resolve(
     draft: Recipe, requirements: Sequence[str], files: Iterable[File], runner: Runner, *, refresh: bool = False
 ) -> Resolution:
-    """Return the stored resolution of a request, or let uv resolve the requirements and store the result.
-
-    Args:
-        draft: the recipe as far as it is known.
-        requirements: as in the spec; those of the draft are lines for uv, with wheels by their relative paths.
-        files: the files of the recipe.
-        runner: runs uv.
-        refresh: resolve again, and replace the stored resolution.
-
-    Raises:
-        VenvBuildError: nothing satisfies the requirements, or the result cannot be stored.
-        VenvTimeoutError: the deadline passed.
-    """
+    """Return the stored resolution of a request, or let uv resolve the requirements and store the result."""
     root = Path(draft.folder)
     path = root / RESOLVED / draft.request
     lines = draft.requirements or ()
 
     def compile_lines(aside: Path) -> Resolution:
-        aside.mkdir(mode=0o700)
         lay_out([(name, content) for name, content in files if f"./{name}" in lines], aside)
         resolution = parse_resolution(_compile(draft, lines, aside, runner), requirements, draft.secrets)
-        return _store(resolution, aside / draft.request, path, refresh)
+        return _store(resolution, aside / draft.request, path, root, refresh)
 
     return make_once(
         root,
         path,
-        lambda: None if refresh else _read(path),
+        lambda: None if refresh else _read(path, root),
         compile_lines,
         runner.deadline,
         doing="resolves the requirements for",
@@ -194,16 +170,7 @@ def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -
 
 
 def parse_resolution(text: str, requirements: Sequence[str], secrets: frozenset[str] = frozenset()) -> Resolution:
-    """Read the output of `uv pip compile`.
-
-    Args:
-        text: lines "name==version", "name @ URL", or the path of a wheel.
-        requirements: the requirements of the spec. The result does not repeat URLs and wheels that they give.
-        secrets: strings that the result must not contain.
-
-    Raises:
-        VenvBuildError: the metadata of a distribution names a dependency by a URL with a credential.
-    """
+    """Read the output of `uv pip compile`. The result repeats no URLs and wheels of the spec, and has no secrets."""
     given = {name for one in requirements if (name := _direct_name(one)) is not None}
     pins: list[str] = []
     direct: dict[str, str] = {}
@@ -226,13 +193,7 @@ def parse_resolution(text: str, requirements: Sequence[str], secrets: frozenset[
 
 
 def installed_lines(requirements: Sequence[str], staged: Sequence[str], resolution: Resolution) -> tuple[str, ...]:
-    """Return the lines that install exactly a resolution.
-
-    Args:
-        requirements: as in the spec.
-        staged: the same as lines for uv.
-        resolution: their resolution.
-    """
+    """Return the lines that install exactly a resolution. The staged lines are the requirements as lines for uv."""
     lines = []
     for requirement, line in zip(requirements, staged, strict=True):
         name = _direct_name(requirement)
@@ -261,9 +222,9 @@ def _at_commit(line: str, commit: str) -> str:
     return str(requirement)
 
 
-def _read(path: Path) -> Resolution | None:
-    """Return a stored resolution, and mark it as used; None if there is none, or it is damaged."""
-    facts = read_facts(path)
+def _read(path: Path, root: Path) -> Resolution | None:
+    """Return a stored resolution, and mark it as used; None if there is none, it is damaged, or it may be another's."""
+    facts = {} if find_fault(root, path) else read_facts(path)
     pins, direct = facts.get("pins"), facts.get("direct")
     if not isinstance(pins, list) or not isinstance(direct, dict):
         return None
@@ -273,17 +234,16 @@ def _read(path: Path) -> Resolution | None:
     return Resolution(tuple(pins), direct)
 
 
-def _store(resolution: Resolution, new: Path, path: Path, refresh: bool) -> Resolution:
+def _store(resolution: Resolution, new: Path, path: Path, root: Path, refresh: bool) -> Resolution:
     """Store a resolution in one step. A resolution that is there stays, unless this is a refresh."""
     write_facts(new, {"direct": dict(resolution.direct), "pins": resolution.pins})
+    share(new, root)
     if not refresh:
         # On a file system without locks, another process may have finished first.
         with contextlib.suppress(OSError):
             os.link(new, path)
-            share(path)
             return resolution
-        if (ready := _read(path)) is not None:
+        if (ready := _read(path, root)) is not None:
             return ready
     os.replace(new, path)
-    share(path)
     return resolution

@@ -62,16 +62,7 @@ class Settings:
 
 
 def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, project: str = "") -> Settings:
-    """Read uv's settings for a spec.
-
-    Args:
-        spec: its fields and its `env` come before the variables of the driver.
-        variables: the variables of the driver; by default those of this process.
-        project: the text of the project that may contain credentials.
-
-    Raises:
-        ValueError: a variable names a file that cannot be read.
-    """
+    """Read uv's settings for a spec: its fields and its `env` come before the variables of the driver."""
     ambient = _select_ambient(spec, os.environ if variables is None else variables)
     links = tuple(_resolve(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
     merged = {**ambient, **spec.env}

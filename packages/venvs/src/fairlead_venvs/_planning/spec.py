@@ -49,15 +49,7 @@ def is_uv_command(text: str) -> bool:
 
 
 def parse_command(command: str, folder: str | Path | None = None) -> dict[str, Any]:
-    """Return the fields of the spec that a command means.
-
-    Args:
-        command: a command that starts with `uv run`.
-        folder: the folder to which the command's project is relative; by default the current one.
-
-    Raises:
-        ValueError: it is another command, or has flags that a spec cannot represent.
-    """
+    """Return the fields of the spec that a command means. Its project is relative to a folder, or the current one."""
     words = iter(shlex.split(command))
     command = redact(command)  # from here on it is only shown
     if Path(next(words, "")).name != "uv" or next(words, "") != "run":

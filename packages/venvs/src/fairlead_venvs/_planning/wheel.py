@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .._build.build import choose_interpreter
+from .._build.permissions import find_fault, share
 from .._build.publish import make_once, publish
 from .._build.users import touch
 from .._build.uv import Runner
@@ -26,20 +27,7 @@ OF_GIT = ("HEAD", "packed-refs", "logs/HEAD", "refs/tags")
 
 
 def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner) -> tuple[Path, str]:
-    """Return the wheel of the project in a folder, and build it first if the source has changed.
-
-    Args:
-        folder: of the project. It is only read, but some build backends write into it.
-        root: the folder of all environments, which stores wheels, too.
-        python: the version of Python to build with.
-        runner: runs uv.
-
-    Returns:
-        The path of the wheel, and the hash of its content.
-
-    Raises:
-        VenvBuildError: the source cannot be read, or the project cannot be built.
-    """
+    """Return the wheel of a project and the hash of its content, and build it first if the source has changed."""
     try:
         store = root / WHEELS / hash_source(folder, python, sys.implementation.name)
     except OSError as error:
@@ -47,7 +35,7 @@ def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner) -> tu
 
     def build(aside: Path) -> tuple[Path, str]:
         out, new = aside / "out", aside / "new"
-        out.mkdir(parents=True)
+        out.mkdir()
         # By way of the source distribution, so that the wheel has nothing that an earlier build left in the source.
         runner.uv(
             *("build", "--python", choose_interpreter(python, sys.implementation.name)),
@@ -59,18 +47,22 @@ def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner) -> tu
         content = _hash_content(wheel)
         (new / content).mkdir(parents=True)
         os.rename(wheel, new / content / wheel.name)
+        for made in (new, new / content, new / content / wheel.name):
+            share(made, root)
         # On a file system without locks, another process may have finished first, with other bytes.
-        publish(new, store, lambda: _find_wheel(store) is not None)
-        return _find_wheel(store) or (store / content / wheel.name, content)
+        publish(new, store, lambda: _find_wheel(store, root) is not None)
+        return _find_wheel(store, root) or (store / content / wheel.name, content)
 
-    return make_once(root, store, lambda: _find_wheel(store), build, runner.deadline)
+    return make_once(root, store, lambda: _find_wheel(store, root), build, runner.deadline)
 
 
-def _find_wheel(store: Path) -> tuple[Path, str] | None:
+def _find_wheel(store: Path, root: Path) -> tuple[Path, str] | None:
     try:
         (content,) = os.listdir(store)
         (name,) = os.listdir(store / content)
     except (OSError, ValueError):
+        return None
+    if find_fault(root, store / content / name):
         return None
     touch(store)  # `prune` reads its time
     return store / content / name, content
