@@ -186,7 +186,11 @@ class TpuAcceleratorConfig(_RunOptions):
 
 
 class _WorkersConfig(_RunOptions):
-    """Equal workers on any hosts of the cluster, which together stand for one slice."""
+    """Equal workers on any hosts of the cluster, which together stand for one slice.
+
+    Attributes:
+        kind: the name of the slice and of its type: "gpu" or "cpu".
+    """
 
     worker_count: int
     kind: ClassVar[str]
