@@ -52,6 +52,7 @@ from fairlead_placement.spi import (
     attach,
     autoscaler_is_there,
     block_shutdown,
+    choose_alive,
     claim_slots,
     compare_clocks,
     connection,
@@ -166,6 +167,7 @@ def explain(cluster: RayVirtualCluster) -> None:
 def look() -> None:
     assert_type(alive_nodes(), frozenset[str])
     assert_type(alive_nodes(timeout_s=1.0), frozenset[str])
+    assert_type(choose_alive(["node"], timeout_s=1.0), list[str])
     with head_deadline(1.0):
         assert_type(ask_head("count the nodes", len, "ab", timeout_s=1.0, undo=print), int)
     assert_type(draining_nodes(), frozenset[str])
