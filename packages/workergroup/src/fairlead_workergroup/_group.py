@@ -102,8 +102,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
     Raises:
         TypeError, ValueError: an argument is not valid; nothing has been launched.
-        ResourceInsufficientError, PlacementTimeoutError: the cluster could not be reserved, or has no room for another
-            group.
+        ResourceInsufficientError, PlacementTimeoutError: the cluster could not be reserved, has no room for another
+            group, or has lost the node of a slot; or Ray drains that node.
         WorkerStartError: a worker did not start. All workers have been ended.
 
     The constructor returns when every worker's `__init__` has finished. Use the group as a context manager, or call
@@ -224,7 +224,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._start_report = clock.report(self.name_prefix)
             self._standbys.fill()
             if on_drain is not None:
-                DrainWatch(self, self._roster, self._replacer.evacuate)
+                watch = DrainWatch(self, self._roster, self._replacer.evacuate)
+                self._resources.start_thread("fairlead-drain", watch.run)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -365,9 +366,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def restart_failed_workers(self) -> list[int]:
         """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.
 
-        A worker restarts in its slot or, if its node is gone, in the slot that the cluster's `replace_lost_nodes`
-        reserves in its place. With `restart_scope="group"` all workers are ended and started, with a new master port.
-        Then the restarted workers run `on_restart`. Calls of other threads wait meanwhile.
+        A worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
+        `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node. With
+        `restart_scope="group"` all workers are ended and started, with a new master port. Then the restarted workers
+        run `on_restart`. Calls of other threads wait meanwhile.
 
         Returns:
             The ranks that were started; an empty list if no worker is dead.
@@ -390,7 +392,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Args:
             slots: the slots of the new workers, in order; None for the first free ones of the cluster, which
-                `cluster.extend` adds.
+                `cluster.extend` adds. Slots of nodes that are lost or drain are left out.
             timeout: the seconds that all of this may take, the environment included; None for `start_timeout_s`.
                 Workers that leave and have not finished by then are ended.
             sizes: the axis and its new size.
@@ -401,7 +403,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Raises:
             TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
                 slots; or a tied group would be cut. Nothing has changed, as with the next three.
-            ResourceInsufficientError: a given slot has no room for another group.
+            ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
             WorkerStartError: a new worker did not start.
             ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
             BrokenEpochError: a worker failed or was late after the epoch had begun, which cannot be undone, because
@@ -441,9 +443,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.
 
-        Waits until all these processes are gone. The processes that a worker has started get SIGTERM when the worker is
-        gone, and SIGKILL 2 s later. You can call it again, also from several threads at once: the cleanup runs once,
-        and all calls return the same value. It is safe when workers are dead or hung, and when Ray is down.
+        Waits until all these processes and the threads of the group are gone. The processes that a worker has started
+        get SIGTERM when the worker is gone, and SIGKILL 2 s later. You can call it again, also from several threads at
+        once: the cleanup runs once, and all calls return the same value. It is safe when workers are dead or hung, and
+        when Ray is down.
 
         Args:
             cleanup_method: a method that every living worker runs first.

@@ -22,9 +22,7 @@ class Place:
     """The place of one rank.
 
     Attributes:
-        rank: the number of the worker in the group.
-        slot: its slot.
-        name: its name, as users see it.
+        name: the name of the worker, as users see it.
         tied_group: the number of its tied group (workers that share one model copy).
         tied_rank: its number in the tied group.
         tied_bundles: `(node_idx, [bundle indices])` of its tied group.
@@ -199,13 +197,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Started:
-    """A worker whose constructor has finished.
-
-    Attributes:
-        handle: the actor.
-        place: its place.
-        facts: its identity.
-    """
+    """A worker whose constructor has finished."""
 
     handle: Any
     place: Place
@@ -275,9 +267,6 @@ class Roster:
     Each method that changes the state is one transition under one lock. It makes a new snapshot with the next epoch.
 
     Args:
-        name: the name of the group.
-        places: the place of each rank.
-        sharding: the axes over the ranks.
         own: whether this process has made the group; `find_worker` finds the workers of such groups only.
 
     Attributes:
@@ -286,6 +275,7 @@ class Roster:
         worker_metadata: the description of each worker for users; empty after the end.
         standby_metadata: the description of each standby for the picture of the cluster.
         ending: whether a shutdown has begun.
+        end_begun: the same, to wait for.
         detour: makes way for Ray's calls of workers that serve a lane; None without a lane.
     """
 
@@ -295,6 +285,7 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
+        self.end_begun = threading.Event()
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
@@ -323,6 +314,11 @@ class Roster:
     def connected(self) -> bool:
         """Whether the Ray that the group was made on is still the one of this process."""
         return self._made_on == connection()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the group or its Ray has ended or is about to: then background threads end, and report nothing."""
+        return self.ending or not self.connected
 
     def check_connected(self) -> None:
         """Refuse to continue without the Ray that the group was made on.
@@ -392,9 +388,6 @@ class Roster:
         """Record the members of another size of the group, which begins an epoch.
 
         Args:
-            resize: the change.
-            sharding: the axes over the ranks.
-            places: the place of each rank.
             started: the new members, and new incarnations of old ones.
 
         Raises:
@@ -490,12 +483,7 @@ class Roster:
     def _record_failures(
         self, failures: Sequence[WorkerFailure], applies: Callable[[Member, WorkerFailure], bool], **others: Any
     ) -> tuple[WorkerFailure, ...]:
-        """Record the first failure that applies to each member.
-
-        Args:
-            failures: the failures.
-            applies: whether a failure applies to a member.
-            others: further fields of the next snapshot.
+        """Record the first failure that applies to each member, and further fields of the next snapshot.
 
         Returns:
             For each failure, the report that its member has now.
@@ -544,7 +532,9 @@ class Roster:
 
     def begin_end(self) -> None:
         """Record that a shutdown has begun, so that no incarnation starts any more."""
-        self.ending = True
+        if not self.ending:  # a signal handler may come in between
+            self.ending = True
+            self.end_begun.set()
 
     def end(self) -> None:
         """Record that the group has no workers any more."""

@@ -145,7 +145,6 @@ def where(group):
     return [node_id for node_id, *_ in group.call("where").result(timeout=60)]
 
 
-@pytest.mark.xfail(strict=True, reason="b 3.2: a restart takes a standby on a node that drains")
 def test_restart_while_nodes_drain(cluster, ends, eventually):
     """A lost rank takes no standby on a node that drains, and leaves a node that drains itself."""
     (reserved, head, first, last), (_, draining) = cluster, ends
@@ -169,7 +168,6 @@ def test_restart_while_nodes_drain(cluster, ends, eventually):
         assert where(group)[1] == first  # in the standby
 
 
-@pytest.mark.xfail(strict=True, reason="b 3.1: a resize chooses slots of nodes that are lost or drain")
 @pytest.mark.parametrize("how", ["lost", "draining"])
 def test_no_slot_of_a_node_that_ends(cluster, ends, how):
     """Starts, resizes, replacements and standbys choose no slot whose node is lost or drains."""

@@ -20,7 +20,7 @@ class Roster:
     def __init__(self):
         members = [SimpleNamespace(rank=rank, slot=SimpleNamespace(node_id="a")) for rank in range(2)]
         self.snapshot = lambda: SimpleNamespace(members=members)
-        self.ending, self.connected, self.name_prefix = False, True, "policy"
+        self.end_begun, self.is_over, self.name_prefix = threading.Event(), False, "policy"
 
 
 @pytest.fixture
@@ -32,10 +32,9 @@ def watch(monkeypatch):
     clock = SimpleNamespace(now=1e9)
     monkeypatch.setattr(drain, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(drain, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(drain, "never_connect", lambda: None)
     monkeypatch.setattr(drain, "block_shutdown", contextlib.nullcontext)
 
-    def run(left_s, takes_s):
+    def run(left_s, takes_s, error=None):
         ends = {"a": clock.now + left_s, "b": 0.0}
         monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
         group, roster, calls, called = Group(), Roster(), [], threading.Event()
@@ -44,12 +43,17 @@ def watch(monkeypatch):
             clock.now += takes_s
             calls.append((ranks, timeout))
             ends.clear()
+            roster.is_over = error is not None
             called.set()
+            if error is not None:
+                raise error
 
-        watching = drain.DrainWatch(group, roster, replace)
+        watching = threading.Thread(target=drain.DrainWatch(group, roster, replace).run)
+        watching.start()
         assert called.wait(30)
-        roster.connected = False  # ends the thread, with the warning of the replacement, which `ending` would skip
+        roster.end_begun.set()
         watching.join(30)
+        assert not watching.is_alive()
         return calls
 
     return run
@@ -76,3 +80,9 @@ def test_after_its_time(watch, caplog):
     """A node that is there after its time may stay for any time."""
     assert watch(-1.0, 0.0) == [([0, 1], None)]
     assert "the notice left 0.0 s" in caplog.text
+
+
+def test_silence_after_the_end(watch, caplog):
+    """When the group or its Ray has ended, a replacement that fails or is late is not reported."""
+    watch(0.5, 1.0, error=RuntimeError("Ray has not been started yet"))
+    assert not caplog.records

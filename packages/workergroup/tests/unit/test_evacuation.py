@@ -45,7 +45,7 @@ class Snapshot(SimpleNamespace):
 def evacuate(monkeypatch):
     """Return a function that replaces two workers, of which rank 0 is busy; it returns what happened."""
 
-    def run(notice_s):
+    def run(notice_s, room=2):
         left, moved = {}, []
 
         def start_in(slots, deadline):
@@ -59,10 +59,9 @@ def evacuate(monkeypatch):
         def on_handover(ranks):
             return {rank: f"state of {rank}" for rank in ranks}
 
-        monkeypatch.setattr(replace, "draining_nodes", lambda: {"a"})
         monkeypatch.setattr(replace, "wait_until_idle", wait_until_idle)
         roster = Roster()
-        free = [make_slot("b", index) for index in range(2)]
+        free = [make_slot("b", index) for index in range(room)]
         restarter = SimpleNamespace(
             change=lambda *_: contextlib.nullcontext(),
             take_turn=lambda *_: contextlib.nullcontext(),
@@ -70,12 +69,13 @@ def evacuate(monkeypatch):
             replace=lambda ranks, use, values: moved.append((ranks, sorted(use()), values)),
             methods=SimpleNamespace(on_handover=on_handover),
         )
-        resources = SimpleNamespace(claim_free=lambda slots, count: slots[:count], keep_slots=lambda slots: None)
-        spec = SimpleNamespace(start_timeout_s=START_S, cluster=free, concurrent=False)
+        resources = SimpleNamespace(claim_free=lambda slots, count, partly: slots[:count])
+        spec = SimpleNamespace(start_timeout_s=START_S, slots=lambda: free, concurrent=False)
         standbys = SimpleNamespace(
             check_alike=lambda what: None,
             check_slots=lambda slots: None,
-            take=lambda places, *, avoid: {},
+            take=lambda places: {},
+            give_back=lambda standbys: None,
             start_in=start_in,
         )
         sender = SimpleNamespace(restarter=restarter, roster=roster)
@@ -106,3 +106,11 @@ def test_no_notice(evacuate):
     """Without a time, the calls before may take as long as in any replacement."""
     left, _ = evacuate(None)
     assert START_S - 20 < left["idle"] <= left["start"] <= START_S
+
+
+def test_room_for_some(evacuate):
+    """An evacuation moves as many ranks as there is room for, and is refused only if there is none."""
+    _, moved = evacuate(None, room=1)
+    assert [ranks for ranks, *_ in moved] == [[0]]
+    with pytest.raises(ValueError, match="there are 0 that can be used"):
+        evacuate(None, room=0)

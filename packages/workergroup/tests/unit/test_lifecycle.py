@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from fairlead_workergroup import WorkerStartError
 from fairlead_workergroup._futures import LaneFuture
@@ -161,6 +162,38 @@ def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         held.give_back()
     assert ended == [0]
+
+
+def test_ray_that_ends_during_the_release(monkeypatch, caplog):
+    """An error of Ray is not reported if Ray has been shut down meanwhile: it has ended everything."""
+    roster = SimpleNamespace(connected=True)
+
+    def kill_and_wait(workers):
+        roster.connected = False
+        raise RaySystemError("Ray has not been started yet")
+
+    monkeypatch.setattr(resources, "kill_and_wait", kill_and_wait)
+    held = Resources(roster)
+    held.add({0: "worker of rank 0"})
+    held.give_back()
+    assert held.gave_all_back
+    assert not caplog.records
+
+
+def test_threads_of_a_group(monkeypatch, caplog):
+    """The end of a group waits for its threads, and reports those that are late."""
+    held, gate = Resources(SimpleNamespace()), threading.Event()
+    thread = held.start_thread("fairlead-test", gate.wait)
+    monkeypatch.setattr(resources, "JOIN_S", 0.01)
+    held.join_threads()
+    assert not held.gave_all_back
+    assert "after the end of a group: fairlead-test" in caplog.text
+    gate.set()
+    assert thread.result(timeout=60)
+    monkeypatch.setattr(resources, "JOIN_S", 60)
+    held.gave_all_back = True
+    held.join_threads()
+    assert held.gave_all_back
 
 
 def requests_of(group):

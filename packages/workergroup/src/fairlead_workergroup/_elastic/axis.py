@@ -27,12 +27,7 @@ def find_elastic_axis(sharding: NamedSharding) -> str | None:
 
 
 def check_sizes(sharding: NamedSharding, elastic: str | None, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Return the axis and the size that were asked for.
-
-    Args:
-        sharding: the axes of the group.
-        elastic: its elastic axis.
-        sizes: the sizes that were asked for, by axis.
+    """Return the axis and the size that a resize requests.
 
     Raises:
         ValueError: not one axis; an axis that does not exist or cannot be resized; or a size below 1.
@@ -73,12 +68,7 @@ def resize_mesh(sharding: NamedSharding, axis: str, size: int) -> NamedSharding:
 
 
 def check_tied_groups(places: Sequence[Place], each: int, size: int) -> None:
-    """Refuse a resize that would cut a tied group.
-
-    Args:
-        places: the places of the ranks.
-        each: the number of ranks at each coordinate of the elastic axis.
-        size: the number of ranks that is asked for.
+    """Refuse a resize to `size` ranks, `each` at a coordinate, that would cut a tied group.
 
     Raises:
         ValueError: a tied group would be cut, or the tied groups differ in size.

@@ -3,12 +3,11 @@
 
 import logging
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from fairlead_placement.spi import block_shutdown, never_connect
+from fairlead_placement.spi import block_shutdown
 
 from .._head import drain_deadlines
 from .._members import Roster
@@ -21,36 +20,26 @@ AGAIN_AFTER_S = 10.0
 
 
 class DrainWatch:
-    """Replace the workers of nodes that Ray drains, on a thread that ends with the group.
+    """Replace the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive.
 
     Args:
-        group: the group, which the thread does not keep alive.
-        roster: its roster.
-        replace: replaces ranks whose nodes end after a number of seconds, or at a time that nobody knows, None. It
-            does not keep the group alive either.
+        replace: replaces ranks whose nodes end after a number of seconds; None if the time is not known.
     """
 
     def __init__(self, group: object, roster: Roster, replace: Callable[[Sequence[int], float | None], object]) -> None:
-        self._end = threading.Event()
-        self._group = weakref.ref(group, lambda _: self._end.set())
+        self._group = weakref.ref(group)
         self._roster = roster
         self._replace = replace
-        self._thread = threading.Thread(target=self._run, name="fairlead-drain", daemon=True)
-        self._thread.start()
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, which it does after the group."""
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        never_connect()
+    def run(self) -> None:
+        """Watch until the group ends; the work of a thread."""
         pause = LOOK_EVERY_S
-        while not self._end.wait(pause) and not self._roster.ending:
+        while not self._roster.end_begun.wait(pause) and not self._roster.is_over and self._group() is not None:
             pause = LOOK_EVERY_S
             try:
                 self._look()
             except Exception as error:  # noqa: BLE001  `on_handover` may raise anything
-                if not self._roster.ending:
+                if not self._roster.is_over:
                     logger.warning("Cannot replace the workers on draining nodes of %r: %s", self._roster, error)
                 pause = AGAIN_AFTER_S
 
@@ -64,7 +53,7 @@ class DrainWatch:
             # A node that is there after its time may stay for any time.
             self._replace(list(ends), left if 0 < left < math.inf else None)
         finally:
-            if (late := time.time() - end) > 0 and not self._roster.ending:
+            if (late := time.time() - end) > 0 and not self._roster.is_over:
                 logger.warning(
                     "The replacement of rank(s) %s of %r ended %.1f s after the time at which Ray was told that their "
                     "node would end; the notice left %.1f s. What its workers had not handed over may be lost. Shorten "
@@ -78,8 +67,7 @@ class DrainWatch:
     def _find_ranks(self) -> Mapping[int, float]:
         """Return when the nodes end that are draining, as of `time.time()`, by the ranks on them."""
         with block_shutdown():
-            if self._roster.ending or not self._roster.connected:
-                self._end.set()
+            if self._roster.is_over:
                 return {}
             ends = drain_deadlines()
         members = self._roster.snapshot().members

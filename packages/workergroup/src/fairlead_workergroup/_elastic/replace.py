@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ray.exceptions import RayError
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import head_deadline
 
 from .._calls.sender import Sender
 from .._deadline import NEVER, Deadline, Operation
-from .._head import draining_nodes
 from .._lifecycle.delivery import wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.standbys import Standby, Standbys
@@ -26,13 +24,7 @@ IDLE_S = 2.0
 
 
 class Replacer:
-    """Move ranks of a group to other processes.
-
-    Args:
-        sender: the sender of the group.
-        launcher: the launcher of the group.
-        standbys: the standbys of the group.
-    """
+    """Move ranks of a group to other processes."""
 
     def __init__(self, sender: Sender, launcher: Launcher, standbys: Standbys) -> None:
         self._launcher = launcher
@@ -47,10 +39,15 @@ class Replacer:
         The start of their processes may take `start_timeout_s`, because a rank needs one also after the end of its
         node. Their calls may take half of what is then left of the notice, and `on_handover` has the other half.
         """
-        return self.replace(ranks, None, end=Deadline.after(notice_s))
+        return self.replace(ranks, None, end=Deadline.after(notice_s), partly=True)
 
-    def replace(self, ranks: Sequence[int], timeout_s: float | None, *, end: Deadline = NEVER) -> int:
-        """Replace workers; see `RayWorkerGroup.replace`, and `evacuate` for the end of their nodes."""
+    def replace(
+        self, ranks: Sequence[int], timeout_s: float | None, *, end: Deadline = NEVER, partly: bool = False
+    ) -> int:
+        """Replace workers; see `RayWorkerGroup.replace`, and `evacuate` for the end of their nodes.
+
+        With `partly`, the first ranks move if there is not room for all.
+        """
         deadline = Deadline.after(self._launcher.spec.start_timeout_s if timeout_s is None else timeout_s)
         wanted = self._check(self._roster.check_alive(), ranks)
         operation = Operation(f"The replacement of rank(s) {', '.join(map(str, wanted))}", deadline)
@@ -59,18 +56,12 @@ class Replacer:
             self._check(now, wanted)
             if now.is_broken:
                 raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
-            targets = self._find_targets([now[rank] for rank in wanted], deadline)
-            self._move(wanted, targets, operation, end)
+            targets = self._find_targets([now[rank] for rank in wanted], deadline, partly=partly)
+            self._move(sorted(targets), targets, operation, end)
             return self._roster.snapshot().epoch
 
     def _check(self, now: Snapshot, ranks: object) -> list[int]:
-        """Return the ranks in ascending order.
-
-        Raises:
-            TypeError: they are not whole numbers.
-            ValueError: there are none, one is named twice, or they cannot take another process.
-            IndexError: there is no such rank.
-        """
+        """Return the ranks in ascending order, or refuse them."""
         given = None if isinstance(ranks, str) or not isinstance(ranks, Iterable) else list(ranks)
         if given is None or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
             raise TypeError(f"replace takes a list of ranks such as [3], got {ranks!r}")
@@ -81,21 +72,20 @@ class Replacer:
         self._standbys.check_alike("replace")
         return sorted(given)
 
-    def _find_targets(self, members: Sequence[Member], deadline: Deadline) -> dict[int, Standby]:
+    def _find_targets(self, members: Sequence[Member], deadline: Deadline, *, partly: bool) -> dict[int, Standby]:
         """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
+
+        With `partly`, the ranks for which there is no room are left out, unless there is room for none.
 
         Raises:
             ValueError: there are not enough standbys and free slots.
             WorkerStartError: a new process did not start. Nothing has changed.
         """
-        avoid = draining_nodes()
-        targets = self._standbys.take([member.place for member in members], avoid=avoid)
+        targets = self._standbys.take([member.place for member in members])
         rest = [member for member in members if member.rank not in targets]
         try:
-            cluster = self._launcher.spec.cluster
-            slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
-            free = self._resources.claim_free([one for one in slots if one.node_id not in avoid], len(rest))
-            if len(free) < len(rest):
+            free = self._resources.claim_free(self._launcher.spec.slots(), len(rest), partly=partly)
+            if len(free) < len(rest) and not (partly and (targets or free)):
                 raise ValueError(
                     f"{len(members)} rank(s) need as many standbys or free slots, and there are "
                     f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
@@ -113,9 +103,8 @@ class Replacer:
                 raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
         except BaseException:
             self._standbys.give_back(targets.values())
-            self._keep_slots()
             raise
-        return targets | {member.rank: one for member, one in zip(rest, started, strict=True)}
+        return targets | {member.rank: one for member, one in zip(rest, started, strict=False)}
 
     def _move(self, ranks: Sequence[int], targets: Mapping[int, Standby], operation: Operation, end: Deadline) -> None:
         """Let the old workers hand over, and start the new ones in the processes that were found."""
@@ -143,7 +132,6 @@ class Replacer:
         finally:
             if unused:
                 self._give_back(list(unused.values()))
-            self._keep_slots()
         after = self._roster.snapshot()
         for rank in ranks:
             old, new = before[rank].slot, after[rank].slot
@@ -163,6 +151,3 @@ class Replacer:
         self._standbys.give_back(unused[:spare])
         if ended := [standby.number for standby in unused[spare:]]:
             self._resources.discard(ended)
-
-    def _keep_slots(self) -> None:
-        self._resources.keep_slots([member.slot for member in self._roster.snapshot().members])

@@ -21,12 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resizer:
-    """Change the size of a group along its slowest-varying axis.
-
-    Args:
-        sender: the sender of the group.
-        launcher: the launcher of the group.
-    """
+    """Change the size of a group along its slowest-varying axis."""
 
     def __init__(self, sender: Sender, launcher: Launcher) -> None:
         self._sender = sender
@@ -54,11 +49,7 @@ class Resizer:
             return self._roster.snapshot().epoch
 
     def _check_caller(self) -> None:
-        """Refuse a resize from inside a worker of the group, which could not take part in it.
-
-        Raises:
-            WorkerGroupError: this process is one.
-        """
+        """Refuse a resize from inside a worker of the group, which could not take part in it."""
         facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
         if facts.get("tree", "").startswith(f"{self._launcher.spec.token}-"):
             raise WorkerGroupError(
@@ -67,11 +58,7 @@ class Resizer:
             )
 
     def _check(self, now: Snapshot, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> Resize:
-        """Return the resize that is asked for, after checking that it is possible.
-
-        Raises:
-            TypeError, ValueError: it is not.
-        """
+        """Return the requested resize, or refuse it."""
         axis, size = check_sizes(now.sharding, self._axis, sizes)
         before = now.sharding.get_axis_size(axis)
         each = now.sharding.size // before
@@ -87,7 +74,7 @@ class Resizer:
 
     def _resize(self, resize: Resize, slots: Sequence[Slot] | None, operation: Operation) -> None:
         """Resize, with the lock of changes held."""
-        launcher, roster, resources, deadline = self._launcher, self._roster, self._resources, operation.deadline
+        launcher, roster, deadline = self._launcher, self._roster, operation.deadline
         before = roster.snapshot()
         sharding = resize_mesh(before.sharding, resize.axis, resize.after)
         size = sharding.size
@@ -118,7 +105,6 @@ class Resizer:
                     is_delivered = True
                 finally:
                     self._end(now.members[size:], deadline)
-                    resources.keep_slots([place.slot for place in places])
         except BaseException as error:
             if not is_begun:
                 self._undo(now, ranks)
@@ -137,7 +123,7 @@ class Resizer:
 
         Raises:
             ValueError: there are not enough free slots, or a given slot is one of the group already.
-            ResourceInsufficientError: a given slot has no room for another group.
+            ResourceInsufficientError: a given slot cannot take a process.
         """
         if count <= 0:
             return []
@@ -198,4 +184,3 @@ class Resizer:
         self._resources.end(ranks)
         self._resources.forget([rank for rank in ranks if rank >= len(now.members)])
         self._resources.drop_next_port()
-        self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])

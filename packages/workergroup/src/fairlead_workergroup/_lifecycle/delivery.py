@@ -129,11 +129,7 @@ def wait_for(
 ) -> tuple[dict[int, Exception], list[int]]:
     """Wait for one future of each rank, with a bar that names the slow ranks.
 
-    Args:
-        refs: the futures by rank.
-        deadline: the end of the wait.
-        what: the text of the progress bar.
-        patient: whether to wait for the others as long when one has failed.
+    After a failure, the others have only a short time, unless the wait is patient.
 
     Returns:
         The errors by rank, and the ranks that have not finished.

@@ -33,14 +33,8 @@ class GroupSpec:
     """Everything that the workers of a group are started from, as the user gave it.
 
     Attributes:
-        cluster: the cluster or the slots of the group.
-        worker: the class, or its full name.
-        args: positional arguments of its constructor.
-        kwargs: keyword arguments of its constructor.
         python: the Python of the workers; None for the driver's own.
-        env_vars: the user's variables.
         facts: the facts that `current_worker` returns in every worker.
-        memory_limit: the limit that the node agents enforce; None without one.
         token: identifies the group among all groups of all drivers.
         concurrent: whether async methods overlap.
         start_timeout_s: how long all constructors together may take.
@@ -58,18 +52,15 @@ class GroupSpec:
     concurrent: bool
     start_timeout_s: float
 
+    def slots(self) -> Sequence[Slot]:
+        """Return the slots of the cluster as they are now, or those that the group was made from."""
+        return self.cluster.slots() if isinstance(self.cluster, RayVirtualCluster) else tuple(self.cluster)
+
 
 class Launcher:
-    """Start the workers of a group in their slots.
-
-    Args:
-        spec: the description of the group's workers.
-        resources: the resources of the group, to which the launcher adds the workers that it starts.
-        counters: the counters of the group.
-        clock: measures the phases of the start.
+    """Start the workers of a group in their slots, and add them to its resources.
 
     Attributes:
-        spec, resources: as given.
         worker_class: the class, as described where the workers run; set by `prepare`.
         master: address and port of the store of the workers' process group; set by the first start.
     """
@@ -162,8 +153,6 @@ class Launcher:
         """Start the workers of these ranks, wait until every constructor has finished, and begin an epoch.
 
         Args:
-            ranks: the ranks.
-            epoch: the epoch.
             processes: the processes that take over ranks, by rank; the others start in new ones.
 
         Raises:
@@ -326,14 +315,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that the workers of a group on one set of axes are started from.
-
-    Attributes:
-        worker_class: the class, as described where the workers run.
-        workers: the plan of each worker, by rank.
-        sharding: the axes over the ranks.
-        python: the Python of the workers.
-    """
+    """Everything that the workers of a group on one set of axes are started from; `workers` is by rank."""
 
     worker_class: WorkerClass
     workers: Sequence[WorkerPlan]

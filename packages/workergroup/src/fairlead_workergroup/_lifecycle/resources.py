@@ -5,13 +5,16 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import ray
 
 from fairlead_placement import PlacementError, PortLease, ResourceInsufficientError, Slot, lease_ports
-from fairlead_placement.spi import SlotClaim, claim_slots
+from fairlead_placement.spi import SlotClaim, claim_slots, run_in_thread
 
+from .._head import alive_nodes, draining_nodes
 from .._members import Roster
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
@@ -19,13 +22,23 @@ from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+# When the workers have ended, the threads of a group have nothing to wait for.
+JOIN_S = 20.0
+
+
+def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots in which a process can start now: Ray starts none on a node that is lost or drains."""
+    slots = list(slots)
+    nodes = alive_nodes() - draining_nodes() if slots else frozenset()
+    return [slot for slot in slots if slot.node_id in nodes]
+
 
 @dataclass
 class Resources:
     """The resources of a group, kept apart from it so that the group's finalizer does not keep the group alive.
 
     Attributes:
-        roster: the roster of the group.
         ports: the first and the last port of the cluster; None for any ports.
         lease: the lease of the master port.
         next_lease: the lease of the master port of the next epoch, while a resize starts it.
@@ -46,30 +59,30 @@ class Resources:
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
+    _threads: dict[Future[Any], str] = field(default_factory=dict)
 
     def add(self, workers: Mapping[int, RunningWorker]) -> None:
         """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
         self._workers.update(workers)
 
-    def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1) -> list[Slot]:
-        """Claim the first free ones of some slots that the group does not use; all that are asked for, or none.
+    def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1, partly: bool = False) -> list[Slot]:
+        """Claim the first usable slots that no group fills and this one does not use.
 
         Args:
-            slots: the slots to choose from.
-            count: how many.
             tied: how many have to lie on one logical node together.
+            partly: whether to claim fewer if there are not enough.
 
         Returns:
-            The slots; fewer, none of them claimed, if there are not enough.
+            The slots; fewer if there are not enough, and then none of them is claimed without `partly`.
         """
         free: list[Slot] = []
-        for slot in slots:
+        for slot in usable_slots(slots):
             if slot.key not in self._claims and len(choose_slots(free, count, tied=tied)) < count:
                 with contextlib.suppress(ResourceInsufficientError):  # other groups fill it
-                    self.claim_slots([slot])
+                    self._claim([slot])
                     free.append(slot)
         chosen = choose_slots(free, count, tied=tied)
-        kept = {slot.key for slot in chosen} if len(chosen) == count else set()
+        kept = {slot.key for slot in chosen} if partly or len(chosen) == count else set()
         for slot in free:
             if slot.key not in kept:
                 self._claims.pop(slot.key).release()
@@ -79,13 +92,23 @@ class Resources:
         """Claim these slots in addition to those that are claimed already; all of them, or none.
 
         Raises:
-            ResourceInsufficientError: a slot has no room for another group.
+            ResourceInsufficientError: a slot has no room for another group, or no process can start there.
         """
         new = {slot.key: slot for slot in slots if slot.key not in self._claims}
+        usable = {slot.key for slot in usable_slots(new.values())}
+        if gone := [slot for key, slot in new.items() if key not in usable]:
+            raise ResourceInsufficientError(
+                f"{self.roster.name_prefix!r} cannot run in bundle {gone[0].bundle_index} of logical node "
+                f"{gone[0].node_idx}: its node {gone[0].node_id[:8]} is lost, or about to end because Ray drains it. "
+                "Replace lost nodes with the cluster's replace_lost_nodes(), or use other slots."
+            )
+        self._claim(new.values())
+
+    def _claim(self, slots: Iterable[Slot]) -> None:
         made: dict[tuple[str, int], SlotClaim] = {}
         try:
-            for key, slot in new.items():
-                made[key] = claim_slots([slot], self.roster.name_prefix, group=self.roster)
+            for slot in slots:
+                made[slot.key] = claim_slots([slot], self.roster.name_prefix, group=self.roster)
         except PlacementError:
             for claim in made.values():
                 claim.release()
@@ -148,12 +171,30 @@ class Resources:
 
     def discard(self, ranks: Sequence[int]) -> None:
         """End workers that do not come back, as `end` does, and forget them."""
-        self.end(ranks)
-        self.forget(ranks)
+        try:
+            self.end(ranks)
+        finally:
+            self.forget(ranks)
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
-        return kill_and_wait({rank: self._workers[rank] for rank in ranks if rank in self._workers})
+        workers = {rank: self._workers[rank] for rank in ranks if rank in self._workers}
+        return kill_and_wait(workers) if workers else []
+
+    def start_thread(self, name: str, function: Callable[[], _T]) -> Future[_T]:
+        """Call a function on a thread of its own, for which the end of the group waits; return what it will return."""
+        future = run_in_thread(name, function)
+        self._threads[future] = name
+        # The error of one that has ended would keep the frames of its callers, and with them the group.
+        future.add_done_callback(lambda one: self._threads.pop(one, None))
+        return future
+
+    def join_threads(self) -> None:
+        """Wait until the threads of the group have ended, after its workers."""
+        wait(list(self._threads), JOIN_S)
+        if names := ", ".join(sorted(self._threads.values())):
+            logger.warning("Still running %g s after the end of a group: %s.", JOIN_S, names)
+            self.gave_all_back = False
 
     def give_back(self) -> None:
         """End the workers, then release the port and the slots; `gave_all_back` says whether all went well.
@@ -173,8 +214,9 @@ class Resources:
                 try:
                     is_done = not step()
                 except (ray.exceptions.RayError, PlacementError) as error:
+                    if is_done := not self.roster.connected:  # it has ended meanwhile, and everything with it
+                        break
                     logger.warning("Cannot %s of a group: %s", name, error)
-                    is_done = False
                 self.gave_all_back = self.gave_all_back and is_done
             self.lease = self.next_lease = None
             for claim in self._claims.values():

@@ -12,17 +12,17 @@ from types import MappingProxyType
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError, PlacementError, RayVirtualCluster, Slot
-from fairlead_placement.spi import run_in_thread
 
 from .._deadline import NEVER, Deadline, Operation
 from .._head import alive_nodes, read_placement_group
-from .._members import Snapshot
+from .._members import Place, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
 from .._start.layout import move_places
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError, WorkerStartError
 from .delivery import SendOnResize, deliver, send_epoch
 from .launcher import Launcher
+from .resources import usable_slots
 from .standbys import Standby, Standbys
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
     "new group on it."
 )
+# How often a change that waits for another one looks whether the group ends.
+LOOK_EVERY_S = 0.5
 # Ray notices within a moment that a process has ended.
 NOTICED_S = 2.0
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
@@ -63,9 +65,6 @@ class RestartPolicy:
         on_failure: whether calls that need a lost worker restart it.
         max_restarts: how often each rank, or with scope "group" the group, may be restarted.
         scope: "worker", or "group" for all workers together.
-
-    Raises:
-        ValueError: an unknown scope, or a number of restarts that is negative or not whole.
     """
 
     on_failure: bool
@@ -93,15 +92,7 @@ class RestartPolicy:
 class Restarter:
     """Restart lost workers of a group.
 
-    Args:
-        launcher: the launcher of the group.
-        verdicts: decides which workers are dead.
-        policy: when and how often workers are restarted.
-        standbys: the processes that take over ranks.
-        slots: the cluster's slots as they were when the group was created.
-
     Attributes:
-        policy: as given.
         methods: the user's methods, which run before a change is over; set once calls can be sent.
         changing: the lock of the thread that changes the membership. It is acquired before `turn`.
         turn: the lock of the thread that sends a call or begins an epoch. Reentrant, because a restart calls `after`,
@@ -113,6 +104,7 @@ class Restarter:
     _verdicts: Verdicts
     policy: RestartPolicy
     _standbys: Standbys
+    # Those of the cluster when the group was made, and of the logical nodes that it was extended by.
     _slots: Sequence[Slot]
     changing: threading.RLock = field(default_factory=threading.RLock, init=False)
     turn: threading.RLock = field(default_factory=threading.RLock, init=False)
@@ -129,7 +121,8 @@ class Restarter:
 
     def restart(self) -> list[int]:
         """Restart the dead workers, and return their ranks; see `RayWorkerGroup.restart_failed_workers`."""
-        with self.changing, self.take_turn(Operation("The restart", NEVER)):
+        operation = Operation("The restart", NEVER)
+        with self.change(operation), self.take_turn(operation):
             return self._restart()
 
     @contextlib.contextmanager
@@ -139,7 +132,7 @@ class Restarter:
         Raises:
             ResizeTimeoutError: others sent calls until the deadline.
         """
-        with _hold(self.turn, operation, "Another thread sends calls. Make it again with a longer timeout."):
+        with self._hold(self.turn, operation, "Another thread sends calls. Make it again with a longer timeout."):
             before, self.began = self.began, time.monotonic()
             try:
                 yield
@@ -148,32 +141,44 @@ class Restarter:
 
     @contextlib.contextmanager
     def change(self, operation: Operation) -> Iterator[None]:
-        """Keep other threads from changing the membership.
+        """Keep other threads from changing the membership, then release unused slots and start missing standbys.
 
         Raises:
             ResizeTimeoutError: others changed the membership until the deadline.
         """
         reason = "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
-        with _hold(self.changing, operation, reason):
+        with self._hold(self.changing, operation, reason):
+            before = [place.slot for place in self._roster.snapshot().places]
             try:
                 yield
             finally:
-                if self._roster.ending:  # the shutdown on another thread could not see everything that was started
+                if self._roster.is_over:  # the shutdown on another thread could not see everything that was started
                     self._resources.give_back()
+                else:
+                    self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])
+                    self._standbys.refill(before)
+
+    @contextlib.contextmanager
+    def _hold(self, lock: Any, operation: Operation, reason: str) -> Iterator[None]:
+        while not lock.acquire(timeout=operation.deadline.left(at_most=LOOK_EVERY_S) or 0.0):
+            if self._roster.ending:
+                raise self._roster.ended_error()
+            if operation.deadline.passed:
+                raise operation.late_error(reason)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def restart_in_background(self) -> Future[list[int]]:
         """Return the restart that runs on a thread of its own; start one if none is running."""
         with self._lock:
             if self._background is None:
-                self._background = run_in_thread("fairlead-restart", self._restart_once)
+                self._background = self._resources.start_thread("fairlead-restart", self._restart_once)
             return self._background
 
     def describe_wait(self, advice: str = "") -> str:
-        """Return why a call could not be sent in time, and what its caller can do.
-
-        Args:
-            advice: the advice for the caller; empty for the usual one, to make the call again.
-        """
+        """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
         since, ranks = self.began, self._roster.snapshot().restarting
         if since is None:
             return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
@@ -214,9 +219,7 @@ class Restarter:
         if reason := self._explain_limit(ranks):
             raise WorkerFailureError(lost, reason)
         self._end_old(ranks, lost)
-        alive = alive_nodes()
-        if any(now[rank].slot.node_id not in alive for rank in ranks):
-            self._find_new_slots(lost, deadline)
+        self._find_new_slots(ranks, lost, deadline)
 
     def _restart_once(self) -> list[int]:
         """Restart in the background, so that whoever learns of the outcome can begin the next restart."""
@@ -249,10 +252,9 @@ class Restarter:
     def replace(
         self, ranks: Sequence[int], choose: Callable[[], Mapping[int, Standby]], values: Mapping[int, Any]
     ) -> None:
-        """Move ranks to other processes, with `turn` held.
+        """Move ranks to other processes, with `turn` held. With scope "group" the others are restarted where they are.
 
         Args:
-            ranks: the ranks. With scope "group" the others are restarted where they are.
             choose: returns the process of each rank, when the old workers have ended.
             values: what old workers hand over, by rank.
 
@@ -278,14 +280,14 @@ class Restarter:
         roster, resources = self._roster, self._resources
         now = roster.snapshot()
         roster.mark_restarting(ranks)
-        ended, taken = False, dict[int, Standby]()
+        ended, taken, numbers = False, dict[int, Standby](), list[int]()
         try:
             self._end_old(ranks, lost)
             ended = True
             taken.update(choose())
+            numbers += [standby.number for standby in taken.values()]
             self._take_over(taken)
-            if lost:
-                self._find_new_slots(lost)
+            self._find_new_slots([rank for rank in ranks if rank not in taken], lost)
             # A restart that found no room does not count, because it has restarted nothing.
             self._group_restarts += self.policy.restarts_all and bool(counted)
             roster.record_relaunch(ranks, counted=counted)
@@ -294,7 +296,7 @@ class Restarter:
                 resources.release_port()
             processes = {rank: standby.worker for rank, standby in taken.items()}
             self._launcher.start(ranks, epoch=now.epoch + 1, processes=processes)
-            self._standbys.forget(taken.values())
+            resources.forget(numbers)  # their processes belong to ranks now
             others = [member for member in roster.snapshot().members if member.rank not in ranks]
             if not now.is_broken:
                 send_epoch([member for member in others if member.failure is None], now.epoch + 1)
@@ -306,20 +308,14 @@ class Restarter:
             if roster.ending:
                 raise
             if ended:  # the old ones, so these are the workers that this restart has started
-                resources.end([*ranks, *(standby.number for standby in taken.values())])
-                self._standbys.forget(taken.values())
+                resources.end(ranks)
             failure = self._note_failed(ranks, error)
             if failure is error:
                 raise
             raise failure from error
         finally:
-            if roster.ending:  # the shutdown on another thread could not see the workers that this restart has started
-                resources.give_back()
             roster.mark_restarting(ranks, running=False)
-            if taken:
-                self._standbys.vacate([now[rank].slot for rank in taken])
-                resources.keep_slots([place.slot for place in roster.snapshot().places])
-            self._standbys.fill()
+            resources.discard(numbers)
 
     def _take_over(self, taken: Mapping[int, Standby]) -> None:
         """Move ranks to the slots of the standbys that take over."""
@@ -393,17 +389,54 @@ class Restarter:
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
             )
 
-    def _find_new_slots(self, lost: tuple[WorkerFailure, ...], deadline: Deadline = NEVER) -> None:
-        """Move the ranks whose nodes are lost to other slots of the cluster.
+    def _find_new_slots(
+        self, ranks: Sequence[int], lost: tuple[WorkerFailure, ...], deadline: Deadline = NEVER
+    ) -> None:
+        """Move ranks that are about to start to other slots of the cluster if no process can start in theirs.
 
         Raises:
             WorkerFailureError: there are no such slots.
         """
-        alive, places = alive_nodes(), self._roster.snapshot().places
-        if all(place.slot.node_id in alive for place in places):
+        places, slots = self._roster.snapshot().places, self._slots
+        usable = {slot.key for slot in usable_slots(places[rank].slot for rank in ranks)}
+        stuck = [rank for rank in ranks if places[rank].slot.key not in usable]
+        if not stuck:
             return
+        alive = alive_nodes()
+        drained = [rank for rank in stuck if places[rank].slot.node_id in alive]
+        if len(drained) < len(stuck):
+            slots, places = self._replace_lost_slots(places, lost, deadline)
+        if drained:
+            tied = any(len(places[rank].tied_bundles[1]) > 1 for rank in drained)
+            free = [] if tied else self._resources.claim_free(self._launcher.spec.slots(), len(drained))
+            if len(free) < len(drained):
+                raise WorkerFailureError(
+                    lost,
+                    f"Ray drains the nodes of rank(s) {', '.join(map(str, drained))}, so that nothing starts there. "
+                    + ("The workers of tied groups do not move to" if tied else f"There are {len(free)}")
+                    + " other slots. Reserve more with cluster.extend(), or create a new group on other nodes.",
+                )
+            places = move_places(places, dict(zip(drained, free, strict=True)))
+        self._launcher.prepare(places, deadline=deadline)
+        # After the plan, so that the next attempt moves the ranks again if the plan fails.
+        self._slots = slots
+        self._roster.move(places)
+        try:
+            self._resources.claim_slots([place.slot for place in places])
+        except PlacementError as error:  # another group was faster, or another node is lost
+            raise WorkerFailureError(lost, f"Their new slots cannot be used: {error}") from error
+
+    def _replace_lost_slots(
+        self, places: Sequence[Place], lost: tuple[WorkerFailure, ...], deadline: Deadline
+    ) -> tuple[Sequence[Slot], tuple[Place, ...]]:
+        """Let the cluster replace lost nodes; return its slots, and the places of all ranks.
+
+        Raises:
+            WorkerFailureError: it has no room, or the slots are not from a cluster.
+        """
         cluster = self._launcher.spec.cluster
         if not isinstance(cluster, RayVirtualCluster):
+            alive = alive_nodes()
             lost_nodes = sorted({place.slot.node_id[:8] for place in places if place.slot.node_id not in alive})
             raise WorkerFailureError(
                 lost,
@@ -431,19 +464,10 @@ class Restarter:
                 f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
                 "group, which could reserve others. Resize the group without these ranks.",
             )
-        self._launcher.prepare(moved, deadline=deadline)
-        # After the plan, so that the next attempt moves the ranks again if the plan fails.
-        self._slots = now
-        self._roster.move(moved)
-        self._resources.keep_slots([])
-        self._resources.claim_slots([place.slot for place in moved])
+        return now, moved
 
     def _note_failed(self, ranks: Sequence[int], error: Exception) -> Exception:
-        """Note that a restart has failed; its ranks stay lost, and can be restarted later.
-
-        Returns:
-            The error to raise.
-        """
+        """Note that a restart has failed, and return the error to raise; its ranks can be restarted later."""
         cause, failed, text = str(error), -1, f"They could not be started again: {error}"
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
@@ -455,13 +479,3 @@ class Restarter:
         is_report = isinstance(error, WorkerFailureError)
         self._roster.record_failed_restart(failures, override=not is_report)
         return error if is_report else WorkerFailureError(failures, text)
-
-
-@contextlib.contextmanager
-def _hold(lock: Any, operation: Operation, reason: str) -> Iterator[None]:
-    if not lock.acquire(timeout=operation.deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-        raise operation.late_error(reason)
-    try:
-        yield
-    finally:
-        lock.release()

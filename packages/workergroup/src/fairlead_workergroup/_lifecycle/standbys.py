@@ -5,16 +5,16 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
 
-from fairlead_placement import HeadTimeoutError, PlacementError, Slot
-from fairlead_placement.spi import head_deadline, never_connect
+from fairlead_placement import PlacementError, Slot
+from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
-from .._head import alive_nodes, dead_actors, draining_nodes
+from .._head import alive_nodes, dead_actors
 from .._members import Change, Place
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
@@ -23,6 +23,7 @@ from .._start.environment import RANK_VARIABLES
 from .._start.launch import create_actor
 from .delivery import pickle_function
 from .launcher import Launcher
+from .resources import usable_slots
 from .shutdown import RunningWorker
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,7 @@ _numbers = itertools.count(-1, -1)
 
 @dataclass(frozen=True)
 class Standby:
-    """One process that waits.
-
-    Attributes:
-        number: its key in the resources of the group, in place of a rank.
-        slot: its slot.
-        worker: its actor and its process.
-    """
+    """One process that waits; its number is its key in the resources of the group, in place of a rank."""
 
     number: int
     slot: Slot
@@ -47,15 +42,7 @@ class Standby:
 
 
 class Standbys:
-    """Keep processes ready to take over the ranks of lost workers.
-
-    Args:
-        launcher: the launcher of the group.
-        count: how many.
-
-    Attributes:
-        count: as given.
-    """
+    """Keep `count` processes ready to take over the ranks of lost workers."""
 
     def __init__(self, launcher: Launcher, count: int) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -69,7 +56,7 @@ class Standbys:
         # Slots without a process, and those in which one is starting.
         self._cold: list[Slot] = []
         self._starting: list[Slot] = []
-        self._filler: threading.Thread | None = None
+        self._is_filling = False
         self._resources.standby_slots = lambda: self.slots
 
     @property
@@ -79,10 +66,7 @@ class Standbys:
             return [*(standby.slot for standby in self._warm), *self._cold, *self._starting]
 
     def reserve(self, slots: Sequence[Slot]) -> None:
-        """Claim slots for standbys, as the group is made.
-
-        Args:
-            slots: the slots of the cluster, or those that the group was made from.
+        """Claim some of these slots for standbys, as the group is made.
 
         Raises:
             ValueError: there are too few, or the ranks differ in what they need before they start.
@@ -100,11 +84,7 @@ class Standbys:
         self._add_cold(chosen)
 
     def check_alike(self, what: str) -> None:
-        """Refuse ranks that cannot take each other's process.
-
-        Raises:
-            ValueError: they are in tied groups, or differ in what they need before they start.
-        """
+        """Refuse ranks in tied groups, and ranks that differ in what they need before they start."""
         workers = self._launcher.planned.workers
         if any(len(worker.place.tied_bundles[1]) > 1 for worker in workers):
             raise ValueError(f"{what} needs workers that can take each other's place, and those of tied groups cannot")
@@ -115,11 +95,7 @@ class Standbys:
             )
 
     def check_slots(self, slots: Iterable[Slot]) -> None:
-        """Refuse slots that have just been claimed and differ from those of the ranks; the caller releases the claims.
-
-        Raises:
-            ValueError: a slot holds other resources.
-        """
+        """Refuse slots that have just been claimed and hold other resources; the caller releases the claims."""
         workers = self._launcher.planned.workers
         for slot in slots:
             if self._launcher.plan_in(slot).options != workers[0].options:
@@ -148,23 +124,19 @@ class Standbys:
         with self._lock:
             return len(self._warm)
 
-    def take(self, places: Iterable[Place], *, avoid: Collection[str] = ()) -> dict[int, Standby]:
-        """Return a standby for each place, as far as there are any, by rank.
-
-        Args:
-            places: the places; a standby on the same node is preferred.
-            avoid: the nodes whose standbys stay.
-        """
+    def take(self, places: Iterable[Place]) -> dict[int, Standby]:
+        """Return a standby in a usable slot for each place, as far as there are any, by rank; the same node first."""
         self._drop_dead()
+        usable = {slot.key for slot in usable_slots(self.slots)}
         taken = {}
         with self._lock:
-            usable = [one for one in self._warm if one.slot.node_id not in avoid]
+            ready = [one for one in self._warm if one.slot.key in usable]
             for place in places:
-                if not usable:
+                if not ready:
                     break
-                here = [one for one in usable if one.slot.node_id == place.slot.node_id]
-                taken[place.rank] = (here or usable)[0]
-                usable.remove(taken[place.rank])
+                here = [one for one in ready if one.slot.node_id == place.slot.node_id]
+                taken[place.rank] = (here or ready)[0]
+                ready.remove(taken[place.rank])
                 self._warm.remove(taken[place.rank])
         self._show()
         return taken
@@ -175,31 +147,20 @@ class Standbys:
             self._warm.extend(standbys)
         self._show()
 
-    def forget(self, standbys: Iterable[Standby]) -> None:
-        """Note that standbys have become workers."""
-        self._resources.forget([standby.number for standby in standbys])
-
     def fill(self) -> None:
         """Start what is missing, on a thread of its own."""
         with self._lock:
-            if self._filler is not None or not self._cold or self._roster.ending:
+            if self._is_filling or not self._cold or self._is_over:
                 return
-            self._filler = threading.Thread(target=self._fill, name="fairlead-standby", daemon=True)
-            self._filler.start()
+            self._is_filling = True
+        self._resources.start_thread("fairlead-standby", self._fill)
 
-    def vacate(self, slots: Iterable[Slot]) -> None:
-        """Start standbys in the slots that ranks have left, if their nodes stay and standbys are missing."""
-        try:
-            alive = alive_nodes() - draining_nodes()
-        except HeadTimeoutError as error:
-            logger.warning("No standby is started in the slots that were left: %s", error)
-            return
-        usable = [slot for slot in slots if slot.node_id in alive]
+    def refill(self, slots: Iterable[Slot]) -> None:
+        """Start the standbys that are missing, if need be in those of these slots that the group has left."""
         missing = self.count - len(self.slots)
-        for slot in usable[: max(0, missing)]:
-            with contextlib.suppress(PlacementError):  # another group has taken it meanwhile
-                self._resources.claim_slots([slot])
-                self._add_cold([slot])
+        if missing > 0:
+            with contextlib.suppress(PlacementError):  # the next change tries again
+                self._add_cold(self._resources.claim_free(slots, missing, partly=True))
         self.fill()
 
     def start_in(self, slots: Sequence[Slot], deadline: Deadline) -> list[Standby]:
@@ -247,17 +208,18 @@ class Standbys:
 
     def _fill(self) -> None:
         """Start standbys in the slots that have none; the work of a thread."""
-        never_connect()
         while True:
             with self._lock:
                 if not self._cold or self._is_over:
                     # What did not start is tried again when the next one asks for standbys.
                     self._cold, self._starting = [*self._cold, *self._starting], []
-                    self._filler = None
+                    self._is_filling = False
                     break
                 slot = self._cold.pop(0)
                 self._starting.append(slot)
             try:
+                if not usable_slots([slot]):  # it is tried again later, like one in which a process did not start
+                    continue
                 ready = self.start_in([slot], Deadline.after(self._launcher.spec.start_timeout_s))
             except Exception as error:  # noqa: BLE001  the thread has to go on, or nothing is filled any more
                 if not self._is_over:
@@ -274,7 +236,7 @@ class Standbys:
 
     @property
     def _is_over(self) -> bool:
-        return self._roster.ending or self._resources.closed
+        return self._roster.is_over or self._resources.closed
 
     def _drop_dead(self) -> None:
         """Drop standbys that have died, and keep the slots on living nodes for others."""

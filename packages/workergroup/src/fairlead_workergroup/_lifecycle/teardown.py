@@ -77,3 +77,4 @@ class Teardown:
         self._roster.end()
         self._launcher.release()
         self._resources.give_back()
+        self._resources.join_threads()

@@ -104,12 +104,7 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
 
 
 def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
-    """Create the actor of a worker, within `head_deadline`; return its handle.
-
-    Args:
-        plan: the plan of the worker.
-        described: the class.
-        name: the name of the actor, as from `actor_name`.
+    """Create the actor of a worker under a name as from `actor_name`, within `head_deadline`; return its handle.
 
     Raises:
         HeadTimeoutError: Ray's head did not answer in time.
@@ -140,11 +135,8 @@ def create_actors(
     """Create the actors of workers, `WINDOW` at a time.
 
     Args:
-        plans: the plan of each worker.
-        described: the class.
         names: the name of each actor, as for `create_actor`.
         name: the name of the group, for the progress bar.
-        clock: notes how long Ray's head took to acknowledge each actor.
         add: is called with each handle, on any thread, as soon as there is one.
 
     Raises:

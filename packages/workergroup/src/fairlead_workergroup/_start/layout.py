@@ -23,14 +23,9 @@ def lay_out(
     """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
 
     Args:
-        slots: the slots in physical order.
-        prefix: the first part of the workers' names.
         workers_per_node: how many workers each logical node gets: None for one per slot, a number for all nodes, or a
             number for each logical node in use.
         bundle_indices_list: `(node_idx, [bundle indices])` of each tied group.
-
-    Returns:
-        The place of each rank.
 
     Raises:
         TypeError, ValueError: the request does not fit the slots.
@@ -62,14 +57,7 @@ def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Pla
 
 
 def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, prefix: str) -> tuple[Place, ...]:
-    """Return the first `size` ranks, or all ranks and others in the given slots, with the numbers on their nodes.
-
-    Args:
-        places: the present places.
-        size: the number of ranks.
-        slots: the slots of the ranks that are added, in order.
-        prefix: the first part of the workers' names.
-    """
+    """Return the first `size` ranks, or all ranks and others in the given slots, with the numbers on their nodes."""
     tied = len(places[-1].tied_bundles[1])
     added = []
     for at, slot in enumerate(slots):
@@ -81,11 +69,7 @@ def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, 
 
 
 def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
-    """Return the first `count` free slots, in whole tied groups that lie on one logical node each.
-
-    Returns:
-        The slots in order; fewer if there are not enough.
-    """
+    """Return the first `count` free slots, or all, in whole tied groups that lie on one logical node each."""
     if tied == 1:
         return list(free[:count])
     # In one placement group over all nodes a tied group may span nodes.
@@ -114,11 +98,7 @@ def _number_on_nodes(places: Sequence[Place]) -> tuple[Place, ...]:
 
 
 def _check_numbers(slots: Sequence[Slot]) -> None:
-    """Refuse slots that their numbers do not identify.
-
-    Raises:
-        ValueError: several slots have the same numbers.
-    """
+    """Refuse slots that their numbers do not identify."""
     (numbers, count), *_ = Counter((slot.node_idx, slot.bundle_index) for slot in slots).most_common(1)
     if count > 1:
         raise ValueError(

@@ -55,12 +55,7 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
     """Refuse options that would make Ray run a worker's methods on several threads.
 
-    Args:
-        options: the options of an actor.
-        concurrent: whether the worker is an asyncio actor, in which `max_concurrency` bounds how many methods overlap.
-
-    Raises:
-        ValueError: the options have such an option.
+    In an asyncio actor (`concurrent`), `max_concurrency` bounds how many methods overlap.
     """
     several = "concurrency_groups" if options.get("concurrency_groups") else ""
     if not concurrent and options.get("max_concurrency", 1) not in (None, 1):
@@ -83,11 +78,9 @@ def actor_options(
     """Return the Ray options of a worker in a slot, without its name and its scheduling strategy.
 
     Args:
-        slot: the slot, whose bundle limits the options.
         of_class: the default options of the user's class.
         resources: the resources from `configure_worker`, where `num_gpus` and `num_cpus` override those of the slot.
         runtime_env: the runtime_env of the process; empty lets Ray use a prestarted process.
-        concurrent: whether async methods of the worker overlap.
 
     Raises:
         ValueError: the options request something that the slot does not hold, which Ray would leave pending without an

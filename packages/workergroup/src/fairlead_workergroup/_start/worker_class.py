@@ -222,15 +222,10 @@ def describe_class(
     timeout_s: float,
     concurrent: bool = False,
 ) -> WorkerClass:
-    """Describe a class in this process, or in one short task if only its name is given.
+    """Describe a class in this process, or in one short task on the node if only its name is given.
 
     Args:
-        worker: the class or its full name.
         asks: keyword arguments for its `configure_worker`, a dict for each worker.
-        node_id: the node on which the task runs.
-        runtime_env: the runtime_env of the workers.
-        timeout_s: how long the task may take.
-        concurrent: whether its async methods overlap.
 
     Raises:
         WorkerStartError: the class cannot be imported or configured where it would run.
@@ -381,7 +376,6 @@ def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
     must see the same module as the workers do.
 
     Args:
-        function: the function.
         shared: the top-level package of the class, if the workers import it by name.
 
     Raises:
