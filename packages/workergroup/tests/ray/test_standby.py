@@ -70,7 +70,7 @@ class Worker:
 
     def meet(self, saved=None):
         """Note whether all ranks run this method at the same time, as one with a collective does."""
-        folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 4.0
+        folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 3.0
         (folder / str(current_worker().rank)).touch()
         while len(list(folder.iterdir())) < current_worker().world_size and time.monotonic() < end:
             time.sleep(0.02)
