@@ -263,19 +263,6 @@ def shared(spec_of, age):
     return folder, folder / USED / host_id()
 
 
-@pytest.fixture
-def renewing(monkeypatch):
-    """Marks are renewed five times a second, until the test is over."""
-    monkeypatch.setattr(renewal, "RENEW_S", 0.2)
-    monkeypatch.setattr(renewal, "LOOKS", 3)
-    yield
-    renewal._looks.clear()
-    thread = renewal._thread
-    if thread is not None:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
 def is_renewed(mark, within_s=30.0):
     deadline = time.monotonic() + within_s
     while time.time() - mark.stat().st_mtime > 3600 and time.monotonic() < deadline:

@@ -285,7 +285,7 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
-        self.end_begun = threading.Event()
+        self.end_begun: threading.Event = threading.Event()
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
