@@ -175,7 +175,7 @@ def test_trace():
 
 
 def test_running_calls():
-    """Calls of all workers in the log are told by their tasks, also repeated ones; of others the begin is a bound."""
+    """A call in the log is identified by its tasks, even if it was repeated. Other calls are compared by their start."""
     numbers = {0: 2, 1: 1, 2: 2, 3: 1, 4: 7}
 
     def spans(rank):
