@@ -175,7 +175,7 @@ def test_trace():
 
 
 def test_running_calls():
-    """A call in the log is identified by its tasks, even if it was repeated. Other calls are compared by their start."""
+    """A call in the log is identified by its tasks, even if it is repeated. Other calls are compared by their start."""
     numbers = {0: 2, 1: 1, 2: 2, 3: 1, 4: 7}
 
     def spans(rank):
