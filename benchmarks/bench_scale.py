@@ -27,7 +27,8 @@ from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, plan_call
 from fairlead_workergroup._calls.sender import make_requests, send
-from fairlead_workergroup._members import Member, Roster, Started
+from fairlead_workergroup._membership.model import Member, Started
+from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.failures import Verdicts
 from fairlead_workergroup._observe.observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
@@ -97,7 +98,7 @@ def simulated_rows() -> Iterator[Row]:
     agents = Agents()
     roster = Roster("sim", places, sharding)
     pid, tick = agents.process
-    here = [replace(plan.facts, pid=pid, started=tick) for plan in plans]
+    here = [replace(plan.process, pid=pid, started=tick) for plan in plans]
     roster.record_start([Started(actors[one.rank], places[one.rank], one) for one in here], epoch=0)
 
     yield from _call_rows(sharding, roster.snapshot().members)

@@ -27,7 +27,7 @@ from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
 from fairlead_workergroup._calls.sender import make_requests
-from fairlead_workergroup._members import WorkerFacts
+from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
@@ -297,9 +297,9 @@ def _status_rows() -> Iterator[Row]:
             ):
                 nodes = list(dict.fromkeys(worker["node_id"] for worker in group.worker_metadata))
                 facts = [
-                    WorkerFacts(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
+                    WorkerProcess(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
                 ]
-                facts += group._roster.snapshot().facts
+                facts += group._roster.snapshot().processes
 
                 def count_requests() -> int:
                     return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)

@@ -505,7 +505,7 @@ def build_on_groups(group: RayWorkerGroup) -> None:
     assert_type(snapshot.lost, Mapping[int, WorkerFailure])
     assert_type(snapshot.restarting, tuple[int, ...])
     assert_type([place.rank for place in snapshot.places], list[int])
-    assert_type(snapshot.facts, tuple[spi.WorkerFacts, ...])
+    assert_type(snapshot.processes, tuple[spi.WorkerProcess, ...])
     member = snapshot.members[0]
     assert_type(member, spi.Member)
     assert_type(member.rank, int)
@@ -517,18 +517,18 @@ def build_on_groups(group: RayWorkerGroup) -> None:
     assert_type(member.restarting, bool)
     assert_type(member.failure, WorkerFailure | None)
     assert_type(member.handle, Any)
-    facts = member.facts
-    assert_type(facts.process, tuple[int, int])
-    assert_type((facts.rank, facts.pid, facts.started), tuple[int, int, int])
-    assert_type((facts.node_id, facts.node_ip), tuple[str, str])
-    assert_type(facts.failure("killed", "why"), WorkerFailure)
+    process = member.process
+    assert_type(process.key, tuple[int, int])
+    assert_type((process.rank, process.pid, process.started), tuple[int, int, int])
+    assert_type((process.node_id, process.node_ip), tuple[str, str])
+    assert_type(process.failure("killed", "why"), WorkerFailure)
     with spi.record_span("a transfer", group):
         pass
-    requests = {0: (facts, spi.send_function(member, "name", b"", 1, alone_within_s=2.0))}
+    requests = {0: (process, spi.send_function(member, "name", b"", 1, alone_within_s=2.0))}
     for reply in spi.collect(group, requests, 3.0, all_of_them=True).values():
         assert_type(reply, spi.Reply)
         assert_type(reply.is_good, bool)
-        assert_type(reply.worker, spi.WorkerFacts)
+        assert_type(reply.worker, spi.WorkerProcess)
         assert_type(reply.value, Any)
         assert_type(reply.error, BaseException | None)
         assert_type(reply.failure, WorkerFailure | None)

@@ -64,7 +64,7 @@ class Member:
         self.rank, self.handle = rank, handle
         self.failure, self.restarting = None, False
         # Rank 0 connects by a Unix socket, and the others by TCP.
-        self.facts = SimpleNamespace(node_id="there" if rank else "here")
+        self.process = SimpleNamespace(node_id="there" if rank else "here")
 
 
 class Members(list):

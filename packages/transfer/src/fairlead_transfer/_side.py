@@ -9,13 +9,13 @@ from typing import Any, Literal
 import ray
 
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.spi import Member, Reply, WorkerFacts, cancel, collect, read_members, send_function
+from fairlead_workergroup.spi import Member, Reply, WorkerProcess, cancel, collect, read_members, send_function
 
 from ._remote.end import End
 from ._remote.entry import serve
 
 SideName = Literal["source", "target", "replica"]
-Requests = dict[int, tuple[WorkerFacts, Any]]
+Requests = dict[int, tuple[WorkerProcess, Any]]
 
 
 @functools.cache
@@ -83,8 +83,8 @@ class Side:
         changed = []
         for member in now.members:
             known = self.ends.get(member.rank)
-            if known is None or known.process != member.facts.process:
-                self.ends[member.rank] = EndState(member.facts.process)
+            if known is None or known.process != member.process.key:
+                self.ends[member.rank] = EndState(member.process.key)
                 changed.append(member.rank)
         return changed
 
@@ -100,7 +100,7 @@ class Side:
     @property
     def nodes(self) -> list[str]:
         """The node of each rank."""
-        return [member.facts.node_id for member in self.members]
+        return [member.process.node_id for member in self.members]
 
     @property
     def is_used(self) -> bool:
@@ -127,7 +127,7 @@ class Side:
             ref = send_function(
                 member, f"fairlead_transfer {operation}", _pickled_serve(), *args, alone_within_s=alone_within_s
             )
-            requests[rank] = member.facts, ref
+            requests[rank] = member.process, ref
         return requests
 
     def _code_for(self, rank: int) -> Any:
@@ -142,7 +142,7 @@ class Side:
         """Wait for replies; see `collect`."""
         replies = collect(self.group, requests, timeout_s, all_of_them=all_of_them)
         for rank, reply in replies.items():
-            if reply.is_good and self.ends[rank].process == reply.worker.process:
+            if reply.is_good and self.ends[rank].process == reply.worker.key:
                 self.ends[rank].installed = True
         return replies
 

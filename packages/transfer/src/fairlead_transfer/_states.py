@@ -35,7 +35,7 @@ class States:
                 except ray.exceptions.RayError:
                     continue  # the roster knows, or will know, that the worker is lost
         for member in self._target.members:
-            if member.failure is not None or self._processes.get(member.rank) != member.facts.process:
+            if member.failure is not None or self._processes.get(member.rank) != member.process.key:
                 self._states[member.rank] = None
         return {member.rank: self._states.get(member.rank) for member in self._target.members}
 
@@ -48,7 +48,7 @@ class States:
     def decide(self, ranks: Iterable[int]) -> None:
         """Note that ranks are to commit: from now on they hold the old version, or the new one."""
         for rank in ranks:
-            self._processes[rank] = self._target.members[rank].facts.process
+            self._processes[rank] = self._target.members[rank].process.key
             self._states[rank] = "committing"
 
     def note(self, rank: int, reply: Any) -> str | None:

@@ -58,7 +58,7 @@ def fail_at(
         raise ValueError(f"rank {rank} does not exist: the group has ranks 0 to {len(members) - 1}")
     pickled = ray.cloudpickle.dumps(plan_fault)
     ref = send_function(members[rank], "fairlead_transfer fail_at", pickled, side, phase, how)
-    reply = collect(group, {rank: (members[rank].facts, ref)}, timeout_s)[rank]
+    reply = collect(group, {rank: (members[rank].process, ref)}, timeout_s)[rank]
     if not reply.is_good:
         text = f"The fault was not planned: {reply.failure or reply.late or reply.error}"
         raise TransferError("collect", 0, (), {}, text)

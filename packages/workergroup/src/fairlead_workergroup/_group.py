@@ -40,7 +40,7 @@ from ._lifecycle.resources import Resources
 from ._lifecycle.restart import Restarter, RestartPolicy
 from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
-from ._members import Roster
+from ._membership.roster import Roster
 from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import Observer

@@ -31,7 +31,8 @@ from ._inspect.groups import (
 from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver
 from ._lifecycle.restart import RestartPolicy
-from ._members import Member, Place, Roster
+from ._membership.model import Member, Place
+from ._membership.roster import Roster
 from ._observe.failures import Verdicts
 from ._observe.observer import STUCK_AFTER_S, check_seconds
 from ._observe.registration import KEY
@@ -294,7 +295,7 @@ class _ClientSender(Sender):
             fresh = _member(group, rank, row, None if row is None else handles.get(row.actor_id))
             known = now.members[rank] if rank < len(now.members) else fresh
             # A loss that this process has met, and that nobody has repaired since.
-            is_lost = known.failure is not None and known.facts == fresh.facts
+            is_lost = known.failure is not None and known.process == fresh.process
             members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
         self.roster.adopt(group.epoch, group.sharding, members)
         self.group = group
@@ -346,14 +347,14 @@ def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> P
 
 def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
     place = _place(group, rank, row)
-    facts = place.facts(group.sharding.get_worker_coords(rank))
+    process = place.process(group.sharding.get_worker_coords(rank))
     if row is None:
-        failure = facts.failure("node-lost", "no node agent knows it: its node is lost, or its agent has ended")
-        return Member(place, facts, failure=failure)
-    facts = replace(facts, pid=row.pid, started=row.started)
+        failure = process.failure("node-lost", "no node agent knows it: its node is lost, or its agent has ended")
+        return Member(place, process, failure=failure)
+    process = replace(process, pid=row.pid, started=row.started)
     cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
-    lost = facts.failure("killed", cause) if handle is None else None
-    return Member(place, facts, handle, row.incarnation, row.restarts, failure=lost)
+    lost = process.failure("killed", cause) if handle is None else None
+    return Member(place, process, handle, row.incarnation, row.restarts, failure=lost)
 
 
 def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:

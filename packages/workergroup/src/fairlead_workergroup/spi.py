@@ -14,7 +14,8 @@ from typing import Any
 import ray
 
 from ._group import RayWorkerGroup
-from ._members import Member, Resize, Roster, Snapshot, WorkerFacts, direct, find_worker
+from ._membership.model import Member, Resize, Snapshot, WorkerProcess
+from ._membership.roster import Roster, direct, find_worker
 from ._observe.failures import as_failure
 from ._observe.query import cancel_calls, late_workers
 from ._observe.requests import find_log
@@ -26,7 +27,7 @@ __all__ = [
     "Reply",
     "Resize",
     "Snapshot",
-    "WorkerFacts",
+    "WorkerProcess",
     "cancel",
     "collect",
     "read_members",
@@ -50,7 +51,7 @@ class Reply:
         late: what the worker was doing at the deadline.
     """
 
-    worker: WorkerFacts
+    worker: WorkerProcess
     value: Any = None
     error: BaseException | None = None
     failure: WorkerFailure | None = None
@@ -93,7 +94,7 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
 
 def collect(
     group: RayWorkerGroup,
-    requests: Mapping[int, tuple[WorkerFacts, Any]],
+    requests: Mapping[int, tuple[WorkerProcess, Any]],
     timeout_s: float,
     *,
     all_of_them: bool = False,
@@ -138,7 +139,7 @@ def collect(
     return replies
 
 
-def cancel(requests: Mapping[int, tuple[WorkerFacts, Any]]) -> None:
+def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
@@ -162,7 +163,7 @@ def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
         yield
 
 
-def _reply(worker: WorkerFacts, ref: Any) -> Reply:
+def _reply(worker: WorkerProcess, ref: Any) -> Reply:
     try:
         return Reply(worker, ray.get(ref))
     except ray.exceptions.RayTaskError as error:

@@ -27,7 +27,8 @@ import ray
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
-from ._members import Member, WorkerFacts, direct
+from ._membership.model import Member, WorkerProcess
+from ._membership.roster import direct
 from ._observe.failures import as_failure
 from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
 from ._remote import faults
@@ -49,7 +50,7 @@ def kill(group: RayWorkerGroup, rank: int) -> None:
         IndexError, TypeError: there is no such rank.
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
-    worker = _member(group, rank).facts
+    worker = _member(group, rank).process
     if not _on_node(worker, faults.kill, WITHIN_S):
         raise WorkerGroupError(f"{worker} is still alive {WITHIN_S:g} s after SIGKILL")
 
@@ -62,10 +63,10 @@ class Hang(AbstractContextManager["Hang"]):
         how: the way to hang, as given to `hang`.
     """
 
-    def __init__(self, worker: WorkerFacts, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
+    def __init__(self, worker: WorkerProcess, how: Way, token: str = "", ref: ray.ObjectRef[Any] | None = None) -> None:
         self.how: Way = how
         self.rank: int = worker.rank
-        self._worker: WorkerFacts | None = worker
+        self._worker: WorkerProcess | None = worker
         self._token = token
         self._ref = ref
 
@@ -115,7 +116,7 @@ def hang(
     if how not in WAYS:
         raise ValueError(f"how must be one of {', '.join(map(repr, WAYS))}, got {how!r}")
     member = _member(group, rank)
-    worker = member.facts
+    worker = member.process
     if how == "stop":
         if not _on_node(worker, faults.stop, WITHIN_S):
             raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
@@ -150,7 +151,7 @@ def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float =
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
     member = _member(group, rank)
-    _answer(member.facts, _run(member, "slow", faults.slow, seconds), timeout_s=timeout_s)
+    _answer(member.process, _run(member, "slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
 def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
@@ -176,7 +177,7 @@ def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s:
     member = _member(group, rank)
     ref = _run(member, "fill_memory", faults.fill_memory, size_bytes)
     try:
-        _answer(member.facts, ref, timeout_s=timeout_s)
+        _answer(member.process, ref, timeout_s=timeout_s)
     except WorkerFailureError:
         return False
     return True
@@ -197,14 +198,14 @@ def _run(member: Member, name: str, function: Callable[..., Any], *args: Any) ->
         return ref
 
 
-def _on_node(worker: WorkerFacts, function: Callable[..., list[bool]], *more: Any) -> bool:
+def _on_node(worker: WorkerProcess, function: Callable[..., list[bool]], *more: Any) -> bool:
     (done,) = ask_nodes([worker], function, *more)
     if done is None:
         raise WorkerGroupError(f"the node of {worker} is lost, or does not answer")
     return bool(done)
 
 
-def _answer(worker: WorkerFacts, ref: Any, *, timeout_s: float) -> None:
+def _answer(worker: WorkerProcess, ref: Any, *, timeout_s: float) -> None:
     try:
         ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:

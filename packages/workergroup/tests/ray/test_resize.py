@@ -45,7 +45,7 @@ class Worker:
             raise OSError("no room")
 
     def set_up(self):
-        self.seen.append(self.facts())
+        self.seen.append(self.process())
         gate = os.environ.get("GATE", "")
         rank = current_worker().rank
         if os.path.exists(f"{gate}.fail{rank}"):

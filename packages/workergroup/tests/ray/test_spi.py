@@ -54,7 +54,7 @@ def send(group, function, *args, ranks=None, **options):
     pickled = ray.cloudpickle.dumps(function)
     chosen = range(group.world_size) if ranks is None else ranks
     return {
-        rank: (snapshot[rank].facts, spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
+        rank: (snapshot[rank].process, spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
         for rank in chosen
     }
 

@@ -271,7 +271,7 @@ class TestMessages:
         monkeypatch.setattr("fairlead_workergroup._observe.query.ask_nodes", ask_nodes)
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 20)]
-        worker = SimpleNamespace(rank=0, process=(0, 0))
+        worker = SimpleNamespace(rank=0, key=(0, 0))
         for future in sent[WINDOW - 1 : -1]:
             assert cancel_calls([(worker, future)], in_order=True) == []
         assert len(asked) == 1

@@ -32,7 +32,7 @@ class Answer(Future):
 
 
 def make_plans(count):
-    return [SimpleNamespace(place=SimpleNamespace(rank=rank), facts=f"rank {rank}") for rank in range(count)]
+    return [SimpleNamespace(place=SimpleNamespace(rank=rank), process=f"rank {rank}") for rank in range(count)]
 
 
 def test_the_first_failure_is_reported(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup._deadline import Deadline
-from fairlead_workergroup._members import WorkerFacts
+from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe import memory
 
 
@@ -26,7 +26,7 @@ def test_silent_agent_of_a_group_that_ends(monkeypatch):
     monkeypatch.setattr(memory, "PAUSE_S", 0.0)
     monkeypatch.setattr(memory, "ask_nodes", ask_nodes)
     monkeypatch.setattr(memory, "_is_gone", lambda node_id: False)
-    limit, workers = memory.MemoryLimit("token", 1000), [WorkerFacts(0, {}, "a", "10.0.0.1")]
+    limit, workers = memory.MemoryLimit("token", 1000), [WorkerProcess(0, {}, "a", "10.0.0.1")]
     with pytest.raises(WorkerGroupError) as caught:
         limit.guard(workers, Deadline.after(600.0), roster)
     assert caught.value is ended

@@ -15,7 +15,8 @@ from fairlead_placement.spi import Rounds, connection
 
 from .._arguments import Source
 from .._futures import get, is_message, wait
-from .._members import Roster, WorkerFacts, find_worker
+from .._membership.model import WorkerProcess
+from .._membership.roster import Roster, find_worker
 from .._observe.failures import as_failures, explain_errors
 from .._observe.query import find_ended, late_workers
 from .._ray_private import actor_id_of_ref, still_referenced
@@ -80,7 +81,7 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
     if sender is None:
         return first
     failed: dict[int, BaseException] = {}
-    workers: dict[int, WorkerFacts] = {}
+    workers: dict[int, WorkerProcess] = {}
     for ref in _find_finished(refs, first, sender.roster):
         worker = sender.roster.find(actor_id_of_ref(ref))
         if worker is None:
@@ -129,7 +130,7 @@ def describe_missing(sources: Iterable[Source]) -> str:
         answers = [answer for one in source.answers if (answer := one()) is not None and not answer.done]
         method_of |= {answer.binary(): source.method for answer in answers}
         missing += answers
-    pending: dict[tuple[str | None, str], dict[int, WorkerFacts]] = {}
+    pending: dict[tuple[str | None, str], dict[int, WorkerProcess]] = {}
     others = 0
     for ref in missing:
         if (found := find_worker(actor_id_of_ref(ref))) is None:

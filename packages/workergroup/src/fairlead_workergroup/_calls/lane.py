@@ -19,7 +19,7 @@ from .._deadline import Deadline
 from .._lane.lane import Lane
 from .._lane.router import Router
 from .._lifecycle.resources import Resources
-from .._members import Roster
+from .._membership.roster import Roster
 from .._ray_private import refuse_methods
 from ..exceptions import LaneError
 from .sender import Sender

@@ -18,7 +18,7 @@ from fairlead_sharding import NamedSharding
 from .._arguments import PassedOn, PerWorker, Shard, is_inlined
 from .._deadline import check_timeout
 from .._display import shorten_rows, table_html
-from .._members import Resize
+from .._membership.model import Resize
 from .._start.worker_class import Method
 from ..exceptions import EpochError
 

@@ -25,7 +25,8 @@ from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.restart import Restarter, RestartPolicy
-from .._members import Member, Roster, Snapshot
+from .._membership.model import Member, Snapshot
+from .._membership.roster import Roster
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
 from .._observe.requests import RequestLog
@@ -307,7 +308,7 @@ class Sender:
     def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
         """Return what these ranks are doing now."""
         now = self.roster.snapshot()
-        return late_workers([now[rank].facts for rank in ranks])
+        return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop the requests of a call that have not started.
@@ -319,14 +320,14 @@ class Sender:
             The ranks that were running it.
         """
         now = self.roster.snapshot()
-        calls = [(now[rank].facts, future) for rank, future in futures.items()]
+        calls = [(now[rank].process, future) for rank, future in futures.items()]
         running = cancel_calls(calls, in_order=not self.launcher.worker_class.concurrent)
         now = self.roster.snapshot()
         if force and running and not now.ended:  # a shutdown kills them anyway
             for rank in running:
                 ray.kill(now[rank].handle)
             cause = f"its call of {method!r} was cancelled with force"
-            self.verdicts.note([now[rank].facts.failure("cancelled", cause) for rank in running])
+            self.verdicts.note([now[rank].process.failure("cancelled", cause) for rank in running])
         return running
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from fairlead_sharding import NamedSharding
 
-from .._members import Place
+from .._membership.model import Place
 
 
 def find_elastic_axis(sharding: NamedSharding) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fairlead_placement.spi import block_shutdown
 
 from .._head import drain_deadlines
-from .._members import Roster
+from .._membership.roster import Roster
 
 logger = logging.getLogger(__name__)
 

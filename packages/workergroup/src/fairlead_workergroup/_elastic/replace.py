@@ -14,7 +14,7 @@ from .._deadline import NEVER, Deadline, Operation
 from .._lifecycle.delivery import wait_until_idle
 from .._lifecycle.launcher import Launcher
 from .._lifecycle.standbys import Standby, Standbys
-from .._members import Change, Member, Snapshot
+from .._membership.model import Change, Member, Snapshot
 from ..exceptions import BrokenEpochError, ResizeTimeoutError, WorkerStartError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from .._calls.sender import Sender
 from .._deadline import Deadline, Operation
 from .._lifecycle.delivery import deliver, drain, wait_for, wait_until_idle
 from .._lifecycle.launcher import Launcher
-from .._members import Change, Member, Resize, Snapshot
+from .._membership.model import Change, Member, Resize, Snapshot
 from .._start.layout import choose_slots, resize_places
 from ..exceptions import BrokenEpochError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, find_elastic_axis, resize_mesh
@@ -111,7 +111,7 @@ class Resizer:
             elif roster.ending and isinstance(error, Exception):  # a shutdown of another thread
                 raise roster.ended_error() from error
             elif not is_delivered and not isinstance(error, BrokenEpochError):  # such as KeyboardInterrupt
-                facts = roster.snapshot().facts
+                facts = roster.snapshot().processes
                 roster.mark_broken([one.failure("resize-failed", "the resize was interrupted") for one in facts])
             raise
         logger.info("Resized %r %s.", roster.name_prefix, resize)
@@ -162,7 +162,7 @@ class Resizer:
                 methods.on_restart(again, {}, deadline)
         except Exception as error:
             cause = f"on_restart failed: {error}"
-            failures = self._roster.mark_broken([now[rank].facts.failure("resize-failed", cause) for rank in again])
+            failures = self._roster.mark_broken([now[rank].process.failure("resize-failed", cause) for rank in again])
             raise BrokenEpochError(failures, epoch=now.epoch) from error
         deliver(self._launcher, deadline, skip=started, send_on_resize=methods.send_on_resize)
 

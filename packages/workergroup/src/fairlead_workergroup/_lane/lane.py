@@ -25,7 +25,8 @@ from fairlead_placement import PlacementError
 from fairlead_placement.spi import block_shutdown, never_connect
 
 from .._futures import LaneFuture, LaneStream
-from .._members import Member, Roster, Snapshot
+from .._membership.model import Member, Snapshot
+from .._membership.roster import Roster
 from .._observe.query import late_workers
 from .._ray_private import actor_id_of
 from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
@@ -262,7 +263,7 @@ class Lane:
         with self._hold():
             if self._closed:
                 raise WorkerGroupError(CLOSED)
-            config = self._router.config(identity, is_local=member.facts.node_id == self._node_id)
+            config = self._router.config(identity, is_local=member.process.node_id == self._node_id)
             items = member.handle._fairlead_serve.remote(config)
             actor_id = bytes.fromhex(actor_id_of(member.handle))
             session = Session(member.rank, member.handle, actor_id, identity, items, self._router.send)
@@ -435,7 +436,7 @@ class Lane:
 
     def _late_error(self, what: str, ranks: Sequence[int], then: str) -> LaneError:
         now = self._roster.snapshot()
-        late = late_workers([now[rank].facts for rank in ranks if now.has([rank])])  # the others have left the group
+        late = late_workers([now[rank].process for rank in ranks if now.has([rank])])  # the others have left the group
         return LaneError(f"{what}, because {len(ranks)} worker(s) did not follow. {then}", tuple(ranks), late)
 
 

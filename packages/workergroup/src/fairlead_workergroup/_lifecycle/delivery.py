@@ -11,7 +11,8 @@ from ray import ObjectRef
 from .._deadline import NEVER, Deadline, Operation
 from .._display import Bar
 from .._futures import get_one, wait
-from .._members import Member, direct
+from .._membership.model import Member
+from .._membership.roster import direct
 from .._observe.failures import as_failure
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
@@ -74,7 +75,7 @@ def wait_until_idle(operation: Operation, members: Sequence[Member], *, concurre
     # A worker that is lost now is found when the facts are sent to it.
     late += [rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)]
     if late:
-        workers = [member.facts for member in members if member.rank in late]
+        workers = [member.process for member in members if member.rank in late]
         raise operation.late_error(
             "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:",
             late_workers(workers),
@@ -109,7 +110,8 @@ def deliver(launcher: Launcher, deadline: Deadline, *, skip: Collection[int], se
     if errors or late:
         failures = [_explain(now[rank], error) for rank, error in errors.items()]
         failures += [
-            now[rank].facts.failure("resize-failed", "it had not finished when the resize had to end") for rank in late
+            now[rank].process.failure("resize-failed", "it had not finished when the resize had to end")
+            for rank in late
         ]
         lost = roster.mark_broken(sorted(failures, key=lambda failure: failure.rank))
         raise BrokenEpochError(lost, epoch=now.epoch) from next(iter(errors.values()), None)
@@ -117,11 +119,11 @@ def deliver(launcher: Launcher, deadline: Deadline, *, skip: Collection[int], se
 
 
 def _explain(member: Member, error: Exception) -> WorkerFailure:
-    lost = as_failure(error, member.facts)
+    lost = as_failure(error, member.process)
     if lost is not None:
         return lost
     cause = getattr(error, "cause", None) or error
-    return member.facts.failure("resize-failed", f"it raised {type(cause).__name__}: {cause}")
+    return member.process.failure("resize-failed", f"it raised {type(cause).__name__}: {cause}")
 
 
 def wait_for(

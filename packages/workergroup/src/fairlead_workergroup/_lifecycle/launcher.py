@@ -13,7 +13,7 @@ from fairlead_venvs import VenvSpec
 
 from .._arguments import Arguments, NotPicklableError
 from .._deadline import NEVER, Deadline
-from .._members import Place, Started
+from .._membership.model import Place, Started
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration, actor_name
 from .._observe.statistics import Counters
@@ -278,7 +278,7 @@ class Launcher:
                 "epoch": epoch,
                 "rank": rank,
                 "name": worker.place.name,
-                "coords": dict(worker.facts.coords),
+                "coords": dict(worker.process.coords),
                 "incarnation": incarnation,
                 "tree": f"{one.mark}{incarnation}",
                 "env": {**worker.environment.variables, "MASTER_PORT": str(lease.port)},
@@ -299,7 +299,7 @@ class Launcher:
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
             self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
-            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.facts, **process)))
+            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **process)))
         return started
 
     def _publish(self) -> None:
@@ -310,7 +310,7 @@ class Launcher:
         """Make the agents enforce the memory limit; an agent that is silent is asked again until the deadline."""
         if self.spec.memory_limit is not None:
             until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
-            self.spec.memory_limit.guard([one.facts for one in started], until, self._roster)
+            self.spec.memory_limit.guard([one.process for one in started], until, self._roster)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fairlead_placement import PlacementError, PortLease, ResourceInsufficientEr
 from fairlead_placement.spi import SlotClaim, claim_slots, run_in_thread
 
 from .._head import alive_nodes, draining_nodes
-from .._members import Roster
+from .._membership.roster import Roster
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
 from .shutdown import RunningWorker, kill_and_wait

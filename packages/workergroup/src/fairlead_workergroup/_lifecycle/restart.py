@@ -15,7 +15,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, RayVirtualClust
 
 from .._deadline import NEVER, Deadline, Operation
 from .._head import alive_nodes, read_placement_group
-from .._members import Place, Snapshot
+from .._membership.model import Place, Snapshot
 from .._observe.failures import Verdicts
 from .._observe.query import find_dead, find_ended
 from .._start.layout import move_places
@@ -336,9 +336,9 @@ class Restarter:
     def find_lost(self) -> dict[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
         now = self._roster.snapshot()
-        self._verdicts.note_dead([now.facts[rank] for rank in sorted(find_dead(now))], NO_CAUSE, within_s=CAUSE_S)
+        self._verdicts.note_dead([now.processes[rank] for rank in sorted(find_dead(now))], NO_CAUSE, within_s=CAUSE_S)
         # Ray notices a death when the connections break, and a fork of the worker keeps them open.
-        living = [member.facts for member in self._roster.snapshot().members if member.failure is None]
+        living = [member.process for member in self._roster.snapshot().members if member.failure is None]
         ended = [worker for worker, is_gone in zip(living, find_ended(living), strict=True) if is_gone]
         self._verdicts.note_dead(ended, NOT_NOTICED, within_s=NOTICED_S)
         return dict(self._roster.snapshot().lost)
@@ -471,7 +471,7 @@ class Restarter:
         cause, failed, text = str(error), -1, f"They could not be started again: {error}"
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
-        facts = self._roster.snapshot().facts
+        facts = self._roster.snapshot().processes
         failures = tuple(
             facts[rank].failure("start-failed" if failed in (rank, -1) else "killed", f"in a restart: {cause}")
             for rank in ranks

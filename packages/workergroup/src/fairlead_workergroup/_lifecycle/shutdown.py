@@ -50,7 +50,7 @@ class RunningWorker:
     name: str = ""
 
     @property
-    def process(self) -> Process:
+    def key(self) -> Process:
         """Its pid and start tick."""
         return self.pid, self.started
 
@@ -164,7 +164,7 @@ def _end_trees(
         within_s = max(LAST_LOOK_S, deadline - time.monotonic())
         asks = {
             node_id: (
-                [worker.process for worker in there if worker.pid],
+                [worker.key for worker in there if worker.pid],
                 [child for worker in there for child in children.get(worker, ())],
                 [worker.mark for worker in there],
                 within_s - ANSWERED_S,

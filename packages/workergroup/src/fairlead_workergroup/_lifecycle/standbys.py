@@ -15,7 +15,7 @@ from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
 from .._head import alive_nodes, dead_actors
-from .._members import Change, Place
+from .._membership.model import Change, Place
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
 from .._remote.process import mark_of

@@ -10,7 +10,8 @@ from ray.exceptions import RayError, RayTaskError, UnserializableException
 
 from fairlead_placement.spi import choose_alive
 
-from .._members import Roster, WorkerFacts
+from .._membership.model import WorkerProcess
+from .._membership.roster import Roster
 from .._ray_private import how_it_ended
 from ..exceptions import FailureKind, RemoteError, WorkerFailure
 from .memory import MemoryLimit
@@ -27,12 +28,12 @@ _LOST = (
 )
 
 
-def as_failure(error: BaseException, worker: WorkerFacts) -> WorkerFailure | None:
+def as_failure(error: BaseException, worker: WorkerProcess) -> WorkerFailure | None:
     """Return the failure of a worker if this error says that the worker was lost, else None."""
     return next(iter(as_failures({worker.rank: error}, {worker.rank: worker})), None)
 
 
-def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> list[WorkerFailure]:
+def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerProcess]) -> list[WorkerFailure]:
     """Return the failures of the workers that were lost according to these errors, which are given by rank."""
     # An error that a method met, such as the death of a child, is a RayTaskError too: that worker is alive.
     lost = {
@@ -45,7 +46,7 @@ def as_failures(errors: Mapping[int, BaseException], workers: Mapping[int, Worke
     return [failure for failure in verdicts if failure is not None]
 
 
-def _judge(error: BaseException, worker: WorkerFacts, alive: Collection[str]) -> WorkerFailure | None:
+def _judge(error: BaseException, worker: WorkerProcess, alive: Collection[str]) -> WorkerFailure | None:
     node_gone = bool(worker.node_id) and worker.node_id not in alive
     kind: FailureKind
     if isinstance(error, ray.exceptions.OutOfMemoryError):
@@ -63,7 +64,7 @@ def _judge(error: BaseException, worker: WorkerFacts, alive: Collection[str]) ->
     return dataclasses.replace(worker.failure(kind, cause), exit_code=exit_code, signal=signal_number)
 
 
-def explain_errors(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerFacts]) -> BaseException:
+def explain_errors(errors: Mapping[int, BaseException], workers: Mapping[int, WorkerProcess]) -> BaseException:
     """Return one exception for the errors of ranks that are alive, to be raised to the caller.
 
     Returns:
@@ -127,13 +128,13 @@ class Verdicts:
             failures = self._memory_limit.judge(failures, self._roster.snapshot())
         return self._roster.record_losses(failures)
 
-    def note_causes(self, dead: Sequence[WorkerFacts], *, within_s: float) -> None:
+    def note_causes(self, dead: Sequence[WorkerProcess], *, within_s: float) -> None:
         """Note the causes of death that Ray reports within `within_s`."""
         now = self._roster.snapshot()
         if now.ended:
             return
         # Skip workers that have been replaced since they were seen dead: the request would go to their successors.
-        unknown = [who for who in dead if now[who.rank].facts is who and now[who.rank].failure is None]
+        unknown = [who for who in dead if now[who.rank].process is who and now[who.rank].failure is None]
         # For a dead actor Ray answers this at once with the cause of its death.
         asked = {now[who.rank].handle.__ray_ready__.remote(): who for who in unknown}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within_s) if asked else ([], [])
@@ -146,7 +147,7 @@ class Verdicts:
         if failures := as_failures(errors, {who.rank: who for who in unknown}):
             self.note(failures)
 
-    def note_dead(self, dead: Sequence[WorkerFacts], otherwise: str, *, within_s: float) -> None:
+    def note_dead(self, dead: Sequence[WorkerProcess], otherwise: str, *, within_s: float) -> None:
         """Note that workers are dead, with Ray's cause, or as killed with the cause `otherwise` if Ray reports none."""
         self.note_causes(dead, within_s=within_s)
         lost = self._roster.snapshot().lost

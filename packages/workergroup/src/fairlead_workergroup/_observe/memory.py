@@ -11,7 +11,8 @@ import ray
 from fairlead_placement.spi import choose_alive
 
 from .._deadline import Deadline
-from .._members import Roster, Snapshot, WorkerFacts
+from .._membership.model import Snapshot, WorkerProcess
+from .._membership.roster import Roster
 from .._remote.process import mark_of, read_verdicts, start_guard
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .query import ask_nodes
@@ -50,7 +51,7 @@ class MemoryLimit:
     token: str
     limit: int
 
-    def guard(self, workers: Sequence[WorkerFacts], deadline: Deadline, roster: Roster) -> None:
+    def guard(self, workers: Sequence[WorkerProcess], deadline: Deadline, roster: Roster) -> None:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
 
         An agent that does not answer is asked again until the deadline, because it may be about to start.
@@ -59,8 +60,8 @@ class MemoryLimit:
             WorkerGroupError: a node's agent did not start to watch, or the group of the roster is being shut down.
         """
 
-        def with_mark(worker: WorkerFacts) -> tuple[int, int, str]:
-            return (*worker.process, mark_of(self.token, worker.rank))
+        def with_mark(worker: WorkerProcess) -> tuple[int, int, str]:
+            return (*worker.key, mark_of(self.token, worker.rank))
 
         unguarded = list(workers)
         while unguarded:
@@ -80,7 +81,7 @@ class MemoryLimit:
         """Return the failures, where those that a guard has caused have the kind "out-of-memory" and both numbers."""
         killed = [failure.rank for failure in failures if failure.kind == "killed"]
         sizes = dict(
-            zip(killed, ask_nodes([now[rank].facts for rank in killed], read_verdicts, self.token), strict=True)
+            zip(killed, ask_nodes([now[rank].process for rank in killed], read_verdicts, self.token), strict=True)
         )
         cause = f"over its memory_limit of {self.limit:,} bytes"
         return tuple(

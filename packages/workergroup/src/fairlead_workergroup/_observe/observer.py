@@ -10,7 +10,8 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, usage_on_nodes
 
 from .._display import Records
-from .._members import Roster, WorkerFacts
+from .._membership.model import WorkerProcess
+from .._membership.roster import Roster
 from .._remote.progress import look
 from .failures import Verdicts
 from .query import ANSWER_S, HEAD_S, ask_nodes, find_dead, logger
@@ -37,9 +38,9 @@ class Observer:
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
         now = self.roster.check_alive()
-        living = set(choose_alive({facts.node_id for facts in now.facts}, timeout_s=HEAD_S))
-        there = [one.facts for one in now.members if one.facts.node_id in living and one.failure is None]
-        pids = group_pairs((facts.node_id, facts.pid) for facts in there)
+        living = set(choose_alive({process.node_id for process in now.processes}, timeout_s=HEAD_S))
+        there = [one.process for one in now.members if one.process.node_id in living and one.failure is None]
+        pids = group_pairs((process.node_id, process.pid) for process in there)
         usage = {}
         for node_id, rows in usage_on_nodes(pids, timeout_s=ANSWER_S).items():
             if isinstance(rows, Exception):
@@ -47,9 +48,9 @@ class Observer:
                 continue
             usage.update({(node_id, row.pid): row for row in rows})
         return Records(
-            WorkerUsage(facts.rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
-            for facts in now.facts
-            if (row := usage.get((facts.node_id, facts.pid))) is not None
+            WorkerUsage(process.rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
+            for process in now.processes
+            if (row := usage.get((process.node_id, process.pid))) is not None
         )
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
@@ -62,7 +63,7 @@ class Observer:
         now = self.roster.check_alive()
         dead = set(now.lost)
         asked = [
-            member.facts for member in now.members if member.rank not in dead and member.rank not in now.restarting
+            member.process for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
         living = set(choose_alive({worker.node_id for worker in asked}) if None in answers else ())
@@ -89,8 +90,8 @@ class Observer:
                 name=member.place.name,
                 coords=dict(member.coords),
                 state=states[member.rank],
-                node_id=member.facts.node_id,
-                pid=member.facts.pid,
+                node_id=member.process.node_id,
+                pid=member.process.pid,
                 incarnation=member.incarnation,
                 restarts=member.restarts,
                 **{name: value for name, value in rows.get(member.rank, {}).items() if name in STATUS_FIELDS},
@@ -98,10 +99,12 @@ class Observer:
             for member in now.members
         ]
         self.roster.show_states(states, now)
-        return statuses, [_stuck(facts, rows[facts.rank]) for facts in now.facts if states[facts.rank] == "stuck"]
+        return statuses, [
+            _stuck(process, rows[process.rank]) for process in now.processes if states[process.rank] == "stuck"
+        ]
 
 
-def _stuck(worker: WorkerFacts, row: Mapping[str, Any]) -> StuckWorker:
+def _stuck(worker: WorkerProcess, row: Mapping[str, Any]) -> StuckWorker:
     shown = {name: row[name] for name in STUCK_FIELDS}
     where = find_innermost(row["stacks"])
     return StuckWorker(worker.rank, dict(worker.coords), worker.node_id, worker.pid, **shown, where=where)

@@ -12,7 +12,7 @@ from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
 
 from .._futures import is_message, task_of_future
 from .._head import dead_actors
-from .._members import Snapshot, WorkerFacts
+from .._membership.model import Snapshot, WorkerProcess
 from .._ray_private import actor_id_of
 from .._remote.process import Process
 from .._remote.process import find_ended as find_ended_processes
@@ -33,14 +33,14 @@ class OnNode(Protocol):
     @property
     def node_id(self) -> str: ...
     @property
-    def process(self) -> Process: ...
+    def key(self) -> Process: ...
 
 
 def ask_nodes(
     workers: Sequence[OnNode],
     function: Callable[..., Any],
     *more: Any,
-    what: Callable[[Any], Any] = lambda worker: worker.process,
+    what: Callable[[Any], Any] = lambda worker: worker.key,
     within_s: float | None = None,
 ) -> list[Any]:
     """Apply a function to a value of each worker, on the nodes of the workers.
@@ -77,7 +77,7 @@ def ask_nodes(
     return results
 
 
-def late_workers(workers: Sequence[WorkerFacts], *, within_s: float | None = None) -> tuple[LateWorker, ...]:
+def late_workers(workers: Sequence[WorkerProcess], *, within_s: float | None = None) -> tuple[LateWorker, ...]:
     """Return what each of these workers is doing now; `within_s` as of `ask_nodes`."""
     records: list[Mapping[str, Any]] = [record or {} for record in ask_nodes(workers, read_records, within_s=within_s)]
     return tuple(
@@ -103,13 +103,13 @@ def find_dead(now: Snapshot) -> set[int]:
     return {member.rank for member in now.members if member.failure is not None or actor_id_of(member.handle) in dead}
 
 
-def find_ended(workers: Sequence[WorkerFacts]) -> list[bool]:
+def find_ended(workers: Sequence[WorkerProcess]) -> list[bool]:
     """Return whose process has ended, which Ray may not know yet; False if the node does not answer in a second."""
     return [bool(answer) for answer in ask_nodes(workers, find_ended_processes, within_s=1.0)]
 
 
 def cancel_calls(
-    calls: Sequence[tuple[WorkerFacts, Any]], *, in_order: bool = False, within_s: float | None = None
+    calls: Sequence[tuple[WorkerProcess, Any]], *, in_order: bool = False, within_s: float | None = None
 ) -> list[int]:
     """Cancel each worker's part of a call, given by its future.
 
@@ -127,7 +127,7 @@ def cancel_calls(
         The ranks that had started the method and may still run it, also if their node has not answered.
     """
     calls = [one for one in calls if not (is_message(one[1]) and one[1].cancel(asks=False))]
-    tasks = {worker.rank: (worker.process, task_of_future(future)) for worker, future in calls}
+    tasks = {worker.rank: (worker.key, task_of_future(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):

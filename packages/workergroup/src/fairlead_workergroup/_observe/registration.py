@@ -15,7 +15,8 @@ import ray
 
 from fairlead_placement.spi import publish, withdraw
 
-from .._members import Member, Place, Roster
+from .._membership.model import Member, Place
+from .._membership.roster import Roster
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of, start_tick
 
@@ -103,17 +104,17 @@ class Registration:
         publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
-        facts = member.place.facts(member.coords) if actor is not None or member.handle is None else member.facts
+        process = member.place.process(member.coords) if actor is not None or member.handle is None else member.process
         handle = member.handle if actor is None else actor
         actor_id = "" if handle is None else actor_id_of(handle)
         return {
             "rank": member.rank,
             "name": member.place.name,
             "coords": dict(member.coords),
-            "node_id": facts.node_id,
-            "address": facts.node_ip,
-            "pid": facts.pid,
-            "started": facts.started,
+            "node_id": process.node_id,
+            "address": process.node_ip,
+            "pid": process.pid,
+            "started": process.started,
             "incarnation": member.incarnation,
             "restarts": member.restarts,
             "actor_id": actor_id,

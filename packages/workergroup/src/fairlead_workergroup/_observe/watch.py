@@ -14,7 +14,7 @@ from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
 
-from .._members import Change, Snapshot, WorkerFacts
+from .._membership.model import Change, Snapshot, WorkerProcess
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .observer import Observer, check_seconds
 from .status import StuckWorker, WorkerEvent, WorkerStatus
@@ -180,7 +180,7 @@ class Watch(AbstractContextManager["Watch"]):
         # If anything fails below, the next look reports these events.
         self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
-        facts = [self._roster.snapshot()[now.rank].facts for now in dead]
+        facts = [self._roster.snapshot()[now.rank].process for now in dead]
         self._observer.verdicts.note_causes(
             [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid], within_s=CAUSE_S
         )
@@ -229,7 +229,7 @@ class Watch(AbstractContextManager["Watch"]):
 def _event_of_change(change: Change, now: Snapshot) -> WorkerEvent:
     # A change of the whole group names no rank.
     member = None if change.rank < 0 else now[change.rank]
-    who = WorkerFacts(change.rank) if member is None else member.facts
+    who = WorkerProcess(change.rank) if member is None else member.process
     incarnation, message = 0 if member is None else member.incarnation, f"{change.kind}: {change.message}"
     kind: Any = change.kind
     return WorkerEvent(

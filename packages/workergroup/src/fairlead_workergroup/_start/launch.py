@@ -20,7 +20,7 @@ from fairlead_placement.spi import ask_head, never_connect
 from fairlead_sharding import NamedSharding
 
 from .._display import Bar
-from .._members import Place, WorkerFacts
+from .._membership.model import Place, WorkerProcess
 from .._observe.failures import as_failure, remote_traceback
 from ..exceptions import WorkerStartError
 from .environment import WorkerEnvironment, WorkerPython, forwarded_variables, worker_environment
@@ -42,7 +42,7 @@ class WorkerPlan:
     """Everything that one worker is started from, with its identity as far as it is known before it starts."""
 
     place: Place
-    facts: WorkerFacts
+    process: WorkerProcess
     options: Mapping[str, Any]
     environment: WorkerEnvironment
     init_kwargs: Mapping[str, Any]
@@ -86,8 +86,8 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        facts = place.facts(sharding.get_worker_coords(place.rank))
-        plans.append(WorkerPlan(place, facts, options, environment, init_kwargs))
+        process = place.process(sharding.get_worker_coords(place.rank))
+        plans.append(WorkerPlan(place, process, options, environment, init_kwargs))
     return plans
 
 
@@ -214,7 +214,7 @@ def wait_started(
 
 
 def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> WorkerStartError:
-    where = ", ".join(f"{plan.facts}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
+    where = ", ".join(f"{plan.process}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
     return WorkerStartError(
         f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s "
         f"(start_timeout_s, or the timeout of a resize): {where}"
@@ -222,7 +222,7 @@ def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> W
 
 
 def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: Sequence[int]) -> WorkerStartError:
-    lost = as_failure(error, plan.facts)
+    lost = as_failure(error, plan.process)
     if lost is not None:
         reason, trace = f"the worker was lost while it started: {lost.kind}: {lost.cause}", ""
     else:
@@ -232,4 +232,4 @@ def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: 
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
         others += f", {len(waiting)} had not (ranks {ranks})"
-    return WorkerStartError(reason, plan.place.rank, dict(plan.facts.coords), plan.place.slot.node_id, trace, others)
+    return WorkerStartError(reason, plan.place.rank, dict(plan.process.coords), plan.place.slot.node_id, trace, others)

@@ -1,261 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of a group: their identities, their places, and the one owner of their state."""
+"""The one owner of the members of a group: each change is one transition to another snapshot."""
 
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-from fairlead_placement import Slot
 from fairlead_placement.spi import connection
 from fairlead_sharding import NamedSharding
 
-from ._ray_private import actor_id_of
-from .exceptions import FailureKind, WorkerFailure, WorkerGroupError, format_coords
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of one rank.
-
-    Attributes:
-        name: the name of the worker, as users see it.
-        tied_group: the number of its tied group (workers that share one model copy).
-        tied_rank: its number in the tied group.
-        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
-        node_rank: the number of its physical node among the nodes of the group, in the order of the ranks.
-        local_rank: its number among the group's workers on that node.
-        local_world_size: the number of the group's workers on that node.
-    """
-
-    rank: int
-    slot: Slot
-    name: str
-    tied_group: int
-    tied_rank: int
-    tied_bundles: tuple[int, list[int]]
-    node_rank: int
-    local_rank: int
-    local_world_size: int
-
-    def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
-        """Return the arguments of the class's `configure_worker` for this worker."""
-        return {
-            "num_gpus": self.slot.worker_resources.get("GPU", 0),
-            # Only the first worker of a tied group gets its bundles.
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
-        }
-
-    def facts(self, coords: Mapping[str, int]) -> "WorkerFacts":
-        """Return the identity of a worker here that has not started yet."""
-        return WorkerFacts(self.rank, coords, self.slot.node_id, self.slot.node_ip)
-
-    def metadata(self) -> dict[str, Any]:
-        """Return the worker's entry in `worker_metadata`."""
-        return {
-            "node_idx": self.slot.node_idx,
-            "local_rank": self.tied_rank,
-            "global_rank": self.rank,
-            "name": self.name,
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "dp_shard_idx": self.tied_group,
-            "bundle_index": self.slot.bundle_index,
-            "node_id": self.slot.node_id,
-            "state": "alive",
-        }
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """The identity of one incarnation of a worker, for messages about it and for requests to its node.
-
-    Attributes:
-        rank: its number in the group.
-        coords: its coordinates, by axis.
-        node_id: Ray's id of its node.
-        node_ip: the address of its node.
-        pid: its process; 0 before it has started.
-        started: the tick that the process started at; -1 before it has started.
-    """
-
-    rank: int
-    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
-    node_id: str = ""
-    node_ip: str = ""
-    pid: int = 0
-    started: int = -1
-
-    @property
-    def process(self) -> tuple[int, int]:
-        """The pid and the start tick: a pid alone may belong to another process by now."""
-        return self.pid, self.started
-
-    def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
-        """Return the report of the loss of this worker."""
-        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
-        )
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker of a group at one moment.
-
-    Attributes:
-        place: its rank, name and slot.
-        facts: the identity of the incarnation that was started last.
-        handle: the actor of that incarnation; None before the first one has started.
-        incarnation: how often the rank has been restarted, including failed attempts.
-        restarts: the number of these attempts that count against `max_restarts`.
-        restarting: whether a restart of the rank is running.
-        failure: the report of its loss; None while it lives.
-    """
-
-    place: Place
-    facts: WorkerFacts
-    handle: Any = None
-    incarnation: int = 0
-    restarts: int = 0
-    restarting: bool = False
-    failure: WorkerFailure | None = None
-    # Made by Ray at each look at the actor, which would cost each call.
-    _methods: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def method(self, name: str) -> Any:
-        """Return a method of the actor, with its `remote`."""
-        found = self._methods.get(name)
-        if found is None:
-            found = self._methods[name] = getattr(self.handle, name)
-        return found
-
-    @property
-    def rank(self) -> int:
-        """The number of the worker in the group."""
-        return self.place.rank
-
-    @property
-    def coords(self) -> Mapping[str, int]:
-        """The coordinates of the worker, by axis."""
-        return self.facts.coords
-
-    @property
-    def slot(self) -> Slot:
-        """The slot of the worker, or the slot that it moves to with the next restart."""
-        return self.place.slot
-
-    @property
-    def state(self) -> str:
-        """The state as the group knows it: "new", "alive", "restarting" or "dead"."""
-        if self.restarting:
-            return "restarting"
-        if self.failure is not None:
-            return "dead"
-        return "new" if self.handle is None else "alive"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something that happened to the membership, for those who watch it.
-
-    Attributes:
-        kind: "resized", "replaced" or "standby-ready".
-        rank: the rank that it happened to; -1 if it is not about one rank.
-        message: what happened, in a line for people.
-    """
-
-    kind: str
-    rank: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Resize:
-    """A change of the size of one axis.
-
-    Attributes:
-        epoch: the epoch that it began.
-        axis: the axis.
-        before: its size before.
-        after: its size since then.
-    """
-
-    epoch: int
-    axis: str
-    before: int
-    after: int
-
-    def __str__(self) -> str:
-        return f"from {self.axis}={self.before} to {self.axis}={self.after} in epoch {self.epoch}"
-
-
-@dataclass(frozen=True)
-class Started:
-    """A worker whose constructor has finished."""
-
-    handle: Any
-    place: Place
-    facts: WorkerFacts
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All members at one moment: one consistent state that never changes.
-
-    Attributes:
-        version: the number of transitions before it.
-        epoch: the number of changes of membership before it: restarts, resizes and replacements.
-        sharding: the axes over the ranks.
-        members: the members by rank.
-        departed: the last member of each rank that the group does not have any more.
-        resizes: the resizes so far.
-        is_broken: whether a resize failed after it had begun to change the workers, and nothing has repaired that.
-        ended: whether the group had been shut down.
-    """
-
-    version: int
-    epoch: int
-    sharding: NamedSharding
-    members: tuple[Member, ...]
-    departed: Mapping[int, Member] = field(default_factory=dict)
-    resizes: tuple[Resize, ...] = ()
-    is_broken: bool = False
-    ended: bool = False
-
-    def __getitem__(self, rank: int) -> Member:
-        """Return the member of a rank, also of one that has left."""
-        return self.members[rank] if rank < len(self.members) else self.departed[rank]
-
-    def has(self, ranks: Iterable[int]) -> bool:
-        """Return whether all of these ranks are in the group now."""
-        return max(ranks, default=-1) < len(self.members)
-
-    @cached_property
-    def facts(self) -> tuple[WorkerFacts, ...]:
-        """The identity of each member, by rank."""
-        return tuple(member.facts for member in self.members)
-
-    @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """The place of each member, by rank."""
-        return tuple(member.place for member in self.members)
-
-    @cached_property
-    def lost(self) -> Mapping[int, WorkerFailure]:
-        """The report of each lost member, by ascending rank."""
-        return {member.rank: member.failure for member in self.members if member.failure is not None}
-
-    @cached_property
-    def restarting(self) -> tuple[int, ...]:
-        """The ranks that are being restarted, in ascending order."""
-        return tuple(member.rank for member in self.members if member.restarting)
-
+from .._ray_private import actor_id_of
+from ..exceptions import WorkerFailure, WorkerGroupError
+from .model import Change, Member, Place, Resize, Snapshot, Started, WorkerProcess
 
 Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
 _NO_DETOUR = nullcontext()
@@ -292,7 +50,7 @@ class Roster:
         self._changes: list[Change] = []
         self._lock = threading.Lock()
         # It includes replaced incarnations, whose results may still be fetched.
-        self._by_actor: dict[str, WorkerFacts] = {}
+        self._by_actor: dict[str, WorkerProcess] = {}
         self._now = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
         if own:
             _rosters.add(self)
@@ -350,7 +108,7 @@ class Roster:
         detour = self.detour
         return _NO_DETOUR if detour is None else detour(ranks)
 
-    def find(self, actor_id: str) -> WorkerFacts | None:
+    def find(self, actor_id: str) -> WorkerProcess | None:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
         return self._by_actor.get(actor_id)
 
@@ -360,7 +118,7 @@ class Roster:
         if who is None:
             return False
         member = self._now[who.rank]
-        return member.failure is not None or member.facts is not who
+        return member.failure is not None or member.process is not who
 
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of a rank that is about to start, which may not be in the group yet."""
@@ -405,7 +163,7 @@ class Roster:
                 members[one.place.rank] = self._enter(members[one.place.rank], one)
             cause = f"the group was resized {resize}, and this rank left it"
             left = {
-                member.rank: replace(member, failure=member.failure or member.facts.failure("left", cause))
+                member.rank: replace(member, failure=member.failure or member.process.failure("left", cause))
                 for member in now.members[len(places) :]
             }
             self._advance(
@@ -418,8 +176,8 @@ class Roster:
             self._show_members({one.place.rank: members[one.place.rank] for one in started})
 
     def _enter(self, member: Member, started: Started) -> Member:
-        self._by_actor[actor_id_of(started.handle)] = started.facts
-        return replace(member, place=started.place, facts=started.facts, handle=started.handle, failure=None)
+        self._by_actor[actor_id_of(started.handle)] = started.process
+        return replace(member, place=started.place, process=started.process, handle=started.handle, failure=None)
 
     def _show_members(self, changed: Mapping[int, Member]) -> None:
         """Bring the lists of handles and descriptions up to date. The caller holds the lock."""
@@ -447,7 +205,7 @@ class Roster:
         """Replace all members by those of the process that made the group, each with the id of its actor."""
         with self._lock:
             now = self._now
-            self._by_actor.update((actor_id, member.facts) for actor_id, member in members)
+            self._by_actor.update((actor_id, member.process) for actor_id, member in members)
             resized = [
                 Resize(epoch, axis, now.sharding.shape[axis], size)
                 for axis, size in sharding.shape.items()
@@ -471,7 +229,7 @@ class Roster:
         """
 
         def is_first(member: Member, failure: WorkerFailure) -> bool:
-            is_current = (failure.node_id, failure.pid) == (member.facts.node_id, member.facts.pid)
+            is_current = (failure.node_id, failure.pid) == (member.process.node_id, member.process.pid)
             return is_current and member.failure is None
 
         return self._record_failures(failures, is_first)
@@ -527,7 +285,7 @@ class Roster:
         with self._lock:
             for shown in self.worker_metadata:
                 rank = shown["global_rank"]
-                if rank in states and self._now[rank].facts is seen[rank].facts:
+                if rank in states and self._now[rank].process is seen[rank].process:
                     shown["state"] = states[rank]
 
     def begin_end(self) -> None:
@@ -563,13 +321,13 @@ class Roster:
 
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
     """Return a member that has not started."""
-    return Member(place, place.facts(sharding.get_worker_coords(place.rank)), incarnation=incarnation)
+    return Member(place, place.process(sharding.get_worker_coords(place.rank)), incarnation=incarnation)
 
 
 _rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
 
 
-def find_worker(actor_id: str) -> tuple[Roster, WorkerFacts] | None:
+def find_worker(actor_id: str) -> tuple[Roster, WorkerProcess] | None:
     """Return the roster and the worker of an actor, in any group of this process; None if there is none."""
     for roster in list(_rosters):
         if (facts := roster.find(actor_id)) is not None:
