@@ -2,9 +2,9 @@
 """The end of a wait, changes that wait until then, and the check of timeouts."""
 
 import math
-import time
 from dataclasses import dataclass, field
 
+from ._world import now
 from .exceptions import LateWorker, ResizeTimeoutError
 
 
@@ -26,7 +26,7 @@ def check_timeout(name: str, seconds: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A moment of `time.monotonic()`, or never.
+    """A moment of `now`, or never.
 
     >>> Deadline.after(None).left(), Deadline.after(None).left(at_most=5.0)
     (None, 5.0)
@@ -37,7 +37,7 @@ class Deadline:
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
         """Return the deadline that is this many seconds from now."""
-        return cls(None if seconds is None else time.monotonic() + seconds)
+        return cls(None if seconds is None else now() + seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
         """Return the earlier of two deadlines."""
@@ -48,13 +48,13 @@ class Deadline:
         """Return the seconds until the deadline, 0 after it, and not more than `at_most`; None without a limit."""
         if self.at is None:
             return at_most
-        left = max(0.0, self.at - time.monotonic())
+        left = max(0.0, self.at - now())
         return left if at_most is None else min(left, at_most)
 
     @property
     def passed(self) -> bool:
         """Whether the deadline has passed, with a millisecond of tolerance for waits that end early."""
-        return self.at is not None and time.monotonic() >= self.at - 0.001
+        return self.at is not None and now() >= self.at - 0.001
 
 
 NEVER = Deadline()
@@ -67,13 +67,13 @@ class Operation:
     Attributes:
         what: its description, for errors.
         deadline: when these waits end.
-        began: when it was requested, by `time.monotonic`.
+        began: when it was requested, by `now`.
     """
 
     what: str
     deadline: Deadline
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=now)
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a wait that has taken too long."""
-        return ResizeTimeoutError(self.what, time.monotonic() - self.began, late, reason)
+        return ResizeTimeoutError(self.what, now() - self.began, late, reason)

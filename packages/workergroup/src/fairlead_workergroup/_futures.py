@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableExceptio
 from ._deadline import Deadline
 from ._ray_private import object_sizes, task_of_ref
 from ._remote.lane import PLAIN
+from ._world import world
 
 # What Ray sends with a number or a text.
 PLAIN_BYTES = 15
@@ -335,10 +336,7 @@ def wait(
     """Return which futures are ready and which are not, as `ray.wait` does."""
     carriers = list(dict.fromkeys(_carrier(future) for future in futures if is_message(future)))
     if not carriers:
-        ready_of_ray: tuple[list[Any], list[Any]] = ray.wait(
-            list(futures), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
-        )
-        return ready_of_ray
+        return world().wait(futures, num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
     of_ray = [future for future in futures if not is_message(future)]
     messages = [future for future in futures if is_message(future)]
     deadline = Deadline.after(timeout)
@@ -354,7 +352,7 @@ def wait(
 
     while True:
         if of_ray:
-            ready = set(ray.wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
+            ready = set(world().wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
         turn_s = None if len(carriers) == 1 and not of_ray else TURN_S
         for carrier in carriers:
             carrier.run(is_enough, deadline.left(turn_s))
@@ -373,8 +371,7 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """
     messages = [future for future in futures if isinstance(future, LaneFuture)]
     if not messages:
-        values: list[Any] = ray.get(list(futures), timeout=timeout)
-        return values
+        return world().get(futures, timeout=timeout)
     deadline = Deadline.after(timeout)
     waiting = list(messages)
     carriers = list({future.carrier for future in messages})
@@ -404,7 +401,7 @@ def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     if len(messages) == len(futures):
         return [future.get() for future in messages]
     of_ray = [future for future in futures if not is_message(future)]
-    fetched = iter(ray.get(of_ray, timeout=deadline.left()))
+    fetched = iter(world().get(of_ray, timeout=deadline.left()))
     return [future.get() if is_message(future) else next(fetched) for future in futures]
 
 

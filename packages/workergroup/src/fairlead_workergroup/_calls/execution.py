@@ -3,7 +3,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from .._deadline import Deadline, check_timeout
 from .._futures import end_of, get, get_one, wait
 from .._observe.statistics import Outcome
 from .._start.worker_class import Method
+from .._world import now
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import describe_missing, explain_failure, retrieve_late, short_traceback
 from .plan import CallOptions
@@ -71,7 +71,7 @@ class Execution:
     _repeating: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.submit_s = time.monotonic() - self.order.began
+        self.submit_s = now() - self.order.began
         self.ranks: list[int] = list(self.order.ranks)
         self.method: Method = self.order.method
         self.is_single: bool = self.options.collect == ()
@@ -393,7 +393,7 @@ class Execution:
 
     def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         late = self.sender.late_workers([self.ranks[at] for at in pending])
-        waited_s = time.monotonic() - self.order.began
+        waited_s = now() - self.order.began
         reason = describe_missing(self.order.sources) if late else ""
         return CallTimeoutError(self.method.name, waited_s, len(self.futures), late, reason)
 
