@@ -208,7 +208,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
     made = Clock()
-    for module in ("_deadline", "_start.launch", "_lane.lane"):
+    for module in ("_world", "_start.launch", "_lane.lane"):
         monkeypatch.setattr(f"fairlead_workergroup.{module}.time", made)
     return made
 

@@ -56,10 +56,13 @@ class World(Protocol):
 class RealWorld:
     """The world of a driver."""
 
-    now = staticmethod(time.monotonic)
     lock = staticmethod(threading.Lock)
     event = staticmethod(threading.Event)
     thread = staticmethod(threading.get_ident)
+
+    def now(self) -> float:
+        """Return `time.monotonic()`."""
+        return time.monotonic()
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
         """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
