@@ -267,6 +267,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def simulate(session: nox.Session) -> None:
+    """Run a group in 10,000 orders of its steps, without Ray; `nox -s simulate -- --seed 7` replays one of them."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    with session.chdir(package("workergroup", "/tests")):
+        session.run("python", "-m", "simulation", *session.posargs, env={**RAY_ENV, "PYTHONHASHSEED": "0"})
+
+
+@nox.session
 def interop(session: nox.Session) -> None:
     """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
     extras = package("placement", "[metrics]"), package("workergroup", "[torch,otel]")

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A world in which one thread runs at a time, and a list of choices decides which one.
+
+Each task is a thread that holds a baton. Each operation of the seam is a point, where the task that runs picks the next
+one. Actors, deaths and other happenings are sources of events, which run inline, without a thread. Time is virtual: it
+advances when nothing can run.
+"""
+
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ray.exceptions import GetTimeoutError
+
+from fairlead_workergroup._world import replaced_by
+
+from .tasks import SimulatedEvent, SimulatedLock, SimulationError, Stop, Task
+
+# A run with more steps is a livelock.
+MOST_STEPS = 20_000
+# A task that runs longer than this between two points waits for something outside the seam.
+STUCK_S = 60.0
+# How long a task of a run that is over may take to end.
+STOP_S = 5.0
+# A task that catches `Stop` more often than this is left where it is.
+MOST_STOPS = 1000
+
+
+class Chooser(Protocol):
+    """Makes the choices of a run."""
+
+    def choose_next(self, options: Sequence[Any]) -> int:
+        """Return the position of the task or source that runs next; 0 lets the present task continue."""
+
+    def choose_value(self, count: int) -> int:
+        """Return a number below `count`."""
+
+
+class Source(Protocol):
+    """A source of events.
+
+    Attributes:
+        name: its name in the history.
+        due: the time at which it becomes ready, if nothing else makes it ready before.
+    """
+
+    name: str
+    due: float | None
+
+    def is_ready(self) -> bool:
+        """Return whether its next event can happen now."""
+
+    def step(self) -> None:
+        """Let its next event happen."""
+
+
+class Ref(Protocol):
+    """A reference to an object, which a worker makes."""
+
+    is_done: bool
+    has_failed: bool
+
+    def value(self) -> Any: ...
+
+
+class Moment(NamedTuple):
+    """A line of the history of a run."""
+
+    at: float
+    who: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at:8.3f}  {self.who:<14}  {self.what}"
+
+
+class OneTime:
+    """An event that happens once: at a moment, or at any moment from which on a condition holds."""
+
+    def __init__(self, name: str, act: Callable[[], object], is_ready: Callable[[], bool], due: float | None) -> None:
+        self.name = name
+        self.is_ready = is_ready
+        self.due = due
+        self._act = act
+
+    def step(self) -> None:
+        """Let it happen."""
+        self._act()
+
+
+class SimulatedWorld:
+    """The world of one run; see `fairlead_workergroup._world.World`.
+
+    Attributes:
+        current: the task that runs; None while an event happens.
+        is_over: whether the run is over, and its tasks only have to end.
+        failure: the first error of a task or an event.
+        history: everything that has happened.
+        choices: the choices of the run, by which it can be repeated.
+        interrupted: the tasks that got a KeyboardInterrupt.
+        invariants: called after each step; one that raises an error fails the run.
+    """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.current: Task | None = None
+        self.is_over: bool = False
+        self.failure: BaseException | None = None
+        self.history: list[Moment] = []
+        self.choices = bytearray()
+        self.steps = 0
+        self.interrupted: set[Task] = set()
+        self.invariants: list[Callable[[], object]] = []
+        self._chooser = chooser
+        self._stops = 0
+        self._now = 0.0
+        self._tasks: list[Task] = []
+        self._sources: list[Source] = []
+        self._numbers = itertools.count(1)
+        self._source: Source | None = None
+        # The tasks that may be interrupted: they have a point after an operation too, where its result can be lost.
+        self._fragile: set[str] = set()
+        self._main = threading.Lock()
+        self._main.acquire()
+
+    # The seam.
+
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self._now
+
+    def lock(self) -> SimulatedLock:
+        """Return a lock that is not held over waits."""
+        return SimulatedLock(self, self._name("lock"), over_waits=False, reentrant=False)
+
+    def mutex(self, *, reentrant: bool = False) -> SimulatedLock:
+        """Return a lock that may be held over waits; not part of the seam."""
+        return SimulatedLock(self, self._name("mutex"), over_waits=True, reentrant=reentrant)
+
+    def event(self) -> SimulatedEvent:
+        """Return an event that has not happened."""
+        return SimulatedEvent(self, self._name("event"))
+
+    def spawn(self, name: str, work: Callable[[], object]) -> None:
+        """Run a function as another task."""
+        self.start_task(name, work)
+        self.point(f"starts {name}")
+
+    def thread(self) -> int:
+        """Return the number of the present task."""
+        return 0 if self.current is None else self.current.number
+
+    def wait(
+        self, refs: Sequence[Any], *, num_returns: int, timeout: float | None, fetch_local: bool = True
+    ) -> tuple[list[Any], list[Any]]:
+        """Wait as `ray.wait` does."""
+        if not 0 < num_returns <= len(refs):
+            raise ValueError(f"num_returns={num_returns} with {len(refs)} references")
+        what = f"waits for {num_returns} of {len(refs)} answers"
+        self.wait_for(what, lambda: sum(1 for ref in refs if ref.is_done) >= num_returns, timeout)
+        ready = [ref for ref in refs if ref.is_done][:num_returns]
+        chosen = set(ready)
+        return ready, [ref for ref in refs if ref not in chosen]
+
+    def get(self, refs: Sequence[Any], *, timeout: float | None) -> list[Any]:
+        """Return values, or raise the first error, as `ray.get` does."""
+
+        def is_enough() -> bool:
+            return all(ref.is_done for ref in refs) or any(ref.has_failed for ref in refs)
+
+        self.wait_for(f"gets {len(refs)} answers", is_enough, timeout)
+        for ref in refs:
+            if ref.has_failed:
+                ref.value()
+        if not all(ref.is_done for ref in refs):
+            raise GetTimeoutError(f"Get timed out: some object(s) not ready after {timeout} s.")
+        return [ref.value() for ref in refs]
+
+    # What scripts, pretended actors and invariants use.
+
+    @property
+    def who(self) -> str:
+        """The name of the task or the source that runs."""
+        if self._source is not None:
+            return self._source.name
+        return "nobody" if self.current is None else self.current.name
+
+    def choose(self, count: int) -> int:
+        """Return a number below `count`, as the choices say."""
+        if count == 1:
+            return 0
+        chosen = self._chooser.choose_value(count)
+        self.choices.append(chosen)
+        return chosen
+
+    def note(self, what: str) -> None:
+        """Add a line to the history."""
+        self.history.append(Moment(self._now, self.who, what))
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Let the run fail with this error, even if a caller catches it; return the error."""
+        self.failure = self.failure or error
+        return error
+
+    def check_unlocked(self, what: str) -> None:
+        """Fail the run if the present task holds a lock."""
+        held = [] if self.current is None else [lock.name for lock in self.current.held if not lock.over_waits]
+        if held:
+            raise self.fail(SimulationError(f"lock held: {self.who} {what} while it holds {', '.join(held)}"))
+
+    def add(self, *sources: Source) -> None:
+        """Add sources of events."""
+        self._sources.extend(sources)
+
+    def remove(self, source: Source) -> None:
+        """Remove a source of events."""
+        self._sources.remove(source)
+
+    def add_fault(self, name: str, act: Callable[[], object], when: Callable[[], bool] = lambda: True) -> None:
+        """Let something happen once, at any moment at which a condition holds."""
+        self._add_once(name, act, when, None)
+
+    def add_timer(self, name: str, seconds: float, act: Callable[[], object]) -> None:
+        """Let something happen after some seconds of virtual time."""
+        due = self._now + seconds
+        self._add_once(name, act, lambda: self._now >= due, due)
+
+    def start_task(self, name: str, work: Callable[[], object]) -> Task:
+        """Run a function as another task; unlike `spawn`, this is not a point."""
+        task = Task(self, next(self._numbers), name, work)
+        self._tasks.append(task)
+        return task
+
+    def join(self, tasks: Iterable[Task]) -> None:
+        """Wait until other tasks have ended."""
+        tasks = list(tasks)
+        self.wait_for(f"joins {', '.join(task.name for task in tasks)}", lambda: all(task.is_done for task in tasks))
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self.wait_for(f"sleeps {seconds:g} s", lambda: False, seconds)
+
+    def press_ctrl_c(self, name: str) -> None:
+        """Interrupt the tasks of this name at any point of theirs, whether they wait there or not."""
+        self._fragile.add(name)
+
+        def find() -> list[Task]:
+            return [task for task in self._tasks if task.name == name and not task.interrupted]
+
+        def interrupt() -> None:
+            (task, *_) = find()
+            task.interrupted = True
+            self.interrupted.add(task)
+
+        self.add_fault(f"Ctrl-C in {name}", interrupt, lambda: bool(find()))
+
+    def wait_for(self, what: str, is_ready: Callable[[], object], timeout: float | None = None) -> None:
+        """Wait until a condition holds, or for some seconds of virtual time."""
+        if timeout is not None and timeout <= 0:
+            self.point(what)
+            return
+        if self.current is not None and self.current.held:
+            self.check_unlocked(what)
+        self.point(what, is_ready, None if timeout is None else self._now + timeout)
+
+    def point(self, what: str, is_ready: Callable[[], object] | None = None, due: float | None = None) -> None:
+        """Let another task run, or an event happen, before the present task continues.
+
+        Args:
+            what: what the task does when it continues.
+            is_ready: returns whether it can continue; None if it can.
+            due: the time at which it continues at the latest.
+        """
+        if self.is_over:
+            self._stops += 1
+            if self._stops > MOST_STOPS:
+                threading.Event().wait()
+            raise Stop
+        me = self.current
+        if me is None:  # an event happens
+            if is_ready is not None and not is_ready():
+                raise self.fail(SimulationError(f"event waits: {self.who} {what}"))
+            return
+        me.waits_for, me.is_ready, me.due = what, is_ready, due
+        chosen = self._pick()
+        if chosen is not me:
+            self._hand_over(chosen)
+            me.turn.acquire()
+            if self.is_over:
+                raise Stop
+            self.current = me
+        me.is_ready = me.due = None
+        if me.interrupted:
+            me.interrupted = False
+            self.history.append(Moment(self._now, me.name, f"is interrupted where it {what}"))
+            raise KeyboardInterrupt
+        self.history.append(Moment(self._now, me.name, what))
+
+    def after(self, what: str) -> None:
+        """Be a point after an operation whose result an interrupt would lose."""
+        if self.current is not None and self.current.name in self._fragile:
+            self.point(what)
+
+    # The run.
+
+    def run(self, script: Callable[["SimulatedWorld"], object]) -> None:
+        """Run a script as the task `main`, until all tasks have ended.
+
+        Raises:
+            BaseException: the first error of a task or an event.
+        """
+        with replaced_by(self):
+            self.start_task("main", lambda: script(self))
+            self._hand_over(self._pick())
+            if not self._main.acquire(timeout=STUCK_S):
+                self.failure = SimulationError(f"outside the seam: {self._describe_stuck()}")
+            self.is_over = True
+            for task in self._tasks[:]:
+                task.turn.release()
+                task.ended.acquire(timeout=STOP_S)
+        if self.failure is not None:
+            raise self.failure
+
+    def end_task(self, task: Task) -> None:
+        """Let another task run, because this one has ended."""
+        task.is_done = True
+        if not self.is_over:
+            self._tasks.remove(task)
+            self._hand_over(self._pick())
+
+    def _hand_over(self, task: Task | None) -> None:
+        (self._main if task is None else task.turn).release()
+
+    def _pick(self) -> Task | None:
+        """Let events happen until a task is chosen; return None at the end of the run."""
+        while self._tasks:
+            if self.invariants:
+                self._check_invariants()
+            if self.failure is not None:
+                break
+            options = self._options()
+            if not options:
+                self._advance()
+                continue
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                self.fail(SimulationError(f"livelock: the run has more than {MOST_STEPS} steps"))
+                break
+            at = 0
+            if len(options) > 1:
+                at = self._chooser.choose_next(options)
+                self.choices.append(at)
+            chosen = options[at]
+            if type(chosen) is Task:
+                return chosen
+            self._let_happen(chosen)
+        return None
+
+    def _check_invariants(self) -> None:
+        try:
+            for check in self.invariants:
+                check()
+        except Exception as error:  # noqa: BLE001  the run raises it
+            self.fail(error)
+
+    def _options(self) -> list[Any]:
+        """Return the tasks and sources that can run now, the present task first."""
+        now, me, options = self._now, self.current, list[Any]()
+        for task in self._tasks:
+            ready = task.is_ready
+            if ready is None or task.interrupted or (task.due is not None and task.due <= now) or ready():
+                if task is me:
+                    options.insert(0, task)
+                else:
+                    options.append(task)
+        options += [source for source in self._sources if source.is_ready()]
+        return options
+
+    def _let_happen(self, source: Source) -> None:
+        me, self.current, self._source = self.current, None, source
+        try:
+            source.step()
+        except BaseException as error:  # noqa: BLE001  the run raises it
+            self.fail(error)
+        finally:
+            self.current, self._source = me, None
+
+    def _add_once(self, name: str, act: Callable[[], object], when: Callable[[], bool], due: float | None) -> None:
+        def act_once() -> None:
+            self._sources.remove(source)
+            self.note("happens")
+            act()
+
+        source = OneTime(name, act_once, when, due)
+        self._sources.append(source)
+
+    def _advance(self) -> None:
+        """Let virtual time pass until something can run."""
+        moments = [one.due for one in (*self._tasks, *self._sources) if one.due is not None]
+        later = min(moments, default=self._now)
+        if later <= self._now:
+            waiting = "; ".join(f"{task.name} {task.waits_for}" for task in self._tasks)
+            self.fail(SimulationError(f"deadlock: {waiting}"))
+        self._now = later
+
+    def _name(self, kind: str) -> str:
+        """Return the name of a lock or an event: the module, the line and a number."""
+        frame: Any = sys._getframe(2)
+        while frame.f_code.co_filename == "<string>":  # of a dataclass
+            frame = frame.f_back
+        place = f"{frame.f_globals.get('__name__', '?').rpartition('.')[2]}:{frame.f_lineno}"
+        return f"{kind} {next(self._numbers)} ({place})"
+
+    def _describe_stuck(self) -> str:
+        """Return where the task is that has the baton and does not come to a point."""
+        frames = sys._current_frames()
+        if self.current is None or (frame := frames.get(self.current.thread.ident)) is None:
+            return "an event does not end"
+        trace = "".join(traceback.format_stack(frame))
+        return f"{self.current.name} has not come to a point of the seam within {STUCK_S:g} s:\n{trace}"
