@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped code of calls on pretended actors: a sender, and calls that it sends."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._calls.execution import Execution
+from fairlead_workergroup._calls.plan import CallOptions
+from fairlead_workergroup._calls.sender import Order, Request, Sender
+from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._lifecycle.restart import RestartPolicy
+from fairlead_workergroup._membership.model import Place, Started
+from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._observe.failures import Verdicts
+from fairlead_workergroup._observe.statistics import Counters
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._start.worker_class import Method
+
+from .ray import PretendedRay
+from .scheduler import SimulatedWorld
+from .seam import NoLog
+
+
+def make_places(ray: PretendedRay, each: int) -> list[Place]:
+    """Return the places of workers, some on each node."""
+    slots = [
+        Slot(
+            placement_group=SimpleNamespace(id=node_id.encode()),
+            bundle_index=at,
+            node_idx=number,
+            node_id=node_id,
+            node_ip=node.ip,
+            node_rank=number,
+            local_rank=at,
+        )
+        for number, (node_id, node) in enumerate(ray.nodes.items())
+        for at in range(each)
+    ]
+    return lay_out(slots, prefix="simulated")
+
+
+def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: int = 0) -> list[Started]:
+    """Start a worker in each place."""
+    handles = [ray.create(place.slot.node_id) for place in places]
+    facts = [{"rank": place.rank, "epoch": epoch, "world_size": len(places), "env": {}} for place in places]
+    refs = [handle._fairlead_start.remote(one, [], [], {}) for handle, one in zip(handles, facts, strict=True)]
+    answers = world.get(refs, timeout=None)
+    return [
+        Started(handle, place, replace(place.process({"dp": place.rank}), pid=answer["pid"], started=answer["started"]))
+        for handle, place, answer in zip(handles, places, answers, strict=True)
+    ]
+
+
+def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> Sender:
+    """Return the sender of a group whose workers have started, and which does not restart them."""
+    places = make_places(ray, each)
+    roster = Roster("simulated", places, NamedSharding.from_shape(dp=len(places)))
+    roster.record_start(start(world, ray, places), epoch=0)
+    restarter: Any = SimpleNamespace(
+        turn=world.mutex(reentrant=True),
+        began=None,
+        policy=RestartPolicy(on_failure=False, max_restarts=3, scope="worker"),
+        remedy=lambda lost: "",
+        describe_wait=lambda: "Other calls were being sent.",
+    )
+    launcher: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+    log: Any = NoLog()
+    return Sender(roster, launcher, restarter, Verdicts(roster, None), Counters(), log, lambda error: None, None)
+
+
+def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:
+    """Call a method on all workers."""
+    now = sender.roster.snapshot()
+    ranks = range(len(now.members))
+    requests = [Request(name, list(args), {}) for _ in ranks]
+    deadline = Deadline.after(timeout)
+    order = Order(Method(name, "plain", None), ranks, requests, world.now(), deadline, {}, (), now.sharding)
+    # Held while a call is repeated, which waits.
+    repeating: Any = world.mutex()
+    return Execution(sender, None, order, sender.send(order), list(ranks), CallOptions(), _repeating=repeating)
