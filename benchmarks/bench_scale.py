@@ -74,7 +74,7 @@ def simulated_rows() -> Iterator[Row]:
         add=lambda plan, actor: actors.update({plan.place.rank: actor}),
     )
     started = [actors[rank]._fairlead_start.remote({"rank": rank}, [], [], {}) for rank in range(count)]
-    wait_started(started, plans, name="sim", timeout_s=600.0, clock=clock)
+    wait_started(started, plans, name="sim", timeout_s=600.0, clock=clock, check=lambda: None)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
 
     each, most = planned_cpu / count, head.most_waiting
@@ -99,7 +99,8 @@ def simulated_rows() -> Iterator[Row]:
     roster = Roster("sim", places, sharding)
     pid, tick = agents.process
     here = [replace(plan.process, pid=pid, started=tick) for plan in plans]
-    roster.record_start([Started(actors[one.rank], places[one.rank], one) for one in here], epoch=0)
+    started = [Started(actors[one.rank], places[one.rank], one) for one in here]
+    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
 
     yield from _call_rows(sharding, roster.snapshot().members)
 

@@ -20,6 +20,7 @@ from ._calls.classic import ClassicCalls
 from ._calls.hooks import Hooks
 from ._calls.lane import open_lane, serving_handles
 from ._calls.map import MapOptions, Strategy
+from ._calls.overlapping import OverlappingCalls
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
 from ._calls.sender import Sender
@@ -27,19 +28,23 @@ from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
 from ._display import table_html
+from ._elastic.axis import find_elastic_axis
 from ._elastic.drain import DrainWatch
-from ._elastic.replace import Replacer
-from ._elastic.resize import Resizer
+from ._elastic.replace import Replace, check_members, check_ranks
+from ._elastic.resize import Resize, check_caller, check_resize
 from ._handle import GroupHandle, GroupIdentity, attach
 from ._inspect.groups import find_own_group
 from ._inspect.observed import ObservedGroup
 from ._inspect.timeline import read_timeline
 from ._inspect.trace import TraceSaver
+from ._lifecycle.crew import Crew
+from ._lifecycle.delivery import Delivery
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
-from ._lifecycle.restart import Restarter, RestartPolicy
 from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
+from ._membership.machine import Membership
+from ._membership.operations import Restart, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.failures import Verdicts
 from ._observe.memory import MemoryLimit, parse_memory
@@ -154,7 +159,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
-        hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s))
+        if on_handover is not None and on_restart is None:
+            raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
         if on_drain not in (None, "replace"):
             raise ValueError(f"on_drain must be 'replace' or None, got {on_drain!r}")
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
@@ -194,37 +200,40 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             start_timeout_s=float(start_timeout_s),
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
-        self._teardown = Teardown(self._launcher, self._watches)
         self._standbys = Standbys(self._launcher, standby)
-        restarter = Restarter(self._launcher, verdicts, policy, self._standbys, slots)
-        self._sender = Sender(
+        overlapping = OverlappingCalls()
+        delivery = Delivery(self._launcher, overlapping.wait)
+        hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s), delivery)
+        crew = Crew(self._launcher, self._standbys, verdicts, policy, slots)
+        self._membership = Membership(self._roster, crew, delivery, hooks)
+        self._teardown = Teardown(self._launcher, self._membership, self._watches)
+        self._sender = hooks.sender = Sender(
             self._roster,
             self._launcher,
-            restarter,
+            self._membership,
             verdicts,
             self._counters,
             RequestLog(token),
             save_trace=TraceSaver(self._read_timeline).save_for,
             call_timeout_s=call_timeout_s,
+            overlapping=overlapping,
         )
         sharding = self.sharding_annotations
         self._own_target = Target(self._sender, Mesh(sharding), sharding, map_options)
-        restarter.methods = hooks.methods(self._sender)
         self._classic_futures = ClassicFutures(self._sender)
-        self._resizer = Resizer(self._sender, self._launcher)
-        self._replacer = Replacer(self._sender, self._launcher, self._standbys)
+        # Of the mesh that the group is made with: with size 1, another axis would look as slow.
+        self._elastic_axis = find_elastic_axis(sharding)
         self._resources.claim_slots([place.slot for place in places])
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._launcher.prepare(places)
-            hooks.check(self._sender)
+            hooks.check()
             self._standbys.reserve(slots)
             self._launcher.store()
-            self._launcher.start(range(self.world_size), epoch=0)
+            self._membership.change(Start())
             self._start_report = clock.report(self.name_prefix)
-            self._standbys.fill()
             if on_drain is not None:
-                watch = DrainWatch(self, self._roster, self._replacer.evacuate)
+                watch = DrainWatch(self, self._roster, self._membership, self._launcher.spec.start_timeout_s)
                 self._resources.start_thread("fairlead-drain", watch.run)
         except BaseException:
             self.shutdown(force=True)
@@ -379,7 +388,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
                 "start-failed"). Dead workers stay dead, and you can try again.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return self._sender.restart()
+        return sorted(self._membership.change(Restart()).ranks)
 
     def resize(self, /, *, slots: Sequence[Slot] | None = None, timeout: float | None = None, **sizes: int) -> int:
         """Change the number of workers along the slowest-varying axis: `group.resize(dp=6)`.
@@ -411,7 +420,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerFailureError: a lost worker that stays cannot be restarted.
             WorkerGroupError: the group, or its Ray, has been shut down; or this process is one of its workers.
         """
-        return self._resizer.resize(sizes, slots, check_timeout("timeout", timeout))
+        check_timeout("timeout", timeout)
+        check_caller(self._launcher.spec.token)
+        check_resize(self._roster.check_alive(), self._elastic_axis, sizes, slots)
+        ((axis, size),) = sizes.items()
+        self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
+        return self.epoch
 
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
@@ -424,7 +438,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Args:
             ranks: the ranks.
-            timeout: the seconds that the preparation and the calls before may take; None for `start_timeout_s`.
+            timeout: the seconds that the preparation, the calls before and `on_handover` may take; None for
+                `start_timeout_s`. The constructors and `on_restart` of the new workers have as much time again.
 
         Returns:
             The epoch of the group.
@@ -438,7 +453,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerGroupError: the group, or its Ray, has been shut down.
             Exception: what `on_handover` raised. Nothing has changed.
         """
-        return self._replacer.replace(ranks, check_timeout("timeout", timeout))
+        check_timeout("timeout", timeout)
+        wanted = check_ranks(ranks)
+        check_members(wanted, self._roster.check_alive())
+        self._standbys.check_alike("replace")
+        self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
+        return self.epoch
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.

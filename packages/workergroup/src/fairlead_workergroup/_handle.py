@@ -30,8 +30,9 @@ from ._inspect.groups import (
 )
 from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver
-from ._lifecycle.restart import RestartPolicy
+from ._membership.gate import Gate
 from ._membership.model import Member, Place
+from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
 from ._observe.failures import Verdicts
 from ._observe.observer import STUCK_AFTER_S, check_seconds
@@ -223,13 +224,12 @@ class _Described:
     worker_class: WorkerClass
 
 
-class _NoRestarts:
-    """What stands in place of the restarter of the process that made the group: it restarts nothing."""
+class _NoChanges:
+    """What stands in place of the membership in the process that made the group: it changes nothing."""
 
     def __init__(self) -> None:
         self.policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
-        self.turn = threading.RLock()
-        self.began: float | None = None
+        self.gate = Gate()
 
     def describe_wait(self) -> str:
         return "Other calls of this process were being sent. Make the call again."
@@ -312,11 +312,11 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
         return read_timeline(identity.read(within_s=SETTLED_S))
 
     described: Any = _Described(WorkerClass.from_dict(group.methods))
-    no_restarts: Any = _NoRestarts()
+    no_changes: Any = _NoChanges()
     sender = _ClientSender(
         roster,
         described,
-        no_restarts,
+        no_changes,
         Verdicts(roster, None),
         Counters(),
         # Readers of the timeline find the calls of the process that made the group by the id alone.

@@ -26,13 +26,19 @@ class Event(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
+class Lock(AbstractContextManager[Any], Protocol):
+    """What `threading.Lock` offers in a `with` statement."""
+
+    def locked(self) -> bool: ...
+
+
 class World(Protocol):
     """Everything that lets one thread run before another one, or takes time."""
 
     def now(self) -> float:
         """Return the time in seconds, which only grows."""
 
-    def lock(self) -> AbstractContextManager[Any]:
+    def lock(self) -> Lock:
         """Return a lock that one thread at a time holds, for a time without waits."""
 
     def event(self) -> Event:

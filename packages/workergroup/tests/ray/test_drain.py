@@ -90,7 +90,6 @@ class Slow(Worker):
         return self.state
 
 
-@pytest.mark.xfail(strict=True, reason="b 1.1, b 1.2: survivors keep their places and the old master when a rank moves")
 def test_facts_after_a_move(cluster):
     """When rank 0 has moved to another node, all ranks know their present places and the present master."""
     with RayWorkerGroup(cluster[0], Worker, workers_per_node=[2, 1, 0]) as group:
@@ -180,7 +179,6 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
             group.resize(worker=5)
 
 
-@pytest.mark.xfail(strict=True, reason="b 2.3: a handover has the time of a start, whatever is left of the notice")
 def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventually):
     """A worker that has not handed over when its node ends is replaced without a handover."""
     (reserved, _, first, _), (_, draining) = cluster, ends

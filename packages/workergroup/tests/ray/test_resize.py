@@ -26,7 +26,6 @@ from fairlead_workergroup import (
     current_worker,
 )
 from fairlead_workergroup._display import Bar
-from fairlead_workergroup._elastic import resize as resizes
 from fairlead_workergroup._inspect.groups import find_groups
 from fairlead_workergroup._lifecycle import delivery, launcher
 from fairlead_workergroup._observe import memory, query
@@ -45,7 +44,7 @@ class Worker:
             raise OSError("no room")
 
     def set_up(self):
-        self.seen.append(self.process())
+        self.seen.append(self.facts())
         gate = os.environ.get("GATE", "")
         rank = current_worker().rank
         if os.path.exists(f"{gate}.fail{rank}"):
@@ -433,13 +432,13 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
 
 def test_two_resizes_at_once(cluster, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
-    waits, wait_until_idle = threading.Event(), resizes.wait_until_idle
+    waits, quiesce = threading.Event(), delivery.Delivery.quiesce
 
     def note_and_wait(*args, **options):
         waits.set()
-        wait_until_idle(*args, **options)
+        return quiesce(*args, **options)
 
-    monkeypatch.setattr(resizes, "wait_until_idle", note_and_wait)
+    monkeypatch.setattr(delivery.Delivery, "quiesce", note_and_wait)
     with make(cluster) as group:
         held = group.call("wait_for", gate)
         first = threading.Thread(target=group.resize, kwargs={"dp": 3})

@@ -224,7 +224,7 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
         assert group.restart_failed_workers() == [0]
         assert eventually(lambda: group.standby == 1)
         bundles = [one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)]
-        assert (group.call("facts", collect=()).result()[0], bundles) == (0, [1, 0])
+        assert (group.call("facts", collect=()).result()[0], sorted(bundles)) == (0, [0, 1])
 
 
 def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
@@ -255,7 +255,6 @@ def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
         assert ended.result(timeout=60)
 
 
-@pytest.mark.xfail(strict=True, reason="b 2.1: on_restart runs first without and then with what was handed over")
 def test_replace_with_a_collective(cluster, tmp_path):
     """With scope "group" all ranks run `on_restart` at the same time, those that get a handed-over value too."""
     options = {"on_handover": "save", "on_restart": "meet", "env_vars": {"FOLDER": str(tmp_path)}}
@@ -264,7 +263,6 @@ def test_replace_with_a_collective(cluster, tmp_path):
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
 
 
-@pytest.mark.xfail(strict=True, reason="b 2.2: a resize starts only the lost ranks again, whatever the restart scope")
 def test_resize_after_a_loss_with_group_scope(cluster):
     """A resize restarts the ranks that `restart_failed_workers` would restart: with scope "group" all of them."""
     builder = RayWorkerBuilder(Worker, "new")
@@ -275,7 +273,6 @@ def test_resize_after_a_loss_with_group_scope(cluster):
         assert states == [(1, None), (1, None), (0, "new")]
 
 
-@pytest.mark.xfail(strict=True, reason="b 2.4: the timeout of a replacement does not bound on_handover and on_restart")
 @pytest.mark.parametrize("late", ["on_handover", "on_restart"])
 def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, late):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""

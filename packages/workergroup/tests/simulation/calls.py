@@ -5,13 +5,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from fairlead_workergroup._lifecycle.restart import RestartPolicy
+
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._calls.plan import CallOptions
 from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._deadline import Deadline
-from fairlead_workergroup._lifecycle.restart import RestartPolicy
 from fairlead_workergroup._membership.model import Place, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.failures import Verdicts

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes that tests without Ray share."""
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.phases import Phase
 
 from ..lanes import Group, open_group
 
@@ -27,7 +29,11 @@ def sender(monkeypatch):
         return SimpleNamespace(holders=1, detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
 
     monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
-    roster = SimpleNamespace(connected=True, ending=False, detour=None)
-    roster.check_alive = lambda: SimpleNamespace(members=[SimpleNamespace(slot=None, failure=None)])
-    restarter = SimpleNamespace(turn=threading.RLock(), describe_wait=lambda advice: f"A restart goes on. {advice}")
-    return SimpleNamespace(roster=roster, lane=None, restarter=restarter, opens=lambda _: None)
+    now = SimpleNamespace(
+        members=[SimpleNamespace(slot=None, failure=None)], sharding=None, is_broken=False, ended=False
+    )
+    roster = SimpleNamespace(connected=True, ending=False, detour=None, check_alive=lambda: now, snapshot=lambda: now)
+    membership = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
+    membership._phase = Phase.SERVING
+    membership.describe_wait = lambda advice="": f"A restart goes on. {advice}"
+    return SimpleNamespace(roster=roster, lane=None, membership=membership, opens=lambda _: None)

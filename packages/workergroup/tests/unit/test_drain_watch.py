@@ -39,16 +39,16 @@ def watch(monkeypatch):
         monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
         group, roster, calls, called = Group(), Roster(), [], threading.Event()
 
-        def replace(ranks, timeout):
+        def change(operation, deadline):
             clock.now += takes_s
-            calls.append((ranks, timeout))
+            calls.append((list(operation.ranks), operation.end.left()))
             ends.clear()
             roster.is_over = error is not None
             called.set()
             if error is not None:
                 raise error
 
-        watching = threading.Thread(target=drain.DrainWatch(group, roster, replace).run)
+        watching = threading.Thread(target=drain.DrainWatch(group, roster, SimpleNamespace(change=change), 60.0).run)
         watching.start()
         assert called.wait(30)
         roster.end_begun.set()

@@ -1,116 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time that the parts of a replacement have when a node is about to end, without Ray."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
+from ray.util.placement_group import PlacementGroup
 
-from fairlead_workergroup._elastic import replace
-from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._elastic.replace import Replace
+from fairlead_workergroup._membership import steps
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.model import Started
+from fairlead_workergroup._membership.operations import RestartPolicy, Start
+from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup.exceptions import LateWorker
 
 START_S = 120.0
 
 
 def make_slot(node_id, index):
-    return SimpleNamespace(node_id=node_id, node_idx=node_id, bundle_index=index)
+    return Slot(
+        placement_group=PlacementGroup.empty(),
+        bundle_index=index,
+        node_idx=0,
+        node_id=node_id,
+        node_ip=node_id,
+        node_rank=0,
+        local_rank=index,
+    )
 
 
-class Roster:
-    """Two ranks on one node."""
+class Crew:
+    """Two workers that start at once, of which rank 0 is busy; it notes what happens."""
+
+    policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
+
+    def __init__(self, roster, room):
+        self.roster, self.room, self.left, self.moved = roster, room, {}, []
+
+    def find_lost(self):
+        return {}
+
+    def check_alike(self, what):
+        pass
+
+    def acquire(self, before, plan, undo, deadline):
+        self.left["start"] = deadline.left()
+        return SimpleNamespace(places=before.places, moved=plan.move[: self.room])
+
+    def start(self, staged, ranks, undo, deadline, check):
+        self.moved.append(list(ranks))
+        made = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "00"))
+        now = self.roster.snapshot()
+        return [Started(made, staged.places[rank], now.processes[rank]) for rank in ranks]
+
+    def facts(self, staged):
+        return [SimpleNamespace(since=lambda before: {}) for _ in staged.places]
+
+    def end(self, ranks):
+        return []
+
+    commit = settle = end
+
+
+class Requests:
+    """The requests to the workers, and the methods of the user."""
+
+    timeout_s = START_S
 
     def __init__(self):
-        slots = [make_slot("a", rank) for rank in range(2)]
-        members = [SimpleNamespace(rank=rank, slot=slot, place=None) for rank, slot in enumerate(slots)]
-        self.now = SimpleNamespace(members=members, is_broken=False, epoch=0)
-        self.name_prefix, self.report = "policy", lambda change: None
+        self.left, self.values = {}, {}
 
-    def snapshot(self):
-        return Snapshot(self.now)
+    def quiesce(self, members, deadline, check, *, all_calls):
+        self.left["idle"] = deadline.left()
+        return (LateWorker(0, {}, "a", 7, "step", 1.0),)
 
-    check_alive = snapshot
+    def send_facts(self, member, changes, deadline, *, alone):
+        pass
 
+    def on_restart(self, ranks, values, deadline):
+        self.values = values
+        return []
 
-class Snapshot(SimpleNamespace):
-    """The members, by rank."""
-
-    def __init__(self, now):
-        super().__init__(**vars(now))
-
-    def __getitem__(self, rank):
-        return self.members[rank]
+    def hand_over(self, ranks, deadline, check, *, give_up):
+        return {rank: f"state of {rank}" for rank in ranks}
 
 
 @pytest.fixture
-def evacuate(monkeypatch):
+def evacuate():
     """Return a function that replaces two workers, of which rank 0 is busy; it returns what happened."""
 
     def run(notice_s, room=2):
-        left, moved = {}, []
-
-        def start_in(slots, deadline):
-            left["start"] = deadline.left()
-            return [SimpleNamespace(number=-1 - index) for index, _ in enumerate(slots)]
-
-        def wait_until_idle(operation, members, **_):
-            left["idle"] = operation.deadline.left()
-            raise ResizeTimeoutError(operation.what, 1.0, [LateWorker(0, {}, "a", 7, "step", 1.0)], "")
-
-        def on_handover(ranks):
-            return {rank: f"state of {rank}" for rank in ranks}
-
-        monkeypatch.setattr(replace, "wait_until_idle", wait_until_idle)
-        roster = Roster()
-        free = [make_slot("b", index) for index in range(room)]
-        restarter = SimpleNamespace(
-            change=lambda *_: contextlib.nullcontext(),
-            take_turn=lambda *_: contextlib.nullcontext(),
-            find_lost=dict,
-            replace=lambda ranks, use, values: moved.append((ranks, sorted(use()), values)),
-            methods=SimpleNamespace(on_handover=on_handover),
-        )
-        resources = SimpleNamespace(claim_free=lambda slots, count, partly: slots[:count])
-        spec = SimpleNamespace(start_timeout_s=START_S, slots=lambda: free, concurrent=False)
-        standbys = SimpleNamespace(
-            check_alike=lambda what: None,
-            check_slots=lambda slots: None,
-            take=lambda places: {},
-            give_back=lambda standbys: None,
-            start_in=start_in,
-        )
-        sender = SimpleNamespace(restarter=restarter, roster=roster)
-        launcher = SimpleNamespace(spec=spec, resources=resources)
-        replace.Replacer(sender, launcher, standbys).evacuate([0, 1], notice_s)
-        return left, moved
+        places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
+        roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
+        crew = Crew(roster, room)
+        membership = Membership(roster, crew, requests, requests)
+        membership.change(Start())
+        crew.moved.clear()
+        operation = Replace((0, 1), Deadline.after(notice_s), partly=True)
+        membership.change(operation, Deadline.after(START_S))
+        return {**crew.left, **requests.left}, crew.moved, requests.values
 
     return run
 
 
 def test_idle_ranks_hand_over_within_the_notice(evacuate):
     """A busy rank has half of the notice, so that the others have the other half for their handover."""
-    left, moved = evacuate(100.0)
+    left, moved, values = evacuate(100.0)
     assert 40 < left["idle"] <= 50
-    assert moved == [([0, 1], [0, 1], {1: "state of 1"})]
+    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
 
 
 @pytest.mark.parametrize("notice_s", [3.0, 0.01])
 def test_short_notice(evacuate, notice_s):
     """Processes take their time to start, also when the node ends meanwhile, and an idle rank is still asked."""
-    left, moved = evacuate(notice_s)
+    left, moved, values = evacuate(notice_s)
     assert START_S - 20 < left["start"] <= START_S
-    assert 0 < left["idle"] <= replace.IDLE_S
-    assert moved == [([0, 1], [0, 1], {1: "state of 1"})]
+    assert 0 < left["idle"] <= steps.IDLE_S
+    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
 
 
 def test_no_notice(evacuate):
     """Without a time, the calls before may take as long as in any replacement."""
-    left, _ = evacuate(None)
+    left, *_ = evacuate(None)
     assert START_S - 20 < left["idle"] <= left["start"] <= START_S
 
 
 def test_room_for_some(evacuate):
-    """An evacuation moves as many ranks as there is room for, and is refused only if there is none."""
-    _, moved = evacuate(None, room=1)
-    assert [ranks for ranks, *_ in moved] == [[0]]
-    with pytest.raises(ValueError, match="there are 0 that can be used"):
-        evacuate(None, room=0)
+    """An evacuation moves as many ranks as there is room for."""
+    _, moved, _ = evacuate(None, room=1)
+    assert moved == [[0]]

@@ -22,6 +22,8 @@ from fairlead_workergroup._calls.lane import open_lane
 from fairlead_workergroup._calls.plan import CallOptions
 from fairlead_workergroup._calls.sender import Order, Request, Sender, Sent
 from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.operations import Route
 
 from ..interrupts import interrupt_everywhere
 from ..lanes import Handle, Resources
@@ -179,15 +181,16 @@ class TestTurns:
     def whole_sender(self, sender):
         """Return a sender whose calls are sent to nobody."""
         member = SimpleNamespace(method=lambda name: SimpleNamespace(remote=lambda *args, **kwargs: object()))
-        now = SimpleNamespace(lost=(), sharding=None, members=[member], epoch=0, has=lambda ranks: True)
+        now = SimpleNamespace(
+            lost=(), sharding=None, members=[member], epoch=0, is_broken=False, ended=False, has=lambda ranks: True
+        )
         sender.roster.check_alive = lambda: now
         sender.roster.direct = lambda ranks: contextlib.nullcontext()
         sender.roster.snapshot = lambda: now
         sender.roster.check_connected = lambda: None
-        sender.restarter.policy = SimpleNamespace(on_failure=False)
         launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
         counters, log = SimpleNamespace(add=lambda **counts: None), SimpleNamespace(begin=lambda *entry: 0)
-        return Sender(sender.roster, launcher, sender.restarter, None, counters, log, lambda error: None, None)
+        return Sender(sender.roster, launcher, sender.membership, None, counters, log, lambda error: None, None)
 
     @pytest.fixture
     def order(self) -> Order:
@@ -195,32 +198,32 @@ class TestTurns:
         method = SimpleNamespace(name="echo", result="value")
         return Order(method, [0], [Request("echo", [], {})], 0.0, Deadline(), {}, ())
 
-    def _is_free(self, turn: threading.RLock) -> bool:
-        return turn.acquire(blocking=False) and not turn.release()
+    def _is_free(self, membership: Membership) -> bool:
+        """Return whether this thread can make a call, and change the group."""
+        deadline = Deadline.after(20)
+        is_open = membership.gate.run(lambda: True, deadline)
+        return is_open and membership.begin(Route("nothing", lambda gate: None)).wait(deadline)
 
-    @pytest.mark.xfail(strict=True, reason="a 4: Ctrl-C between taking the turn and the block that gives it back")
     def test_sending(self, whole_sender, order, other):
         """After Ctrl-C at any moment of a call another thread can make one."""
 
         def send():
             with contextlib.suppress(KeyboardInterrupt):
                 whole_sender.send(order)
-            assert other.submit(self._is_free, whole_sender.restarter.turn).result(60)
+            assert other.submit(self._is_free, whole_sender.membership).result(60)
 
-        assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py")
+        assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py", "_membership/gate.py")
 
-    @pytest.mark.xfail(strict=True, reason="a 4: Ctrl-C between taking the turn and the block that gives it back")
     def test_opening_and_closing(self, sender, other):
         """After Ctrl-C at any moment at which a lane opens or closes another thread can make a call."""
 
         def open_and_close():
             with contextlib.suppress(KeyboardInterrupt), open_lane(sender, Resources(), 5):
                 pass
-            assert other.submit(self._is_free, sender.restarter.turn).result(60)
+            assert other.submit(self._is_free, sender.membership).result(60)
 
         assert interrupt_everywhere(open_and_close, signal.SIGINT, "_calls/lane.py")
 
-    @pytest.mark.xfail(strict=True, reason="a 4: Ctrl-C between taking a lock and the block that gives it back")
     def test_repeating(self, whole_sender, order, other):
         """After Ctrl-C at any moment at which a call is repeated another thread can wait for the call."""
         execution = Execution(whole_sender, None, order, Sent([], 0, 0), [], CallOptions(retries=1))

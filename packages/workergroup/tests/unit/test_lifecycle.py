@@ -44,7 +44,7 @@ def test_the_first_failure_is_reported(monkeypatch):
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()
     with pytest.raises(WorkerStartError, match="1: from 1"):
-        wait_started(refs, make_plans(2), name="a group", timeout_s=10, clock=StartClock())
+        wait_started(refs, make_plans(2), name="a group", timeout_s=10, clock=StartClock(), check=lambda: None)
     later.join()
 
 
@@ -61,7 +61,7 @@ def test_each_answer_is_looked_at_once():
     for at, ref in enumerate(refs):
         ref.set_result({"at": at})
     clock = StartClock()
-    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, clock=clock)
+    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, clock=clock, check=lambda: None)
     assert [answer["at"] for answer in answers] == list(range(1000))
     assert set(looked.values()) == {1}
 
@@ -71,7 +71,7 @@ def test_workers_that_are_late():
     refs = [Answer() for _ in range(10)]
     refs[0].set_result({})
     with pytest.raises(WorkerStartError, match=r"9 of 10 workers .* after 0.1 s .*: rank 1, rank 2, .* and others"):
-        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, clock=StartClock())
+        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, clock=StartClock(), check=lambda: None)
 
 
 def test_the_progress_bar_names_the_phase(monkeypatch):
@@ -89,7 +89,7 @@ def test_the_progress_bar_names_the_phase(monkeypatch):
     for ref in refs:
         ref.set_result({})
     create_actors(make_plans(2), None, ["a", "b"], name="policy", clock=clock, add=lambda *_: None)
-    wait_started(refs, make_plans(2), name="policy", timeout_s=10, clock=clock)
+    wait_started(refs, make_plans(2), name="policy", timeout_s=10, clock=clock, check=lambda: None)
     assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
 
 

@@ -48,6 +48,7 @@ def dispatch(
     *,
     sharding: NamedSharding | None = None,
     may_wait: bool = True,
+    passes: bool = False,
     by_ray: str = "",
 ) -> Execution:
     """Store the values that have to be stored, and send a call.
@@ -62,6 +63,7 @@ def dispatch(
         options: the timeout, retries and shape of the result.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         may_wait: on an event loop, send the call later instead of blocking the loop.
+        passes: whether the call belongs to the change of membership that is under way, and does not wait for it.
         by_ray: why the call cannot go by a lane; empty if it can.
 
     Raises:
@@ -80,7 +82,7 @@ def dispatch(
     try:
         if args or kwargs or method.function is not None:
             stored = Arguments(for_lane=has_lane)
-        if has_lane or stored is not NO_ARGUMENTS:
+        if not passes and (has_lane or stored is not NO_ARGUMENTS):
             # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
             sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
@@ -96,6 +98,7 @@ def dispatch(
             sharding,
             by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
             stored.has_answers,
+            passes,
         )
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
     except (CallTimeoutError, WorkerFailureError) as error:

@@ -2,7 +2,6 @@
 """The state of one call: its requests, the results that have arrived, its failures and its repetitions."""
 
 import logging
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from ray import ObjectRef
 
 from .._deadline import Deadline, check_timeout
 from .._futures import end_of, get, get_one, wait
+from .._membership.gate import wait_for_event
 from .._observe.statistics import Outcome
 from .._start.worker_class import Method
-from .._world import now
+from .._world import Event, Lock, now, world
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import describe_missing, explain_failure, retrieve_late, short_traceback
 from .plan import CallOptions
@@ -67,8 +67,9 @@ class Execution:
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
     _repeated_in: int | None = None
-    # Held by the thread that repeats the call: others that wait for the call must not repeat it too.
-    _repeating: threading.Lock = field(default_factory=threading.Lock)
+    # One thread repeats the call, and others that wait for the call wait until this has happened.
+    _lock: Lock = field(default_factory=lambda: world().lock())
+    _repeated: Event | None = None
 
     def __post_init__(self) -> None:
         self.submit_s = now() - self.order.began
@@ -211,37 +212,49 @@ class Execution:
         self.wait_until_sent(Deadline.after(0.0))
         if not self.options.retries:
             return False
-        limit = deadline or self.order.deadline
-        if not self._repeating.acquire(timeout=limit.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-            raise self._late_error(self.pending())
+        limit, mine = deadline or self.order.deadline, world().event()
         try:
-            if self.attempt != attempt:
-                return True
-            lost = [at for at, ref in self.completions.items() if self.sender.is_lost(ref)]
-            # Without a lost worker the error is the worker's own, about a group that it uses.
-            if self.attempt == self.options.retries or not lost:
-                return False
-            if self.sender.policy.restarts_all:
-                lost = list(range(len(self.futures)))
-            requests = list(self.order.requests)
-            again = self.order._replace(
-                ranks=[self.ranks[at] for at in lost],
-                requests=[requests[at] for at in lost],
-                deadline=limit,
-                counts={},
-            )
-            with self.sender.traced():
-                sent = self.sender.send(again)
-            self._repeated_in = sent.epoch
-            self.entries.append(sent.entry)
-            for at, future in zip(lost, sent.futures, strict=True):
-                self.futures[at] = future
-                self.items.pop(at, None)
-                self._handed_out.pop(at, None)
-            self.__dict__.pop("completions", None)
-            self.attempt += 1
+            while True:
+                with self._lock:
+                    if self.attempt != attempt:
+                        return True
+                    if self._repeated is None:
+                        self._repeated = mine
+                    other = self._repeated
+                if other is mine:
+                    return self._repeat(limit)
+                if not wait_for_event(other, limit):
+                    raise self._late_error(self.pending())
         finally:
-            self._repeating.release()
+            with self._lock:
+                if self._repeated is mine:
+                    self._repeated = None
+            mine.set()
+
+    def _repeat(self, limit: Deadline) -> bool:
+        lost = [at for at, ref in self.completions.items() if self.sender.is_lost(ref)]
+        # Without a lost worker the error is the worker's own, about a group that it uses.
+        if self.attempt == self.options.retries or not lost:
+            return False
+        if self.sender.policy.restarts_all:
+            lost = list(range(len(self.futures)))
+        requests = list(self.order.requests)
+        again = self.order._replace(
+            ranks=[self.ranks[at] for at in lost],
+            requests=[requests[at] for at in lost],
+            deadline=limit,
+            counts={},
+        )
+        with self.sender.traced():
+            sent = self.sender.send(again)
+        self._repeated_in = sent.epoch
+        self.entries.append(sent.entry)
+        for at, future in zip(lost, sent.futures, strict=True):
+            self.futures[at] = future
+            self.items.pop(at, None)
+            self._handed_out.pop(at, None)
+        self.__dict__.pop("completions", None)
+        self.attempt += 1
         return True
 
     def shape(self, values: list[Any]) -> Any:

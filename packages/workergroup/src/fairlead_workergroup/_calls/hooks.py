@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods of the user's class that a group calls when its membership changes."""
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .._deadline import NEVER, Deadline
-from .._lifecycle.delivery import send_handover, wait_for
-from .._lifecycle.restart import UserMethods
+from .._deadline import Deadline
+from .._lifecycle.delivery import Delivery, send_handover
+from .._world import now
 from ..exceptions import CallTimeoutError
 from .call import dispatch
 from .errors import explain_failure
@@ -16,89 +16,83 @@ from .execution import Execution
 from .plan import CallOptions, Column, Recipients
 from .sender import Sender
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Hooks:
-    """The names of these methods; None for none.
+    """These methods; None for none.
 
     Attributes:
-        on_restart: restarted workers run it first.
-        on_resize: all workers run it in the new epoch of a resize.
-        on_handover: a worker runs it before its rank moves to another process, whose `on_restart` gets its result.
+        restart: restarted workers run it first.
+        resize: all workers run it in the new epoch of a resize.
+        handover: a worker runs it before its rank moves to another process, whose `on_restart` gets its result.
         timeout_s: how long each of them may take.
-
-    Raises:
-        ValueError: there is no method that receives what `on_handover` returns.
+        sender: sends them; set before the first change.
     """
 
-    on_restart: str | None
-    on_resize: str | None
-    on_handover: str | None
+    restart: str | None
+    resize: str | None
+    handover: str | None
     timeout_s: float
+    delivery: Delivery
+    sender: Sender = field(init=False)
 
-    def __post_init__(self) -> None:
-        if self.on_handover is not None and self.on_restart is None:
-            raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
-
-    def check(self, sender: Sender) -> None:
+    def check(self) -> None:
         """Check that the class has these methods, and that they take the arguments that they get."""
-        for name in (self.on_restart, self.on_resize, self.on_handover):
+        for name in (self.restart, self.resize, self.handover):
             if name is not None:
-                sender.method(name).check((), {})
-        if self.on_handover is not None and self.on_restart is not None:
-            sender.method(self.on_restart).check((None,), {})
+                self.sender.method(name).check((), {})
+        if self.handover is not None and self.restart is not None:
+            self.sender.method(self.restart).check((None,), {})
 
-    def methods(self, sender: Sender) -> UserMethods:
-        """Return what runs these methods on workers."""
+    def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> list[Execution]:
+        """Send `on_restart` to ranks, with what was handed over by rank; do not wait."""
+        if self.restart is None:
+            return []
+        calls = []
+        if rest := [rank for rank in ranks if rank not in values]:
+            calls.append(self._send(self.restart, rest, (), deadline))
+        if given := [rank for rank in ranks if rank in values]:
+            column = Column([values[rank] for rank in given], range(len(given)))
+            calls.append(self._send(self.restart, given, [column], deadline))
+        return calls
 
-        def send(
-            method: str, ranks: Sequence[int], args: Sequence[Column] = (), deadline: Deadline = NEVER
-        ) -> Execution:
-            options = CallOptions(timeout=deadline.left(at_most=self.timeout_s), discard=True)
-            recipients = Recipients(list(ranks), [], [False] * len(ranks))
-            # The calls that wait do so for this change, so this one must not wait behind them.
-            return dispatch(sender, None, method, recipients, args, {}, options, may_wait=False)
+    def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> list[Execution]:
+        """Send `on_resize` to ranks; do not wait."""
+        return [] if self.resize is None else [self._send(self.resize, ranks, (), deadline)]
 
-        def run_on_restart(ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> None:
-            if self.on_restart is None:
-                return
-            given = [rank for rank in ranks if rank in values]
-            if rest := [rank for rank in ranks if rank not in values]:
-                send(self.on_restart, rest, deadline=deadline).result()
-            if given:
-                column = Column([values[rank] for rank in given], range(len(given)))
-                send(self.on_restart, given, [column], deadline).result()
+    def _send(self, method: str, ranks: Sequence[int], args: Sequence[Column], deadline: Deadline) -> Execution:
+        options = CallOptions(timeout=deadline.left(at_most=self.timeout_s), discard=True)
+        recipients = Recipients(list(ranks), [], [False] * len(ranks))
+        return dispatch(self.sender, None, method, recipients, args, {}, options, may_wait=False, passes=True)
 
-        def send_on_resize(ranks: Sequence[int]) -> dict[int, Any]:
-            if self.on_resize is None:
-                return {}
-            call = send(self.on_resize, ranks)
-            return dict(zip(call.ranks, call.completions.values(), strict=True))
+    def hand_over(
+        self, ranks: Sequence[int], deadline: Deadline, check: Callable[[], None], *, give_up: bool
+    ) -> Mapping[int, Any]:
+        """Run `on_handover` on workers that end; return references to what it returns, which the driver does not fetch.
 
-        def run_on_handover(ranks: Sequence[int]) -> dict[int, Any]:
-            if self.on_handover is None or not ranks:
-                return {}
-            return hand_over(sender, self.on_handover, ranks, self.timeout_s)
+        With `give_up`, leave out the workers that have not finished in time.
 
-        return UserMethods(run_on_restart, send_on_resize, run_on_handover)
-
-
-def hand_over(sender: Sender, method: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
-    """Run a method on workers that end; return references to what it returns, which the driver does not fetch.
-
-    Raises:
-        CallTimeoutError: workers had not finished it in time.
-        WorkerFailureError: a worker was lost.
-        Exception: the exception of the method.
-    """
-    now, began = sender.roster.snapshot(), time.monotonic()
-    values, ends = dict[int, Any](), dict[int, Any]()
-    for rank in ranks:
-        values[rank], ends[rank] = send_handover(now[rank], method)
-    errors, late = wait_for(ends, Deadline.after(timeout_s), f"Replacing in {sender.roster.name_prefix}: {method}")
-    if errors:
-        raise explain_failure([ends[rank] for rank in errors], next(iter(errors.values())), sender)
-    if late:
-        workers = sender.late_workers(late)
-        raise CallTimeoutError(method, time.monotonic() - began, len(ranks), workers)
-    return values
+        Raises:
+            CallTimeoutError: workers had not finished it in time.
+            WorkerFailureError: a worker was lost.
+            Exception: the exception of the method.
+        """
+        if self.handover is None or not ranks:
+            return {}
+        sender, began = self.sender, now()
+        members = sender.roster.snapshot()
+        values, ends = dict[int, Any](), dict[int, Any]()
+        for rank in ranks:
+            values[rank], ends[rank] = send_handover(members[rank], self.handover)
+        what = f"Replacing in {sender.roster.name_prefix}: {self.handover}"
+        until = deadline.sooner(Deadline.after(self.timeout_s))
+        errors, late = self.delivery.wait_for(ends, until, what, check, patient=give_up)
+        if errors:
+            raise explain_failure([ends[rank] for rank in errors], next(iter(errors.values())), sender)
+        if late and not give_up:
+            raise CallTimeoutError(self.handover, now() - began, len(ranks), sender.late_workers(late))
+        if late:
+            logger.warning("Rank(s) %s are replaced without what they hand over: their node ends.", late)
+        return {rank: value for rank, value in values.items() if rank not in late}

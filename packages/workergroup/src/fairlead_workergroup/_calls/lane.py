@@ -3,28 +3,24 @@
 
 import contextlib
 import importlib.util
-import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import ray
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import never_connect
 
-from .._deadline import Deadline
+from .._deadline import NEVER, Deadline
 from .._lane.lane import Lane
 from .._lane.router import Router
 from .._lifecycle.resources import Resources
+from .._membership.gate import Gate
+from .._membership.operations import Route
 from .._membership.roster import Roster
 from .._ray_private import refuse_methods
 from ..exceptions import LaneError
 from .sender import Sender
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -48,77 +44,66 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
             "A lane needs pyzmq, which is not installed here. Install fairlead-workergroup[lane], and pyzmq in the "
             "Python of the workers if they have one of their own."
         )
-    deadline = Deadline.after(timeout_s)
-    with _take_turn(sender, deadline, timeout_s):
-        now = sender.roster.check_alive()
-        lane = sender.lane
-        if lane is not None:
+    deadline, used = Deadline.after(timeout_s), list[Lane]()
+    now = sender.roster.check_alive()
+
+    def use(gate: Gate) -> None:
+        if sender.lane is None:
+            lane = _make_lane(sender, resources, now.members[0].slot)
+            gate.run(lambda: _install(sender, lane), NEVER)
+        else:
+            lane = sender.lane
             lane.holders += 1
-            return lane
-        sender.lane = lane = _make_lane(sender, resources, now.members[0].slot)
-        sender.roster.detour = lane.detour
+        used.append(lane)
+
+    opening = Route("The opening of a lane", use)
     try:
-        lane.open(deadline.left() or 0.0)
-        with _take_turn(sender, deadline, timeout_s):
+        change = sender.membership.begin(opening)
+        if not change.wait(deadline):
+            if sender.membership.withdraw(opening):
+                reason = sender.membership.describe_wait("Open the lane again, with a longer timeout.")
+                raise LaneError(f"The lane did not open within {timeout_s:g} s. {reason}")
+            change.wait()
+        if used[0].holders == 1:
+            used[0].open(deadline.left() or 0.0)
             _publish(sender, resources)
     except BaseException:
-        with contextlib.suppress(LaneError):
-            _leave(sender, resources, lane, 0.0)
+        sender.membership.give_up(opening)
+        if used:
+            with contextlib.suppress(LaneError):
+                _leave(sender, resources, used[0], 0.0)
         raise
-    return lane
+    return used[0]
+
+
+def _install(sender: Sender, lane: Lane | None) -> None:
+    """Let later calls go by a lane, or by Ray; between two calls."""
+    sender.lane = lane
+    sender.roster.detour = None if lane is None else lane.detour
 
 
 def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -> None:
-    deadline = Deadline.after(timeout_s)
-    if not _acquire_turn(sender, deadline):
-        work = partial(_give_up_later, sender, resources, lane)
-        threading.Thread(target=work, name="fairlead-lane-end", daemon=True).start()
-        reason = sender.restarter.describe_wait("The lane closes by itself after that.")
+    deadline, is_last = Deadline.after(timeout_s), list[bool]()
+
+    def stop() -> None:
+        _install(sender, None)
+        lane.stop()
+
+    def give_up(gate: Gate) -> None:
+        lane.holders -= 1
+        is_last.append(not lane.holders)
+        if is_last[0]:
+            gate.run(stop, NEVER)
+            if sender.roster.connected and not sender.roster.ending:
+                _publish(sender, resources)
+
+    if sender.roster.ending or not sender.roster.connected:  # nothing changes any more
+        give_up(sender.membership.gate)
+    elif not sender.membership.begin(Route("The end of a lane", give_up)).wait(deadline):
+        reason = sender.membership.describe_wait("The lane closes by itself after that.")
         raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
-    try:
-        is_last = _give_up(sender, resources, lane)
-    finally:
-        sender.restarter.turn.release()
-    if is_last:
+    if is_last[0]:
         lane.close(deadline.left() or 0.0)
-
-
-def _give_up(sender: Sender, resources: Resources, lane: Lane) -> bool:
-    """End the use of a lane by one context, with the turn held; return whether that ends the lane."""
-    lane.holders -= 1
-    if lane.holders:
-        return False
-    sender.lane = sender.roster.detour = None
-    lane.stop()
-    if sender.roster.connected and not sender.roster.ending:
-        _publish(sender, resources)
-    return True
-
-
-def _give_up_later(sender: Sender, resources: Resources, lane: Lane) -> None:
-    """End the use of a lane when other threads let go of the turn; the lane closes itself afterwards."""
-    never_connect()
-    with sender.restarter.turn:
-        try:
-            _give_up(sender, resources, lane)
-        except Exception as error:  # noqa: BLE001  nobody waits for this thread
-            logger.warning("The end of a lane could not be published: %r", error)
-
-
-@contextlib.contextmanager
-def _take_turn(sender: Sender, deadline: Deadline, timeout_s: float) -> Iterator[None]:
-    """Keep other threads from sending calls and restarting workers while this one opens a lane."""
-    if not _acquire_turn(sender, deadline):
-        reason = sender.restarter.describe_wait("Open the lane again, with a longer timeout.")
-        raise LaneError(f"The lane did not open within {timeout_s:g} s. {reason}")
-    try:
-        yield
-    finally:
-        sender.restarter.turn.release()
-
-
-def _acquire_turn(sender: Sender, deadline: Deadline) -> bool:
-    return sender.restarter.turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0)
 
 
 def _make_lane(sender: Sender, resources: Resources, slot: Slot) -> Lane:
@@ -134,7 +119,7 @@ def _make_lane(sender: Sender, resources: Resources, slot: Slot) -> Lane:
 
 
 def _publish(sender: Sender, resources: Resources) -> None:
-    """Publish whether a lane is open, with the turn held: another thread may have opened or closed one meanwhile."""
+    """Publish whether a lane is open."""
     if resources.registration is not None:
         resources.registration.lane = sender.lane is not None
         resources.registration.publish()

@@ -8,8 +8,9 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -24,8 +25,9 @@ from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
-from .._lifecycle.restart import Restarter, RestartPolicy
+from .._membership.machine import Membership
 from .._membership.model import Member, Snapshot
+from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
 from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
@@ -33,7 +35,7 @@ from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
-from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailureError
+from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .overlapping import OverlappingCalls
 from .plan import Column, Recipients
 
@@ -57,6 +59,7 @@ class Order(NamedTuple):
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         obstacle: why a lane cannot carry the call; empty if it can.
         has_answers: whether answers of a lane are arguments of the call.
+        passes: whether the call belongs to the change of membership that is under way.
     """
 
     method: Method
@@ -69,6 +72,7 @@ class Order(NamedTuple):
     sharding: NamedSharding | None = None
     obstacle: str = ""
     has_answers: bool = False
+    passes: bool = False
 
 
 class Sent(NamedTuple):
@@ -130,7 +134,7 @@ class Sender:
 
     roster: Roster
     launcher: Launcher
-    restarter: Restarter
+    membership: Membership
     verdicts: Verdicts
     counters: Counters
     log: RequestLog
@@ -143,7 +147,7 @@ class Sender:
     @property
     def policy(self) -> RestartPolicy:
         """The restart policy of the group."""
-        return self.restarter.policy
+        return self.membership.policy
 
     def renew(self) -> None:
         """Bring the roster up to date, before a call is planned; it always is in the process that made the group."""
@@ -151,10 +155,6 @@ class Sender:
     def method(self, method: str | Callable[..., Any] | Method) -> Method:
         """Return the method of the class, or the function, that a caller means."""
         return method if isinstance(method, Method) else self.launcher.worker_class.method(method)
-
-    def restart(self) -> list[int]:
-        """Restart the dead workers; return their ranks."""
-        return self.restarter.restart()
 
     def check_retries(self, retries: int) -> None:
         """Refuse retries in a group that does not restart workers."""
@@ -172,17 +172,22 @@ class Sender:
         """
         now = self.roster.check_alive()
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
-            if now.is_broken:
-                raise BrokenEpochError(lost, epoch=now.epoch)
-            raise WorkerFailureError(lost, self.restarter.remedy(lost))
+            raise self._lost_error(lost)
         return now
+
+    def _lost_error(self, lost: tuple[WorkerFailure, ...]) -> WorkerFailureError:
+        now = self.roster.snapshot()
+        if now.is_broken and not self.policy.on_failure:
+            return BrokenEpochError(lost, epoch=now.epoch)
+        return WorkerFailureError(lost, self.membership.remedy(lost))
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures.
 
         Raises:
             EpochError: the group has been resized since the call was planned; nothing has been sent.
-            CallTimeoutError, WorkerFailureError, WorkerGroupError: as `_take_turn` does; nothing has been sent.
+            CallTimeoutError: other calls or a restart took longer than the deadline; nothing has been sent.
+            WorkerFailureError, WorkerGroupError: as `check_callable` does, or a restart failed; nothing has been sent.
         """
         lane = self.lane
         if lane is not None and not lane.wait_for_room(order.ranks, order.deadline.left()):
@@ -194,13 +199,34 @@ class Sender:
         if order.has_answers and (lane is None or order.obstacle):
             # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
             order = self._store_answers(order)
-        now = self._take_turn(order)
-        try:
-            futures = self._send(now, order)
-            if self.launcher.worker_class.concurrent:
-                self.overlapping.note(futures)
-        finally:
-            self.restarter.turn.release()
+        while True:
+            sent = self.membership.gate.run(partial(self._try_to_send, order), order.deadline, passes=order.passes)
+            if sent is None:
+                raise self.unsent_error(order)
+            if isinstance(sent, Sent):
+                return sent
+            if order.passes or not self.policy.on_failure:
+                raise self._lost_error(sent)
+            # A restart may take longer than this call may wait, and runs to its end.
+            if not self.membership.restart_lost(order.deadline):
+                raise self.unsent_error(order)
+
+    def _try_to_send(self, order: Order) -> Sent | tuple[WorkerFailure, ...]:
+        """Send a call, while the gate keeps others from that; return the lost workers that it has to wait for instead.
+
+        Raises:
+            EpochError, WorkerGroupError: the call cannot be sent.
+        """
+        now = self.roster.check_alive()
+        check_epoch(order, now)
+        if now.lost:
+            lost = self.policy.blocking(now, order.ranks)
+            # The methods that a change runs wait for their own workers only.
+            if lost := tuple(failure for failure in lost if not order.passes or failure.rank in order.ranks):
+                return lost
+        futures = self._send(now, order)
+        if self.launcher.worker_class.concurrent:
+            self.overlapping.note(futures)
         entry = self.log.begin(order.method.name, order.began, futures)
         by_lane = len(futures) if futures and is_message(futures[0]) else 0
         self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
@@ -254,42 +280,9 @@ class Sender:
 
         return self.queue.add(self.traced()(send_later))
 
-    def _take_turn(self, order: Order) -> Snapshot:
-        """Wait until the workers of a call are available, and keep other threads from sending until `turn` is released.
-
-        Raises:
-            CallTimeoutError: other calls or a restart took longer than the call's deadline.
-            WorkerFailureError, WorkerGroupError: as `check_callable` does; or a restart failed.
-        """
-        turn, deadline = self.restarter.turn, order.deadline
-        while True:
-            if not turn.acquire(timeout=deadline.left(at_most=threading.TIMEOUT_MAX) or 0.0):
-                raise self.unsent_error(order)
-            may_send = False
-            try:
-                now = self.check_callable(order.ranks)
-                check_epoch(order, now)
-                lost = self.policy.blocking(now, order.ranks) if now.lost else ()
-                may_send = not lost
-                if may_send:
-                    return now
-                if self.restarter.began is not None:  # this thread is restarting them, and a worker was lost again
-                    raise WorkerFailureError(lost, self.restarter.remedy(lost))
-            finally:
-                if not may_send:
-                    turn.release()
-            if deadline.at is None:
-                self.restart()
-                continue
-            # A restart may take longer than this call may wait, and must run to its end.
-            restart = self.restarter.restart_in_background()
-            if not wait([restart], timeout=deadline.left(at_most=threading.TIMEOUT_MAX)).done:
-                raise self.unsent_error(order)
-            restart.result()
-
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = time.monotonic() - order.began, reason or self.restarter.describe_wait()
+        waited_s, reason = time.monotonic() - order.began, reason or self.membership.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
@@ -299,7 +292,7 @@ class Sender:
         for failure in lost:
             if failure.rank not in known:
                 self.log.mark(f"rank {failure.rank} lost: {failure.kind}")
-        return WorkerFailureError(lost, self.restarter.remedy(lost))
+        return WorkerFailureError(lost, self.membership.remedy(lost))
 
     def is_lost(self, ref: ObjectRef[Any]) -> bool:
         """Return whether the worker that makes an object is dead or has been replaced."""

@@ -5,12 +5,15 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from fairlead_placement.spi import block_shutdown
 
+from .._deadline import Deadline
 from .._head import drain_deadlines
+from .._membership.machine import Membership
 from .._membership.roster import Roster
+from .replace import Replace
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +26,14 @@ class DrainWatch:
     """Replace the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive.
 
     Args:
-        replace: replaces ranks whose nodes end after a number of seconds; None if the time is not known.
+        time_s: how long the start of other processes may take; a rank needs one also after the end of its node.
     """
 
-    def __init__(self, group: object, roster: Roster, replace: Callable[[Sequence[int], float | None], object]) -> None:
+    def __init__(self, group: object, roster: Roster, membership: Membership, time_s: float) -> None:
         self._group = weakref.ref(group)
         self._roster = roster
-        self._replace = replace
+        self._membership = membership
+        self._time_s = time_s
 
     def run(self) -> None:
         """Watch until the group ends; the work of a thread."""
@@ -51,7 +55,9 @@ class DrainWatch:
         left = end - began
         try:
             # A node that is there after its time may stay for any time.
-            self._replace(list(ends), left if 0 < left < math.inf else None)
+            notice = Deadline.after(left if 0 < left < math.inf else None)
+            operation = Replace(tuple(sorted(ends)), notice, partly=True)
+            self._membership.change(operation, Deadline.after(self._time_s))
         finally:
             if (late := time.time() - end) > 0 and not self._roster.is_over:
                 logger.warning(

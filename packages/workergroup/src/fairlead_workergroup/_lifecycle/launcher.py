@@ -2,7 +2,7 @@
 """The start of the workers of a group, the first time and after each loss."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fairlead_venvs import VenvSpec
 
 from .._arguments import Arguments, NotPicklableError
 from .._deadline import NEVER, Deadline
+from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration, actor_name
@@ -107,9 +108,9 @@ class Launcher:
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 
-    def move(self, places: Sequence[Place]) -> None:
-        """Plan all workers at other places, on nodes that have their Python already, with the class as described."""
-        self.adopt(dataclasses.replace(self.planned, workers=self._plan_workers(places)))
+    def replan(self, places: Sequence[Place]) -> "LaunchPlan":
+        """Return the plan of all workers at other places, on nodes that have their Python already."""
+        return dataclasses.replace(self.planned, workers=self._plan_workers(places))
 
     def plan_in(self, slot: Slot) -> WorkerPlan:
         """Return the plan of a worker without a rank in a slot, with the options of rank 0."""
@@ -148,60 +149,65 @@ class Launcher:
         self._arguments = None
 
     def start(
-        self, ranks: Sequence[int], *, epoch: int, processes: "Mapping[int, RunningWorker] | None" = None
-    ) -> None:
-        """Start the workers of these ranks, wait until every constructor has finished, and begin an epoch.
+        self,
+        plan: "LaunchPlan",
+        ranks: Sequence[int],
+        *,
+        lease: Callable[[], PortLease],
+        epoch: int,
+        processes: Mapping[int, RunningWorker],
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> list[Started]:
+        """Start the workers of these ranks, and wait until every constructor has finished.
+
+        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
 
         Args:
+            lease: returns the lease of the master port.
+            epoch: the epoch that they belong to.
             processes: the processes that take over ranks, by rank; the others start in new ones.
+            check: raises if the start is to be given up.
 
         Raises:
             WorkerStartError: a constructor failed or took too long.
             WorkerGroupError: the group is being shut down.
         """
-        plan = self.planned
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         with head_deadline(self.spec.start_timeout_s):
-            actors = self._create_actors(plan, ranks, processes or {})
+            actors = self._create_actors(plan, ranks, processes)
         with self._clock.phase("agents"):
-            lease = self.resources.lease_master_port(plan.workers[0].place.slot)
-        started = self._construct(plan, actors, lease, epoch=epoch)
-        self.master = lease.address, lease.port
-        self._roster.record_start(started, epoch=epoch)
-        self._publish()
-        self._limit_memory(started, NEVER)
-
-    def start_next(self, plan: "LaunchPlan", ranks: Sequence[int], *, epoch: int, deadline: Deadline) -> list[Started]:
-        """Start workers of an epoch that has not begun, with the master port of that epoch; change nothing else.
-
-        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
-
-        Raises:
-            WorkerStartError, WorkerGroupError: as of `start`.
-        """
-        actors = self._create_actors(plan, ranks, {})
-        lease = self.resources.lease_next_port(plan.workers[0].place.slot)
-        started = self._construct(plan, actors, lease, epoch=epoch, deadline=deadline)
-        self._limit_memory(started, deadline)
+            port = lease().port
+        started = self._construct(plan, actors, port, epoch=epoch, deadline=deadline, check=check)
+        if self.spec.memory_limit is not None:
+            until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
+            self.spec.memory_limit.guard([one.process for one in started], until, self._roster)
         return started
 
-    def begin(self, plan: "LaunchPlan") -> None:
-        """Use the plan and the master port of an epoch that has begun."""
+    def begin(self, plan: "LaunchPlan", lease: PortLease) -> None:
+        """Use the plan and the master port of an epoch that has begun, and publish its members."""
         self.adopt(plan)
-        lease = self.resources.take_next_port()
         self.master = lease.address, lease.port
-        self._publish()
+        if self.resources.registration is not None:
+            self.resources.registration.publish()
 
-    def facts_of(self, rank: int, *, epoch: int) -> dict[str, Any]:
-        """Return the facts about a worker that change with the size of its group."""
-        plan = self.planned
-        variables = plan.workers[rank].environment.variables
-        env = {name: variables[name] for name in RANK_VARIABLES if name in variables}
-        return {
-            "world_size": plan.sharding.size,
-            "epoch": epoch,
-            "env": {**env, "MASTER_PORT": variables.get("MASTER_PORT", str(self.master[1]))},
-        }
+    def facts(self, plan: "LaunchPlan", port: int, *, epoch: int) -> tuple[WorkerFacts, ...]:
+        """Return what each rank is told in an epoch."""
+        return tuple(
+            WorkerFacts(
+                worker.place.rank,
+                epoch,
+                self._roster.next_incarnation(worker.place.rank),
+                plan.sharding.size,
+                worker.place.name,
+                worker.process.coords,
+                {
+                    **{name: value for name, value in worker.environment.variables.items() if name in RANK_VARIABLES},
+                    "MASTER_PORT": str(port),
+                },
+            )
+            for worker in plan.workers
+        )
 
     @property
     def target(self) -> Any:
@@ -224,6 +230,10 @@ class Launcher:
         if self._arguments is None:
             raise self._roster.ended_error()
         return self._arguments
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Return the deadline of a change with this timeout; None stands for the time of a start."""
+        return Deadline.after(self.spec.start_timeout_s if timeout_s is None else timeout_s)
 
     def _time_left(self, deadline: Deadline) -> float:
         """Return how long a part of a start may take, in seconds."""
@@ -261,27 +271,25 @@ class Launcher:
         self,
         plan: "LaunchPlan",
         actors: Mapping[int, RunningWorker],
-        lease: PortLease,
+        port: int,
         *,
         epoch: int,
-        deadline: Deadline = NEVER,
+        deadline: Deadline,
+        check: Callable[[], None],
     ) -> list[Started]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
         spec, arguments = self.spec, self._stored
         configured = Arguments()
-        shared = {**spec.facts, "world_size": plan.sharding.size, "layout": arguments.layout_of(plan.sharding)}
+        shared = {**spec.facts, "layout": arguments.layout_of(plan.sharding)}
+        known = self.facts(plan, port, epoch=epoch)
         refs = []
         for rank, one in actors.items():
-            worker, incarnation = plan.workers[rank], self._roster.next_incarnation(rank)
+            worker, mine = plan.workers[rank], known[rank]
             facts = {
                 **shared,
-                "epoch": epoch,
-                "rank": rank,
-                "name": worker.place.name,
-                "coords": dict(worker.process.coords),
-                "incarnation": incarnation,
-                "tree": f"{one.mark}{incarnation}",
-                "env": {**worker.environment.variables, "MASTER_PORT": str(lease.port)},
+                **mine.to_dict(),
+                "tree": f"{one.mark}{mine.incarnation}",
+                "env": {**worker.environment.variables, **mine.env},
                 "path": list(worker.environment.path),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
@@ -294,23 +302,13 @@ class Launcher:
         self._counters.add(requests=len(refs), **configured.counts)
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
-        answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock)
+        answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock, check=check)
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
             self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
             started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **process)))
         return started
-
-    def _publish(self) -> None:
-        if self.resources.registration is not None:
-            self.resources.registration.publish()
-
-    def _limit_memory(self, started: Sequence[Started], deadline: Deadline) -> None:
-        """Make the agents enforce the memory limit; an agent that is silent is asked again until the deadline."""
-        if self.spec.memory_limit is not None:
-            until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
-            self.spec.memory_limit.guard([one.process for one in started], until, self._roster)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, run_on_nodes, wait_until
 
+from .._deadline import Deadline
 from .._head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Ray takes one to three seconds to start processes. Actors that find no room are not waited for longer than this.
 MADE_S = 5.0
+# How often a wait for a cleanup looks whether it is to be given up.
+LOOK_EVERY_S = 0.2
 # How long the agents wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
 # The time for a last request to the nodes once that is over.
@@ -55,20 +58,23 @@ class RunningWorker:
         return self.pid, self.started
 
 
-def wait_for_cleanup(ranks: Mapping[Any, int], method: str, timeout: float | None) -> bool:
+def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
     """Wait until workers have run a method, given the rank of each request; return whether all went well."""
-    done, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout) if ranks else ([], [])
-    clean = not late
-    for ref in done:
-        try:
-            ray.get(ref)
-        except Exception as error:  # noqa: BLE001  a cleanup may raise anything, and the others still have to end
-            logger.warning("The cleanup %r of rank %d failed: %s", method, ranks[ref], error)
-            clean = False
+    began, late, clean = time.monotonic(), list(ranks), True
+    while late and not is_forced():
+        done, late = ray.wait(late, num_returns=len(late), timeout=deadline.left(at_most=LOOK_EVERY_S))
+        for ref in done:
+            try:
+                ray.get(ref)
+            except Exception as error:  # noqa: BLE001  a cleanup may raise anything, and the others still have to end
+                logger.warning("The cleanup %r of rank %d failed: %s", method, ranks[ref], error)
+                clean = False
+        if deadline.passed:
+            break
     if late:
         where = sorted(ranks[ref] for ref in late)
-        logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", method, timeout, where)
-    return clean
+        logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", method, time.monotonic() - began, where)
+    return clean and not late
 
 
 def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:

@@ -15,7 +15,7 @@ from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
 from .._head import alive_nodes, dead_actors
-from .._membership.model import Change, Place
+from .._membership.model import Notice, Place
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
 from .._remote.process import mark_of
@@ -229,7 +229,7 @@ class Standbys:
                     self._starting.remove(slot)
                     self._warm.extend(ready)
                 where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
-                self._roster.report(Change("standby-ready", -1, f"a standby is ready {where}"))
+                self._roster.report(Notice("standby-ready", -1, f"a standby is ready {where}"))
             self._show()
         if self._is_over:  # the end of the group could not see what was started here
             self._resources.give_back()

@@ -10,71 +10,92 @@ from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
 from .._head import REQUEST_S
+from .._membership.gate import wait_for_event
+from .._membership.machine import Membership
 from .._observe.query import find_dead
 from .._observe.watch import CLOSE_S, Watch
+from .._world import world
 from .launcher import Launcher
+from .resources import JOIN_S
 from .shutdown import wait_for_cleanup
 
-# The time that the shutdown of another thread may take once its workers are gone, when it has nothing to wait for.
-CLEANED_S = 10.0
 # A look of a watch that is under way has at least this time to end.
 WATCHED_S = 2.0
+# After Ctrl-C in a shutdown, the rest has this time.
+INTERRUPTED_S = 10.0
 
 
 class Teardown:
-    """End a group once, its watches first."""
+    """End a group once, its watches first, on a thread of its own, which runs to the end if a caller is interrupted."""
 
-    def __init__(self, launcher: Launcher, watches: Iterable[Watch]) -> None:
+    def __init__(self, launcher: Launcher, membership: Membership, watches: Iterable[Watch]) -> None:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
+        self._membership = membership
         self._watches = watches
-        # Held by the thread that runs the cleanup. It is reentrant because a signal handler may shut down meanwhile.
-        self._cleaning = threading.RLock()
-        self._succeeded: bool | None = None
+        self._begun = threading.Lock()
+        # Set when no cleanup is waited for any more, and when everything has ended.
+        self._is_forced = threading.Event()
+        self._ended = world().event()
+        self._succeeded = False
 
     def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
         """End the group; see `RayWorkerGroup.shutdown`."""
-        if self._succeeded is not None:
+        if self._ended.is_set():
             return self._succeeded
         deadline = Deadline.after(timeout)
-        # A restart of another thread sees it, and releases what it has started.
+        # No lock: a signal handler may call this while its thread holds any of them.
         self._roster.begin_end()
+        if force:
+            self._is_forced.set()
         for watch in list(self._watches):
             watch.close(max(WATCHED_S, deadline.left(at_most=CLOSE_S) or 0.0))
-        limit = 0.0 if force else -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if self._cleaning.acquire(timeout=limit):
-            try:
-                if self._succeeded is None:
-                    self._succeeded = self._clean_up_and_end(None if force else cleanup_method, deadline)
-            finally:
-                self._cleaning.release()
-            return self._succeeded
-        # Another thread is in its cleanup, which fails as soon as its workers are gone.
-        self._end_workers()
-        if self._cleaning.acquire(timeout=CLEANED_S):
-            self._cleaning.release()
-        return bool(self._succeeded)
-
-    def _clean_up_and_end(self, cleanup_method: str | None, deadline: Deadline) -> bool:
-        clean = True
         try:
-            now = self._roster.snapshot()
-            if cleanup_method is not None and self._roster.handles and self._roster.connected:
-                dead = set(now.lost)
-                # The cleanup has half of the time if the head is silent.
-                with contextlib.suppress(HeadTimeoutError), head_deadline((deadline.left(REQUEST_S) or 0.0) / 2):
-                    dead |= find_dead(now)
-                living = {member.rank: member.handle for member in now.members if member.rank not in dead}
-                with self._roster.direct(living):
-                    ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
-                clean = wait_for_cleanup(ranks, cleanup_method, deadline.left())
-        finally:
-            self._end_workers()
-        return clean and self._resources.gave_all_back
+            self._begin(cleanup_method, deadline, force=force)
+            if not wait_for_event(self._ended, deadline):  # its cleanup is over, or that of another thread takes longer
+                self._is_forced.set()
+            self._ended.wait()
+        except BaseException:
+            self._is_forced.set()
+            self._begin(None, deadline, force=True)
+            self._ended.wait(INTERRUPTED_S)
+            raise
+        return self._succeeded
 
-    def _end_workers(self) -> None:
-        self._roster.end()
-        self._launcher.release()
-        self._resources.give_back()
-        self._resources.join_threads()
+    def _begin(self, cleanup_method: str | None, deadline: Deadline, *, force: bool) -> None:
+        if not self._begun.locked():
+            world().spawn("fairlead-change", lambda: self._end(None if force else cleanup_method, deadline))
+
+    def _end(self, cleanup_method: str | None, deadline: Deadline) -> None:
+        if not self._begun.acquire(blocking=False):  # which is never released
+            return
+        self._membership.gate.wake()
+        clean = False
+        try:
+            clean = self._clean_up(cleanup_method, deadline)
+        finally:
+            try:
+                self._roster.end()
+                self._membership.gate.wake()
+                self._launcher.release()
+                self._resources.give_back()
+                self._resources.join_threads()
+                is_idle = self._membership.join(Deadline.after(JOIN_S))
+                self._succeeded = clean and is_idle and self._resources.gave_all_back
+            finally:
+                self._ended.set()
+
+    def _clean_up(self, cleanup_method: str | None, deadline: Deadline) -> bool:
+        """Run the user's method on the living workers; return whether all went well."""
+        now = self._roster.snapshot()
+        if cleanup_method is None or not self._roster.handles or not self._roster.connected:
+            return True
+        dead = set(now.lost)
+        # The cleanup has half of the time if the head is silent.
+        with contextlib.suppress(HeadTimeoutError), head_deadline((deadline.left(REQUEST_S) or 0.0) / 2):
+            dead |= find_dead(now)
+        living = {member.rank: member.handle for member in now.members if member.rank not in dead}
+        with self._roster.direct(living):
+            ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
+        return wait_for_cleanup(ranks, cleanup_method, deadline, self._is_forced.is_set)

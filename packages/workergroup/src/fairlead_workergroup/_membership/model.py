@@ -10,6 +10,7 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
 from ..exceptions import FailureKind, WorkerFailure, format_coords
+from .facts import WorkerFacts
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Change:
+class Notice:
     """Something that happened to the membership, for those who watch it.
 
     Attributes:
@@ -210,6 +211,8 @@ class Snapshot:
         members: the members by rank.
         departed: the last member of each rank that the group does not have any more.
         resizes: the resizes so far.
+        facts: what each member is told about itself in this epoch, by rank; empty in processes that have not made it.
+        restarts: the number of restarts of the whole group that count against `max_restarts`.
         is_broken: whether a resize failed after it had begun to change the workers, and nothing has repaired that.
         ended: whether the group had been shut down.
     """
@@ -220,6 +223,8 @@ class Snapshot:
     members: tuple[Member, ...]
     departed: Mapping[int, Member] = field(default_factory=dict)
     resizes: tuple[Resize, ...] = ()
+    facts: tuple[WorkerFacts, ...] = ()
+    restarts: int = 0
     is_broken: bool = False
     ended: bool = False
 

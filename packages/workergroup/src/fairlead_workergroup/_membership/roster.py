@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one owner of the members of a group: each change is one transition to another snapshot."""
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +11,10 @@ from fairlead_placement.spi import connection
 from fairlead_sharding import NamedSharding
 
 from .._ray_private import actor_id_of
+from .._world import Event, world
 from ..exceptions import WorkerFailure, WorkerGroupError
-from .model import Change, Member, Place, Resize, Snapshot, Started, WorkerProcess
+from .facts import WorkerFacts
+from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess
 
 Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
 _NO_DETOUR = nullcontext()
@@ -43,12 +44,12 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
         self.ending: bool = False
-        self.end_begun: threading.Event = threading.Event()
+        self.end_begun: Event = world().event()
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
-        self._changes: list[Change] = []
-        self._lock = threading.Lock()
+        self._notices: list[Notice] = []
+        self._lock = world().lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
         self._now = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
@@ -127,26 +128,23 @@ class Roster:
             return now[rank].incarnation
         return now.departed[rank].incarnation + 1 if rank in now.departed else 0
 
-    def record_start(self, workers: Sequence[Started], *, epoch: int) -> None:
-        """Record new incarnations of members, which begin an epoch.
-
-        Raises:
-            WorkerGroupError: the group is being shut down.
-        """
-        with self._lock:
-            if self.ending:
-                raise self.ended_error()
-            changed = {one.place.rank: self._enter(self._now[one.place.rank], one) for one in workers}
-            self._change(changed, epoch=epoch)
-            self._show_members(changed)
-
-    def record_resize(
-        self, resize: Resize, sharding: NamedSharding, places: Sequence[Place], started: Sequence[Started]
-    ) -> None:
-        """Record the members of another size of the group, which begins an epoch.
+    def commit(
+        self,
+        *,
+        epoch: int,
+        sharding: NamedSharding,
+        places: Sequence[Place],
+        facts: Sequence[WorkerFacts],
+        started: Sequence[Started],
+        resize: Resize | None,
+    ) -> Snapshot:
+        """Begin an epoch with these members; the only way in which an epoch begins.
 
         Args:
+            places: the place of each rank.
+            facts: what each rank is told in this epoch.
             started: the new members, and new incarnations of old ones.
+            resize: what has changed the number of ranks; None if that is the same.
 
         Raises:
             WorkerGroupError: the group is being shut down.
@@ -160,24 +158,25 @@ class Roster:
                 _new_member(place, sharding, self.next_incarnation(place.rank)) for place in places[len(members) :]
             ]
             for one in started:
-                members[one.place.rank] = self._enter(members[one.place.rank], one)
+                self._by_actor[actor_id_of(one.handle)] = one.process
+                members[one.place.rank] = replace(
+                    members[one.place.rank], place=one.place, process=one.process, handle=one.handle, failure=None
+                )
             cause = f"the group was resized {resize}, and this rank left it"
             left = {
                 member.rank: replace(member, failure=member.failure or member.process.failure("left", cause))
                 for member in now.members[len(places) :]
             }
             self._advance(
-                epoch=resize.epoch,
+                epoch=epoch,
                 sharding=sharding,
                 members=tuple(members),
+                facts=tuple(facts),
                 departed={rank: one for rank, one in now.departed.items() if rank >= len(places)} | left,
-                resizes=(*now.resizes, resize),
+                resizes=now.resizes if resize is None else (*now.resizes, resize),
             )
             self._show_members({one.place.rank: members[one.place.rank] for one in started})
-
-    def _enter(self, member: Member, started: Started) -> Member:
-        self._by_actor[actor_id_of(started.handle)] = started.process
-        return replace(member, place=started.place, process=started.process, handle=started.handle, failure=None)
+            return self._now
 
     def _show_members(self, changed: Mapping[int, Member]) -> None:
         """Bring the lists of handles and descriptions up to date. The caller holds the lock."""
@@ -257,28 +256,23 @@ class Roster:
         with self._lock:
             self._change({rank: replace(self._now[rank], restarting=running) for rank in ranks})
 
-    def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int]) -> None:
-        """Record the next incarnation of some ranks, and count it as a restart of those in `counted`."""
+    def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int], together: bool) -> None:
+        """Record the next incarnation of members, as a restart of those in `counted`, or of the group if `together`."""
         with self._lock:
             changed = {}
             for rank in ranks:
                 member = self._now[rank]
                 restarts = member.restarts + (rank in counted)
                 changed[rank] = replace(member, incarnation=member.incarnation + 1, restarts=restarts)
-            self._change(changed)
+            self._change(changed, restarts=self._now.restarts + (together and bool(counted)))
 
-    def move(self, places: Sequence[Place]) -> None:
-        """Record new places of all ranks, which hold from their next start."""
-        with self._lock:
-            self._change({place.rank: replace(self._now[place.rank], place=place) for place in places})
-
-    def report(self, change: Change) -> None:
+    def report(self, notice: Notice) -> None:
         """Note a change for those who watch the group."""
-        self._changes.append(change)
+        self._notices.append(notice)
 
-    def changes_since(self, count: int) -> list[Change]:
-        """Return the changes after the first `count`."""
-        return self._changes[count:]
+    def notices_since(self, count: int) -> list[Notice]:
+        """Return what was noted after the first `count`."""
+        return self._notices[count:]
 
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were observed from outside, except of workers that were replaced since `seen`."""

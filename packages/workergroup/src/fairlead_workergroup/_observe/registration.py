@@ -19,6 +19,7 @@ from .._membership.model import Member, Place
 from .._membership.roster import Roster
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of, start_tick
+from .._world import world
 
 # Of the published data; readers of another version leave the group out.
 SCHEMA = 2
@@ -56,6 +57,7 @@ class Registration:
         # The actors that have another name than their rank: standbys that have taken over one.
         self._names: dict[str, str] = {}
         self._version = 0
+        self._lock = world().lock()
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
             "schema": SCHEMA,
@@ -90,18 +92,19 @@ class Registration:
         Args:
             starting: the actors of the ranks that are starting, whose processes are not known yet.
         """
-        now = self._roster.snapshot()
-        driver_node = self._about["driver"]["node_id"]
-        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
-        for member in now.members:
-            row = self._row(member, (starting or {}).get(member.rank))
-            by_node.setdefault(row["node_id"], []).append(row)
-        self._version += 1
-        axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
-        self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
-        self.published[driver_node]["methods"] = self._methods
-        publish(self.key, self._version, self.published)
+        with self._lock:  # a change and the opening of a lane may publish at once
+            now = self._roster.snapshot()
+            driver_node = self._about["driver"]["node_id"]
+            by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
+            for member in now.members:
+                row = self._row(member, (starting or {}).get(member.rank))
+                by_node.setdefault(row["node_id"], []).append(row)
+            self._version += 1
+            axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
+            about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
+            self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
+            self.published[driver_node]["methods"] = self._methods
+            publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         process = member.place.process(member.coords) if actor is not None or member.handle is None else member.process

@@ -14,7 +14,7 @@ from typing import Any
 
 from fairlead_placement.spi import block_shutdown, never_connect
 
-from .._membership.model import Change, Snapshot, WorkerProcess
+from .._membership.model import Notice, Snapshot, WorkerProcess
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .observer import Observer, check_seconds
 from .status import StuckWorker, WorkerEvent, WorkerStatus
@@ -110,7 +110,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._stuck_after_s = check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
         self._filter = EventFilter(check_seconds("slow_after_s", slow_after_s))
-        self._seen_changes = len(roster.changes_since(0))
+        self._seen_changes = len(roster.notices_since(0))
         self._unreported: deque[tuple[str, WorkerStatus]] = deque()
         self._end = end
         self._thread = threading.Thread(target=self._run, name=f"fairlead-watch-{self._name}", daemon=True)
@@ -188,7 +188,7 @@ class Watch(AbstractContextManager["Watch"]):
         if any(kind == "worker-stuck" for kind, _ in self._unreported):
             stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}
         events = []
-        for change in self._roster.changes_since(self._seen_changes):
+        for change in self._roster.notices_since(self._seen_changes):
             self._seen_changes += 1
             events.append(_event_of_change(change, self._roster.snapshot()))
             self._counter.inc(1, tags={"group": self._name, "event": change.kind})
@@ -226,7 +226,7 @@ class Watch(AbstractContextManager["Watch"]):
                 logger.exception("on_event failed at: %s", event.message)
 
 
-def _event_of_change(change: Change, now: Snapshot) -> WorkerEvent:
+def _event_of_change(change: Notice, now: Snapshot) -> WorkerEvent:
     # A change of the whole group names no rank.
     member = None if change.rank < 0 else now[change.rank]
     who = WorkerProcess(change.rank) if member is None else member.process

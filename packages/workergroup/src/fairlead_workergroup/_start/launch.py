@@ -167,7 +167,13 @@ def create_actors(
 
 
 def wait_started(
-    started: Sequence[ObjectRef], plans: Sequence[WorkerPlan], *, name: str, timeout_s: float, clock: StartClock
+    started: Sequence[ObjectRef],
+    plans: Sequence[WorkerPlan],
+    *,
+    name: str,
+    timeout_s: float,
+    clock: StartClock,
+    check: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished.
 
@@ -196,6 +202,7 @@ def wait_started(
             try:
                 at, arrived_at, answer = arrived.get(timeout=max(0.0, min(SHOWN_EVERY_S, left)))
             except queue.Empty:
+                check()
                 if left <= 0:
                     raise _late_error(list(pending.values()), len(started), timeout_s) from None
             else:

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a group for a change: slots, standbys, starts and ends."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ray.exceptions import RayError
+
+from fairlead_placement import HeadTimeoutError, PlacementError, PortLease, RayVirtualCluster, Slot
+
+from .._deadline import Deadline
+from .._head import alive_nodes, read_placement_group
+from .._membership.facts import WorkerFacts
+from .._membership.model import Member, Place, Snapshot, Started
+from .._membership.operations import Plan, RestartPolicy
+from .._observe.failures import Verdicts
+from .._observe.query import find_dead, find_ended
+from .._start.layout import choose_slots, move_places, resize_places
+from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
+from .launcher import Launcher, LaunchPlan
+from .resources import usable_slots
+from .standbys import Standby, Standbys
+
+logger = logging.getLogger(__name__)
+
+# Ray reports the cause of a death that it knows at once.
+CAUSE_S = 10.0
+# Ray notices within a moment that a process has ended.
+NOTICED_S = 2.0
+NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
+NO_CAUSE = f"Ray reports that it is dead, and has not reported the cause within {CAUSE_S:g} s"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """What the next epoch needs.
+
+    Attributes:
+        epoch: its number.
+        places: the place of each rank.
+        launch: what the workers are started from.
+        targets: the processes that take over ranks.
+        renews_port: whether the master port is released when the old workers have ended, and another one leased.
+        slots: the slots of the cluster as the group knows them.
+        used: the numbers of the standbys that have become workers.
+    """
+
+    epoch: int
+    places: tuple[Place, ...]
+    launch: LaunchPlan
+    targets: Mapping[int, Standby]
+    renews_port: bool
+    slots: Sequence[Slot]
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def moved(self) -> Sequence[int]:
+        """The ranks that have got another process."""
+        return list(self.targets)
+
+
+class Crew:
+    """Acquire, start and end the processes of a group, for the owner of its membership.
+
+    Attributes:
+        policy: when workers are restarted.
+    """
+
+    def __init__(
+        self, launcher: Launcher, standbys: Standbys, verdicts: Verdicts, policy: RestartPolicy, slots: Sequence[Slot]
+    ) -> None:
+        self.policy = policy
+        self._launcher = launcher
+        self._resources = launcher.resources
+        self._roster = launcher.resources.roster
+        self._standbys = standbys
+        self._verdicts = verdicts
+        # Those of the cluster when the group was made, and of the logical nodes that it was extended by.
+        self._slots = slots
+        # Those of processes that were to take over ranks and have been ended.
+        self._vacated: list[Slot] = []
+
+    def find_lost(self) -> Mapping[int, WorkerFailure]:
+        """Return the workers that are dead now, by rank, including those that no call has met."""
+        now = self._roster.snapshot()
+        self._verdicts.note_dead([now.processes[rank] for rank in sorted(find_dead(now))], NO_CAUSE, within_s=CAUSE_S)
+        # Ray notices a death when the connections break, and a fork of the worker keeps them open.
+        living = [member.process for member in self._roster.snapshot().members if member.failure is None]
+        ended = [worker for worker, is_gone in zip(living, find_ended(living), strict=True) if is_gone]
+        self._verdicts.note_dead(ended, NOT_NOTICED, within_s=NOTICED_S)
+        return dict(self._roster.snapshot().lost)
+
+    def lacks_cluster(self, ranks: Iterable[int]) -> bool:
+        """Return whether a rank's cluster has been shut down, so that Ray has removed its placement group.
+
+        Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
+        """
+        now = self._roster.snapshot()
+        slots = [now[rank].slot for rank in ranks]
+        try:
+            alive = alive_nodes()
+            groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
+            return any(read_placement_group(one).get("state", "REMOVED") == "REMOVED" for one in groups.values())
+        except HeadTimeoutError:
+            return False
+
+    def check_alike(self, what: str) -> None:
+        """Refuse ranks that cannot take each other's place."""
+        self._standbys.check_alike(what)
+
+    def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> Staging:
+        """Get slots, standbys, and the environment of new workers; see `ports.Crew`.
+
+        Raises:
+            ValueError, ResourceInsufficientError: there are not enough slots.
+            WorkerStartError: a process that is to take over a rank did not start, or the environment cannot be built.
+            WorkerFailureError: there is no slot for a lost rank.
+        """
+        if not self._roster.handles:
+            return Staging(0, before.places, self._launcher.planned, {}, False, self._slots)
+        undo.callback(self._resources.drop_next_port)
+        if plan.resize is not None:
+            self._note_slots()
+        targets = self._take_processes(before, plan, deadline)
+        staging = Staging(before.epoch + 1, before.places, self._launcher.planned, targets, False, self._slots)
+        undo.callback(self._give_back, staging)
+        places = move_places(before.places, {rank: one.slot for rank, one in targets.items()})
+        stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in targets]
+        if plan.partly and not self.policy.restarts_all:
+            stays = []
+        moved, slots = self._find_new_slots(places, stays, before, deadline)
+        needs_plan = plan.resize is not None or moved is not places
+        if plan.resize is not None:
+            added = self._claim(before, plan.sharding.size - len(before.members), plan.slots)
+            moved = resize_places(moved, plan.sharding.size, added, prefix=self._roster.name_prefix)
+        if needs_plan:
+            launch = self._launcher.plan(moved, plan.sharding, deadline=deadline)
+        else:
+            launch = self._launcher.replan(moved) if targets else self._launcher.planned
+        self._claim_for(moved, before)
+        lease, survives = self._resources.lease, len(plan.replace) < len(before.members)
+        needs_port = plan.new_port or lease is None or lease.node_id != moved[0].slot.node_id
+        if needs_port and survives:  # those that keep running use the present one until then
+            self._resources.lease_next_port(moved[0].slot)
+        return dataclasses.replace(
+            staging, places=moved, launch=launch, slots=slots, renews_port=needs_port and not survives
+        )
+
+    def start(
+        self, staged: Staging, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
+    ) -> list[Started]:
+        """Start the processes of ranks, until their constructors have finished.
+
+        Raises:
+            WorkerStartError: a constructor failed or took too long.
+        """
+        taken = {rank: staged.targets[rank] for rank in ranks if rank in staged.targets}
+        staged.used.update(one.number for one in taken.values())
+        undo.callback(self._undo_start, ranks)
+        if staged.renews_port:
+            self._resources.release_port()
+        started = self._launcher.start(
+            staged.launch,
+            ranks,
+            lease=lambda: self._lease(staged),
+            epoch=staged.epoch,
+            processes={rank: one.worker for rank, one in taken.items()},
+            deadline=deadline,
+            check=check,
+        )
+        self._resources.forget([one.number for one in taken.values()])  # their processes belong to ranks now
+        return started
+
+    def facts(self, staged: Staging) -> tuple[WorkerFacts, ...]:
+        """Return what each rank is told in the next epoch."""
+        return self._launcher.facts(staged.launch, self._lease(staged).port, epoch=staged.epoch)
+
+    def commit(self, staged: Staging) -> None:
+        """Use what was staged from now on, and publish the new members."""
+        if self._resources.next_lease is not None:
+            self._resources.take_next_port()
+        self._launcher.begin(staged.launch, self._resources.lease_master_port(staged.places[0].slot))
+        self._slots = staged.slots
+
+    def end(self, ranks: Sequence[int]) -> list[str]:
+        """End the processes of ranks; return descriptions of those that are still there."""
+        return self._resources.end(ranks) if ranks else []
+
+    def discard(self, ranks: Sequence[int]) -> None:
+        """End the processes of ranks that have left the group, and forget them."""
+        self._resources.discard(ranks)
+
+    def settle(self, before: Snapshot) -> None:
+        """Give back what the group does not use any more, and start the standbys that are missing."""
+        if self._roster.is_over:  # the shutdown on another thread could not see everything that was started
+            self._resources.give_back()
+        elif self._roster.handles:
+            self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])
+            vacated, self._vacated = self._vacated, []
+            self._standbys.refill([*(place.slot for place in before.places), *vacated])
+
+    def _lease(self, staged: Staging) -> PortLease:
+        """Return the lease of the master port of the next epoch."""
+        return self._resources.next_lease or self._resources.lease_master_port(staged.places[0].slot)
+
+    def _undo_start(self, ranks: Sequence[int]) -> None:
+        """End what has been started for an epoch that has not begun."""
+        self._resources.end(ranks)
+        self._resources.forget([rank for rank in ranks if rank >= len(self._roster.snapshot().members)])
+
+    def _note_slots(self) -> None:
+        """Note the slots of logical nodes that the cluster has been extended by."""
+        cluster = self._launcher.spec.cluster
+        if isinstance(cluster, RayVirtualCluster):
+            known = {slot.node_idx for slot in self._slots}
+            self._slots = [*self._slots, *(slot for slot in cluster.slots() if slot.node_idx not in known)]
+
+    def _take_processes(self, before: Snapshot, plan: Plan, deadline: Deadline) -> dict[int, Standby]:
+        """Return the processes that take over ranks: standbys for lost ones, and others too for those that move."""
+        if plan.move:
+            return self._find_targets([before[rank] for rank in plan.move], deadline, partly=plan.partly)
+        lost = [before[rank].place for rank in plan.replace if rank in before.lost]
+        return self._standbys.take(lost) if lost else {}
+
+    def _find_targets(self, members: Sequence[Member], deadline: Deadline, *, partly: bool) -> dict[int, Standby]:
+        """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
+
+        With `partly`, the ranks for which there is no room are left out, unless there is room for none.
+
+        Raises:
+            ValueError: there are not enough standbys and free slots.
+            WorkerStartError: a new process did not start. Nothing has changed.
+        """
+        targets = self._standbys.take([member.place for member in members])
+        rest = [member for member in members if member.rank not in targets]
+        try:
+            free = self._resources.claim_free(self._launcher.spec.slots(), len(rest), partly=partly)
+            if len(free) < len(rest) and not (partly and (targets or free)):
+                raise ValueError(
+                    f"{len(members)} rank(s) need as many standbys or free slots, and there are "
+                    f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
+                    "group with standby=."
+                )
+            self._standbys.check_slots(free)
+            try:
+                started = self._standbys.start_in(free, deadline)
+            except TimeoutError as error:
+                raise WorkerStartError(
+                    "a process that a rank was to move to had not imported the class's module at the deadline "
+                    "(start_timeout_s, or the timeout of the replacement)"
+                ) from error
+            except RayError as error:
+                raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
+        except BaseException:
+            self._standbys.give_back(targets.values())
+            raise
+        return targets | {member.rank: one for member, one in zip(rest, started, strict=False)}
+
+    def _give_back(self, staged: Staging) -> None:
+        """Keep as many unused processes as the group wants as standbys, and end the others."""
+        unused = [one for one in staged.targets.values() if one.number not in staged.used]
+        spare = max(0, self._standbys.count - len(self._standbys.slots))
+        self._standbys.give_back(unused[:spare])
+        if ended := [one for one in staged.targets.values() if one.number in staged.used or one in unused[spare:]]:
+            self._resources.discard([one.number for one in ended])
+            self._vacated += [one.slot for one in ended]
+
+    def _claim(self, before: Snapshot, count: int, slots: Sequence[Slot] | None) -> list[Slot]:
+        """Claim the slots of new ranks.
+
+        Raises:
+            ValueError: there are not enough free slots, or a given slot is one of the group already.
+            ResourceInsufficientError: a given slot is used by another group, or its node is lost or drains.
+        """
+        tied = len(before.places[0].tied_bundles[1])
+        if count <= 0:
+            return []
+        if slots is not None:
+            mine = {place.slot.key for place in before.places} | {slot.key for slot in self._standbys.slots}
+            if taken := [slot for slot in slots if slot.key in mine]:
+                raise ValueError(
+                    f"bundle {taken[0].bundle_index} of logical node {taken[0].node_idx} has a worker of this group "
+                    "already; give slots that it does not use"
+                )
+            if choose_slots(slots, count, tied=tied) != list(slots):
+                raise ValueError(f"slots must be in whole tied groups of {tied}, each on one logical node")
+            self._resources.claim_slots(slots)
+            return list(slots)
+        cluster = self._launcher.spec.cluster
+        if not isinstance(cluster, RayVirtualCluster):
+            raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
+        chosen = self._resources.claim_free(cluster.slots(), count, tied=tied)
+        if len(chosen) < count:
+            raise ValueError(
+                f"{count} more workers need {count} free slots{f' in tied groups of {tied}' if tied > 1 else ''}, and "
+                f"the cluster has {len(chosen)}. Reserve more with cluster.extend(), or give other slots."
+            )
+        return chosen
+
+    def _claim_for(self, places: Sequence[Place], before: Snapshot) -> None:
+        """Claim the slots that ranks move to.
+
+        Raises:
+            WorkerFailureError: one cannot be used: another group was faster, or another node is lost.
+        """
+        held = {place.slot.key for place in before.places}
+        try:
+            self._resources.claim_slots([place.slot for place in places if place.slot.key not in held])
+        except PlacementError as error:
+            raise WorkerFailureError(tuple(before.lost.values()), f"Their new slots cannot be used: {error}") from error
+
+    def _find_new_slots(
+        self, places: tuple[Place, ...], ranks: Sequence[int], before: Snapshot, deadline: Deadline
+    ) -> tuple[tuple[Place, ...], Sequence[Slot]]:
+        """Return the places, with other slots of the cluster for ranks in whose slots no process can start.
+
+        Also return the slots of the cluster, which may have replaced lost nodes for that.
+
+        Raises:
+            WorkerFailureError: there are no such slots.
+        """
+        slots, lost = self._slots, tuple(before.lost.values())
+        usable = {slot.key for slot in usable_slots(places[rank].slot for rank in ranks)}
+        stuck = [rank for rank in ranks if places[rank].slot.key not in usable]
+        if not stuck:
+            return places, slots
+        alive = alive_nodes()
+        drained = [rank for rank in stuck if places[rank].slot.node_id in alive]
+        if len(drained) < len(stuck):
+            slots, places = self._replace_lost_slots(places, lost, deadline)
+        if drained:
+            tied = any(len(places[rank].tied_bundles[1]) > 1 for rank in drained)
+            free = [] if tied else self._resources.claim_free(self._launcher.spec.slots(), len(drained))
+            if len(free) < len(drained):
+                raise WorkerFailureError(
+                    lost,
+                    f"Ray drains the nodes of rank(s) {', '.join(map(str, drained))}, so that nothing starts there. "
+                    + ("The workers of tied groups do not move to" if tied else f"There are {len(free)}")
+                    + " other slots. Reserve more with cluster.extend(), or create a new group on other nodes.",
+                )
+            places = move_places(places, dict(zip(drained, free, strict=True)))
+        return places, slots
+
+    def _replace_lost_slots(
+        self, places: Sequence[Place], lost: tuple[WorkerFailure, ...], deadline: Deadline
+    ) -> tuple[Sequence[Slot], tuple[Place, ...]]:
+        """Let the cluster replace lost nodes; return its slots, and the places of all ranks.
+
+        Raises:
+            WorkerFailureError: it has no room, or the slots are not from a cluster.
+        """
+        cluster = self._launcher.spec.cluster
+        if not isinstance(cluster, RayVirtualCluster):
+            alive = alive_nodes()
+            lost_nodes = sorted({place.slot.node_id[:8] for place in places if place.slot.node_id not in alive})
+            raise WorkerFailureError(
+                lost,
+                f"Their slots were on node(s) {', '.join(lost_nodes)}, which are lost. This group was made from slots, "
+                "so there is no cluster that could reserve others. Get new slots, and create a new group.",
+            )
+        try:
+            self._note_slots()  # ranks may have moved to logical nodes that were added later
+            cluster.replace_lost_nodes(timeout_s=deadline.left(at_most=self._launcher.spec.start_timeout_s) or 0.0)
+        except PlacementError as error:
+            raise WorkerFailureError(
+                lost, f"Their nodes are lost, and other nodes have no room for them: {error}"
+            ) from error
+        # Another group may have replaced them before, and logical nodes may have been added or released. The slots
+        # of one logical node keep their order.
+        mine = {slot.node_idx for slot in self._slots}
+        now = sorted((slot for slot in cluster.slots() if slot.node_idx in mine), key=lambda slot: slot.node_idx)
+        there = {slot.node_idx for slot in now}
+        before = sorted((slot for slot in self._slots if slot.node_idx in there), key=lambda slot: slot.node_idx)
+        instead = dict(zip((slot.key for slot in before), now, strict=True))
+        moved = move_places(places, {place.rank: instead.get(place.slot.key, place.slot) for place in places})
+        if gone := [place.rank for place in moved if place.slot.node_id not in alive_nodes()]:
+            raise WorkerFailureError(
+                lost,
+                f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
+                "group, which could reserve others. Resize the group without these ranks.",
+            )
+        return now, moved

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of an operation on its way, for those who wait for it and for those who carry it out."""
+
+import contextvars
+from collections.abc import Callable
+
+from .._deadline import NEVER, Deadline
+from .._world import now, world
+from ..exceptions import LateWorker, ResizeTimeoutError
+from .gate import wait_for_event
+from .operations import Operation
+from .roster import Roster
+
+# How long a caller that was interrupted waits until its operation has been undone.
+UNDO_S = 5.0
+
+
+class Cancelled(Exception):
+    """Nobody waits for the change any more, and it can be undone."""
+
+
+class Change:
+    """An operation on its way.
+
+    Attributes:
+        operation: the operation.
+        deadline: its end.
+        asked_at: when it was requested.
+        is_shared: whether calls wait for it, any of which may have requested it.
+        ranks: the ranks that it has started.
+    """
+
+    def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
+        self.operation = operation
+        self.deadline = deadline
+        self.asked_at = now()
+        self.is_shared = is_shared
+        self.ranks: tuple[int, ...] = ()
+        self._roster = roster
+        self._context = contextvars.copy_context()
+        self._done = world().event()
+        self._error: BaseException | None = None
+        self._is_cancelled = self._is_sealed = False
+
+    def run(self, work: Callable[["Change"], None]) -> None:
+        """Do the work in the context of the thread that has requested it; keep what it raises."""
+        try:
+            self._context.run(work, self)
+        except BaseException as error:  # noqa: BLE001  raised by those who wait
+            self._error = error
+
+    def finish(self) -> None:
+        """Wake those who wait."""
+        self._done.set()
+
+    def wait(self, deadline: Deadline = NEVER) -> bool:
+        """Wait until the change is over; return whether it is.
+
+        Raises:
+            BaseException: what it has raised.
+        """
+        if not wait_for_event(self._done, deadline):
+            return False
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return True
+
+    def cancel(self) -> None:
+        """Undo the change if it still can be, and wait for that a moment."""
+        self._is_cancelled = True
+        if not self._is_sealed:
+            wait_for_event(self._done, Deadline.after(UNDO_S))
+
+    def check(self) -> None:
+        """Raise if the change has to be undone now: it was cancelled, or the group ends."""
+        if self._roster.ending:
+            raise self._roster.ended_error()
+        if self._is_cancelled and not self._is_sealed:
+            raise Cancelled
+
+    def seal(self) -> None:
+        """Raise as `check` does; otherwise run to the end from now on, whatever happens to those who wait."""
+        self.check()
+        self._is_sealed = True
+
+    @property
+    def time_s(self) -> float | None:
+        """How long the operation may take from its request; None for no limit."""
+        return None if self.deadline.at is None else self.deadline.at - self.asked_at
+
+    def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
+        """Return the error of a change that could not begin in time."""
+        return ResizeTimeoutError(self.operation.name, now() - self.asked_at, late, reason)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one owner of change: operations on a group run one after another, on one thread, through the same steps."""
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from fairlead_placement.spi import head_deadline
+
+from .._deadline import NEVER, Deadline
+from .._world import now, world
+from ..exceptions import WorkerFailure, WorkerGroupError
+from .change import Change
+from .gate import Gate, wait_for_event
+from .operations import CLUSTER_GONE, Operation, Restart, RestartPolicy
+from .phases import LEGAL, Phase
+from .ports import Crew, Hooks, Transport
+from .roster import Roster
+from .steps import Steps
+
+
+class Membership:
+    """Change who is in a group. Nobody else does.
+
+    Attributes:
+        gate: lets calls pass.
+    """
+
+    def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
+        self.gate = Gate()
+        self._phase = Phase.NEW
+        self._roster = roster
+        self._ports = crew, transport, hooks
+        # It protects the queue: there is a thread while there is work, and only one.
+        self._lock = world().lock()
+        self._queue: deque[Change] = deque()
+        self._running: Change | None = None
+        self._began = 0.0
+        self._thread: int | None = None
+        self._idle = world().event()
+
+    @property
+    def phase(self) -> Phase:
+        """What the group is doing."""
+        if self._roster.snapshot().ended:
+            return Phase.ENDED
+        return Phase.ENDING if self._roster.ending else self._phase
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """The restart policy of the group."""
+        return self._ports[0].policy
+
+    def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
+        """Run an operation, and wait until it is over.
+
+        Raises:
+            ResizeTimeoutError: other operations took until the deadline; it has not begun.
+            WorkerGroupError: the group is being shut down, or a method that the present change runs has called this.
+            BaseException: what the operation raised.
+        """
+        try:
+            change = self.begin(operation, deadline)
+            if not change.wait(deadline):
+                if self.withdraw(operation):
+                    raise change.late_error(
+                        "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+                    )
+                change.wait()
+        except BaseException:
+            self.give_up(operation)
+            raise
+        return change
+
+    def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
+        """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way.
+
+        Raises:
+            WorkerGroupError: the group is being shut down, or a method that the present change runs has called this.
+        """
+        if self._thread == world().thread():
+            raise WorkerGroupError(
+                f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
+                "when that has ended."
+            )
+        with self._lock:
+            if self._roster.ending:
+                raise self._roster.ended_error()
+            if is_shared:
+                for one in (self._running, *self._queue):
+                    if one is not None and one.is_shared:
+                        return one
+            change = Change(operation, deadline, self._roster, is_shared=is_shared)
+            self._queue.append(change)
+        if self._thread is None:
+            world().spawn("fairlead-change", self._serve)
+        return change
+
+    def restart_lost(self, deadline: Deadline) -> bool:
+        """Restart lost workers for a call; return whether that was over by the deadline. It continues after that.
+
+        Raises:
+            WorkerGroupError: they could not be restarted.
+        """
+        return self.begin(Restart(), is_shared=True).wait(deadline)
+
+    def describe_wait(self, advice: str = "") -> str:
+        """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
+        running, ranks = self._running, self._roster.snapshot().restarting
+        if running is None:
+            return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
+        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
+        return (
+            f"A {what} has been under way for {now() - self._began:.1f} s and goes on; it may take "
+            f"start_timeout_s={self._ports[2].timeout_s:g} s. {advice or 'Make the call again, with a longer timeout.'}"
+        )
+
+    def remedy(self, lost: Sequence[WorkerFailure]) -> str:
+        """Return what a user can do about lost workers; an empty text for the default advice."""
+        if self._roster.ending:
+            return "The group has been shut down. Create a new group."
+        if self._ports[0].lacks_cluster([failure.rank for failure in lost if failure.kind == "killed"]):
+            return CLUSTER_GONE
+        return self.policy.remedy(self._roster.snapshot(), [failure.rank for failure in lost])
+
+    def join(self, deadline: Deadline) -> bool:
+        """Wait until no operation runs; return whether that was before the deadline."""
+        with self._lock:
+            if self._thread is None or self._thread == world().thread():
+                return True
+            idle = self._idle
+        return wait_for_event(idle, deadline)
+
+    def withdraw(self, operation: Operation) -> bool:
+        """Take an operation that has not begun out of the queue; return whether it was there."""
+        with self._lock:
+            waiting = [one for one in self._queue if one.operation is operation]
+            for one in waiting:
+                self._queue.remove(one)
+            return bool(waiting)
+
+    def give_up(self, operation: Operation) -> None:
+        """Withdraw an operation that nobody waits for any more, or undo it if that can still be done."""
+        running = self._running
+        if not self.withdraw(operation) and running is not None and running.operation is operation:
+            running.cancel()
+
+    def _serve(self) -> None:
+        """Run operations as long as there are any; the work of a thread."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread, self._idle = world().thread(), world().event()
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    self._idle.set()
+                    return
+                change = self._running = self._queue.popleft()
+                self._began = now()
+            change.run(self._run)
+            with self._lock:  # before those who wait may request the next one
+                self._running = None
+            change.finish()
+            del change  # what it raised must not live until the next one
+
+    def _enter(self, phase: Phase) -> None:
+        """Go to the next phase.
+
+        Raises:
+            WorkerGroupError: the group ends.
+        """
+        with self._lock:
+            if self._roster.ending:
+                raise self._roster.ended_error()
+            if phase not in LEGAL[self._phase]:
+                raise AssertionError(f"a group cannot go from {self._phase} to {phase}")
+            self._phase = phase
+
+    def _run(self, change: Change) -> None:
+        """Plan an operation, and carry the plan out."""
+        if self._phase is Phase.NEW:
+            self._enter(Phase.STARTING)
+            self._carry_out(change)
+            self._enter(Phase.SERVING)
+            return
+        goes_on = True
+        with head_deadline(change.deadline.left()):
+            while goes_on:
+                self._roster.check_alive()
+                self._enter(Phase.PREPARING)
+                try:
+                    goes_on = self._carry_out(change)
+                finally:
+                    with contextlib.suppress(WorkerGroupError):  # the group ends
+                        self._enter(Phase.BROKEN if self._roster.snapshot().is_broken else Phase.SERVING)
+                    self.gate.open()
+
+    def _carry_out(self, change: Change) -> bool:
+        """Carry out the next plan of an operation; return whether there is another one after it."""
+        plan = change.operation.plan(self._roster.snapshot(), self._ports[0])
+        if plan is None:
+            return False
+        if plan.switch is not None:
+            plan.switch(self.gate)
+            return False
+        steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, gate=self.gate)
+        change.ranks += steps.run()
+        return plan.again

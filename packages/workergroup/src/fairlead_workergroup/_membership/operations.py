@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that change who is in a group, as plans of one kind. Pure, except for the questions that they ask."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+
+from .._deadline import NEVER, Deadline
+from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
+from .gate import Gate
+from .model import Resize, Snapshot
+
+CLUSTER_GONE = (
+    "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
+    "new group on it."
+)
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When workers are restarted.
+
+    Attributes:
+        on_failure: whether calls that need a lost worker restart it.
+        max_restarts: how often each rank, or with scope "group" the group, may be restarted.
+        scope: "worker", or "group" for all workers together.
+    """
+
+    on_failure: bool
+    max_restarts: int
+    scope: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be a whole number of at least 0, got {self.max_restarts!r}")
+        if self.scope not in ("worker", "group"):
+            raise ValueError(f"restart_scope must be 'worker' or 'group', got {self.scope!r}")
+
+    @property
+    def restarts_all(self) -> bool:
+        """Whether all workers are restarted together."""
+        return self.scope == "group"
+
+    def blocking(self, now: Snapshot, called: Collection[int]) -> tuple[WorkerFailure, ...]:
+        """Return the lost workers that a call has to wait for: those it calls, or all if they restart together."""
+        together = now.is_broken or (self.on_failure and self.restarts_all)
+        return tuple(failure for failure in now.lost.values() if together or failure.rank in called)
+
+    def explain_limit(self, now: Snapshot, ranks: Iterable[int]) -> str:
+        """Return why these ranks cannot be restarted any more; an empty text if they can."""
+        limit = self.max_restarts
+        if self.restarts_all:
+            at_limit = [] if now.restarts < limit else ["the group"]
+        else:
+            at_limit = [f"rank {rank}" for rank in ranks if now[rank].restarts >= limit]
+        if not at_limit:
+            return ""
+        return (
+            f"{', '.join(at_limit)} has been restarted max_restarts={limit} times, which is the limit. Look at the "
+            "logs of these workers, then create a new group, with a larger max_restarts if such losses are expected."
+        )
+
+    def remedy(self, now: Snapshot, ranks: Sequence[int]) -> str:
+        """Return what a user can do about these lost ranks; an empty text for the default advice."""
+        if reason := self.explain_limit(now, ranks):
+            return reason
+        if not self.on_failure:
+            return ""
+        if self.restarts_all:
+            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
+        shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+        return (
+            f"The next call that reaches rank(s) {shown} starts them again. Repeat this call. "
+            "`restart_failed_workers()` starts them at once."
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one change does; the machine does it in the same steps for all operations.
+
+    Attributes:
+        what: the change, for people: "The resize to dp=6".
+        sharding: the axes of the next epoch.
+        start: new or lost ranks, whose processes start while calls go on.
+        replace: ranks whose old process ends before the constructor of the new one runs.
+        move: those of them that get another process in another slot.
+        leave: ranks that leave the group.
+        slots: the slots of the new ranks, in order; None for free ones of the cluster.
+        counted: the ranks for which this counts as a restart.
+        quiet: living ranks whose calls have to end first.
+        closes: whether calls wait from the beginning, and not only while the epoch begins.
+        follow: whether every survivor has to take part: then a late one makes the epoch broken.
+        new_port: whether the ranks need a new master port also if rank 0 stays on its node.
+        on_restart: the ranks that run `on_restart`.
+        resize: what changes the number of ranks; None if that stays.
+        partly: whether fewer ranks move if there is not room for all.
+        end: when the node of the ranks that move ends.
+        again: whether the operation is planned again after this change, because this is only its first part.
+        switch: is called with the gate, and nothing else is done.
+    """
+
+    what: str
+    sharding: NamedSharding
+    start: tuple[int, ...] = ()
+    replace: tuple[int, ...] = ()
+    move: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+    slots: Sequence[Slot] | None = None
+    counted: frozenset[int] = frozenset()
+    quiet: tuple[int, ...] = ()
+    closes: bool = False
+    follow: bool = False
+    new_port: bool = False
+    on_restart: tuple[int, ...] = ()
+    resize: Resize | None = None
+    partly: bool = False
+    end: Deadline = NEVER
+    again: bool = False
+    switch: Callable[[Gate], object] | None = None
+
+
+class Facilities(Protocol):
+    """What a plan may ask; nothing of that changes anything.
+
+    Attributes:
+        policy: when workers are restarted.
+    """
+
+    policy: RestartPolicy
+
+    def find_lost(self) -> Mapping[int, WorkerFailure]:
+        """Return the workers that are dead now, by rank, including those that no call has met."""
+
+    def lacks_cluster(self, ranks: Iterable[int]) -> bool:
+        """Return whether the cluster of a rank has been shut down, so that nothing starts in its slot."""
+
+    def check_alike(self, what: str) -> None:
+        """Refuse ranks that cannot take each other's place."""
+
+
+class Operation(Protocol):
+    """One way to change who is in a group."""
+
+    @property
+    def name(self) -> str:
+        """What it does, for errors: "The restart"."""
+
+    def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
+        """Return what to do; None if there is nothing to do.
+
+        Raises:
+            Exception: the operation is refused. Nothing has changed.
+        """
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first start of all workers."""
+
+    name: str = "The start"
+
+    def plan(self, now: Snapshot, ask: Facilities) -> Plan:
+        """Return the start of all ranks."""
+        return Plan(self.name, now.sharding, start=tuple(range(len(now.members))))
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The restart of lost workers: the same ranks in their slots, in standbys, or in other slots if a node is lost."""
+
+    name: str = "The restart"
+
+    def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
+        """Return the restart of the ranks that are lost now, or with scope "group" of all.
+
+        Raises:
+            WorkerFailureError: they cannot be restarted any more.
+        """
+        if not (lost := ask.find_lost()):
+            return None
+        return plan_restart(self.name, now, lost, ask)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Another way for the calls of the group; the members stay, and no other change runs meanwhile."""
+
+    name: str
+    switch: Callable[[Gate], object]
+
+    def plan(self, now: Snapshot, ask: Facilities) -> Plan:
+        """Return the switch."""
+        return Plan(self.name, now.sharding, switch=self.switch)
+
+
+def plan_restart(what: str, now: Snapshot, lost: Mapping[int, WorkerFailure], ask: Facilities) -> Plan:
+    """Return the restart of lost ranks, or of all of them with scope "group".
+
+    Raises:
+        WorkerFailureError: they cannot be restarted any more.
+    """
+    everybody, policy = tuple(range(len(now.members))), ask.policy
+    # Ray would create actors on a removed placement group without an error, and never start them.
+    if reason := CLUSTER_GONE if ask.lacks_cluster(everybody) else policy.explain_limit(now, lost):
+        raise WorkerFailureError(tuple(lost.values()), reason)
+    ranks = everybody if policy.restarts_all else tuple(lost)
+    return Plan(
+        what,
+        now.sharding,
+        replace=ranks,
+        counted=frozenset(ranks),
+        closes=True,
+        follow=now.is_broken,
+        # The store of one set of processes cannot be used by another set.
+        new_port=policy.restarts_all or now.is_broken,
+        on_restart=ranks,
+    )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a change needs from outside: the processes of a group, requests to its workers, and methods of the user."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
+
+from .._deadline import Deadline
+from ..exceptions import LateWorker, WorkerFailure
+from .facts import WorkerFacts
+from .model import Member, Place, Snapshot, Started
+from .operations import Facilities, Plan
+
+
+class Staged(Protocol):
+    """What the next epoch needs, acquired and not used yet."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The place of each rank."""
+
+    @property
+    def moved(self) -> Sequence[int]:
+        """The ranks that have got another process."""
+
+
+S = TypeVar("S", bound=Staged)
+
+
+class Crew(Facilities, Protocol[S]):
+    """What acquires, starts and ends the processes of a group."""
+
+    def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> S:
+        """Get slots, standbys and the environment for a plan; put what reverts that on the stack first."""
+
+    def start(
+        self, staged: S, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
+    ) -> list[Started]:
+        """Start the processes of ranks with the facts of the next epoch, until their constructors have finished."""
+
+    def facts(self, staged: S) -> tuple[WorkerFacts, ...]:
+        """Return what each rank is told in the next epoch."""
+
+    def commit(self, staged: S) -> None:
+        """Use what was staged from now on, and publish the new members."""
+
+    def end(self, ranks: Sequence[int]) -> list[str]:
+        """End the processes of ranks; return descriptions of those that are still there."""
+
+    def discard(self, ranks: Sequence[int]) -> None:
+        """End the processes of ranks that have left the group, and forget them."""
+
+    def settle(self, before: Snapshot) -> None:
+        """Give back what the group does not use any more, and start the standbys that are missing."""
+
+
+class Transport(Protocol):
+    """The requests of a change to workers that keep running."""
+
+    def quiesce(
+        self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None], *, all_calls: bool
+    ) -> tuple[LateWorker, ...]:
+        """Wait until the calls of these workers have ended; return those that are late."""
+
+    def send_facts(self, member: Member, changes: Mapping[str, Any], deadline: Deadline, *, alone: bool) -> Any:
+        """Send a worker the facts that change, through the queue of its calls; return a future."""
+
+    def wait_for(
+        self, futures: Mapping[Any, Any], deadline: Deadline, what: str, check: Callable[[], None]
+    ) -> tuple[dict[Any, Exception], list[Any]]:
+        """Wait for futures by key; return the errors, and the keys of the late ones."""
+
+    def explain(self, member: Member, error: Exception, what: str) -> WorkerFailure:
+        """Return why a worker did not take part in a change, after some words about what it did."""
+
+    def drain(self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None]) -> Sequence[int]:
+        """Wait until workers that leave have finished their calls; return the late ranks."""
+
+
+class HookCall(Protocol):
+    """A method of the user's class that runs on workers."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks, by position."""
+
+    @property
+    def completions(self) -> Mapping[int, Any]:
+        """The future of each worker, by position."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for all workers, and raise what they raise."""
+
+
+class Hooks(Protocol):
+    """The methods of the user's class that run when the membership changes.
+
+    Attributes:
+        timeout_s: how long each of them may take.
+    """
+
+    timeout_s: float
+
+    def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> Sequence[HookCall]:
+        """Send `on_restart` to ranks, with what was handed over by rank; do not wait."""
+
+    def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
+        """Send `on_resize` to ranks; do not wait."""
+
+    def hand_over(
+        self, ranks: Sequence[int], deadline: Deadline, check: Callable[[], None], *, give_up: bool
+    ) -> Mapping[int, Any]:
+        """Return references to what `on_handover` returns, by rank; with `give_up`, leave out those that are late."""

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of every change: acquire, prepare, quiesce, hand over, end, construct, commit, deliver."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
+
+from .._deadline import Deadline
+from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
+from .change import Change
+from .gate import Gate
+from .model import Notice, Snapshot, Started
+from .operations import Plan
+from .phases import Phase
+from .ports import Crew, HookCall, Hooks, Transport
+from .roster import Roster
+
+logger = logging.getLogger(__name__)
+
+# An idle worker answers within this time, also when the notice of the end of its node has passed.
+IDLE_S = 2.0
+
+
+class Steps:
+    """One plan that is being carried out.
+
+    Args:
+        enter: notes the phase that begins; raises if the group ends.
+        gate: lets calls pass, or not.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        change: Change,
+        roster: Roster,
+        ports: tuple[Crew[Any], Transport, Hooks],
+        *,
+        enter: Callable[[Phase], None],
+        gate: Gate,
+    ) -> None:
+        self._plan = plan
+        self._change = change
+        self._roster = roster
+        self._crew, self._transport, self._hooks = ports
+        self._enter = enter
+        self._gate = gate
+        # The end of the steps that can be undone, then of the others; those who have to follow have one for all.
+        self._deadline = change.deadline
+        self._before = roster.snapshot()
+        self._is_first = not roster.handles
+        self._started: list[Started] = []
+        self._values: Mapping[int, Any] = {}
+        # The ranks that are shown as restarting, and those whose old processes have been ended.
+        self._marked: Sequence[int] = ()
+        self._ended: Sequence[int] = ()
+        self._has_begun = False
+
+    def run(self) -> tuple[int, ...]:
+        """Do all steps, and return the ranks that were started.
+
+        Whatever happens, the group is left usable, and nothing is kept that it does not need.
+        """
+        plan = self._plan
+        try:
+            if plan.closes:
+                self._gate.close()
+                self._mark(plan.replace)
+            with ExitStack() as undo:
+                self._switch(undo)
+                undo.pop_all()
+            self._deliver()
+            self._report()
+        except BaseException as error:
+            if self._roster.ending and isinstance(error, Exception):
+                raise self._roster.ended_error() from error
+            if (failure := self._note_failure(error)) is error:
+                raise
+            raise failure from error
+        finally:
+            self._roster.mark_restarting(self._marked, running=False)
+            self._gate.open()
+            if self._has_begun:
+                self._end_leaving()
+            self._crew.settle(self._before)
+        return tuple(one.place.rank for one in self._started)
+
+    def _mark(self, ranks: Sequence[int]) -> None:
+        self._marked = [rank for rank in ranks if rank < len(self._before.members)]
+        self._roster.mark_restarting(self._marked)
+
+    def _switch(self, undo: ExitStack) -> None:
+        """Do the steps until the epoch has begun."""
+        plan, before, crew = self._plan, self._before, self._crew
+        staged = crew.acquire(before, plan, undo, self._deadline)
+        replaced = [rank for rank in plan.replace if rank not in plan.move or rank in staged.moved]
+        if plan.start:
+            crew.end([rank for rank in plan.start if rank in before.lost])
+            self._relaunch(plan.start)
+            self._started += crew.start(staged, plan.start, undo, self._deadline, self._change.check)
+        if not self._is_first:
+            self._enter(Phase.QUIESCING)
+            self._gate.close()
+            self._quiesce(replaced)
+            self._change.seal()
+            self._enter(Phase.SWITCHING)
+        if replaced:
+            # The old epoch cannot continue as it was from here, so the rest has its own time.
+            self._deadline = Deadline.after(self._change.time_s)
+            self._mark(replaced)
+            if left := crew.end(replaced):
+                raise WorkerFailureError(
+                    tuple(before.lost.values()),
+                    f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
+                    "They do not react to SIGKILL, or their node does not answer; look at them there. When they are "
+                    "gone, call `restart_failed_workers()` again, or create a new group on other nodes.",
+                )
+            self._ended = replaced
+            self._relaunch(replaced)
+            self._started += crew.start(staged, replaced, undo, self._deadline, self._change.check)
+        self._roster.commit(
+            epoch=0 if self._is_first else before.epoch + 1,
+            sharding=plan.sharding,
+            places=staged.places,
+            facts=crew.facts(staged),
+            started=self._started,
+            resize=plan.resize,
+        )
+        self._has_begun = True
+        crew.commit(staged)
+
+    def _relaunch(self, ranks: Sequence[int]) -> None:
+        """Count the next incarnations of ranks that have had one."""
+        again = [rank for rank in ranks if rank < len(self._before.members) and not self._is_first]
+        together = self._crew.policy.restarts_all
+        self._roster.record_relaunch(again, counted=self._plan.counted, together=together)
+
+    def _quiesce(self, replaced: Sequence[int]) -> None:
+        """Wait until calls have ended, and let workers that end hand over."""
+        plan, deadline, end = self._plan, self._deadline, self._plan.end
+        living = [self._before[rank] for rank in plan.quiet if plan.follow or rank in replaced]
+        if (left := end.left()) is not None:
+            # The other half is for those who hand over.
+            deadline = Deadline.after(max(IDLE_S, left / 2))
+        late = self._transport.quiesce(living, deadline, self._change.check, all_calls=plan.follow)
+        if late and plan.follow:
+            reason = (
+                "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:"
+            )
+            raise self._change.late_error(reason, late)
+        busy = sorted(worker.rank for worker in late)
+        if busy:
+            logger.warning("Rank(s) %s are replaced without a handover: they are busy.", busy)
+        ready = [one.rank for one in living if one.rank in plan.move and one.rank not in busy]
+        if ready:
+            until = self._deadline.sooner(end)
+            gives_up = end.at is not None
+            self._values = self._hooks.hand_over(ready, until, self._change.check, give_up=gives_up)
+
+    def _deliver(self) -> None:
+        """Send the facts of the epoch to those who keep running, and run the user's methods on all of them at once."""
+        plan, before, now = self._plan, self._before, self._roster.snapshot()
+        if self._is_first:
+            return
+        self._enter(Phase.DELIVERING)
+        new, deadline = {one.place.rank for one in self._started}, self._deadline
+        sent = {
+            one.rank: self._transport.send_facts(
+                one, now.facts[one.rank].since(before.facts[one.rank]), deadline, alone=plan.follow
+            )
+            for one in now.members
+            if one.rank not in new and one.failure is None
+        }
+        what = f"{plan.what} of {self._roster.name_prefix}: facts"
+        if plan.follow:
+            self._check_followed(now, *self._transport.wait_for(sent, deadline, what, self._change.check))
+        calls: list[tuple[str, HookCall]] = []
+        try:
+            if restarted := [rank for rank in plan.on_restart if rank in new]:
+                calls += [("on_restart", one) for one in self._hooks.on_restart(restarted, self._values, deadline)]
+            if plan.follow:
+                everybody = [one.rank for one in now.members]
+                calls += [("on_resize", one) for one in self._hooks.on_resize(everybody, deadline)]
+        except WorkerFailureError as error:  # another thread has met the loss of a worker
+            if plan.follow:
+                raise BrokenEpochError(self._roster.mark_broken(error.failures), epoch=now.epoch) from error
+            raise
+        self._wait_for_hooks(calls, now)
+        if plan.follow:
+            self._roster.mark_repaired()
+
+    def _wait_for_hooks(self, calls: Sequence[tuple[str, HookCall]], now: Snapshot) -> None:
+        if not calls:
+            return
+        ends = {
+            (at, call.ranks[one]): end for at, (_, call) in enumerate(calls) for one, end in call.completions.items()
+        }
+        deadline = self._deadline.sooner(Deadline.after(self._hooks.timeout_s))
+        what = f"{self._plan.what} of {self._roster.name_prefix}: {', '.join(dict(calls))}"
+        errors, late = self._transport.wait_for(ends, deadline, what, self._change.check)
+        if self._plan.follow:
+            named = {rank: f"{calls[at][0]} failed: " for at, rank in [*errors, *late]}
+            failed = {rank: error for (_, rank), error in errors.items()}
+            self._check_followed(now, failed, [rank for _, rank in late], named)
+            return
+        for at in dict.fromkeys(at for at, _ in [*errors, *late]):
+            # It raises what has failed, or who is late.
+            calls[at][1].result(None if any(one == at for one, _ in errors) else 0.0)
+
+    def _check_followed(
+        self,
+        now: Snapshot,
+        errors: Mapping[int, Exception],
+        late: Sequence[int],
+        named: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Raise if workers have failed or are late in an epoch that needs all of them.
+
+        Args:
+            named: what they did, for the report, by rank.
+
+        Raises:
+            BrokenEpochError: some have. The roster says so.
+        """
+        self._change.check()
+        if not errors and not late:
+            return
+        failures = [self._transport.explain(now[rank], error, named.get(rank, "")) for rank, error in errors.items()]
+        unfinished = "it had not finished when the resize had to end"
+        failures += [
+            now[rank].process.failure("resize-failed", named.get(rank, "") + unfinished)
+            for rank in late
+            if rank not in errors
+        ]
+        lost = self._roster.mark_broken(sorted(failures, key=lambda failure: failure.rank))
+        raise BrokenEpochError(lost, epoch=now.epoch) from next(iter(errors.values()), None)
+
+    def _note_failure(self, error: BaseException) -> BaseException:
+        """Note the ranks that this change has ended and not started, and return the error to raise."""
+        ended = self._ended
+        if self._has_begun:
+            if isinstance(error, BrokenEpochError) or self._plan.follow:
+                return error
+            self._crew.end(ended)
+        elif not ended and self._plan.closes:  # lost ranks that could not be started again
+            ended = [rank for rank in self._plan.replace if rank in self._before.lost]
+        if not ended:
+            return error
+        cause, failed, text = str(error), -1, f"They could not be started again: {error}"
+        if isinstance(error, WorkerStartError):
+            cause, failed, text = error.reason, error.rank, str(error)
+        processes = self._roster.snapshot().processes
+        failures = tuple(
+            processes[rank].failure("start-failed" if failed in (rank, -1) else "killed", f"in a restart: {cause}")
+            for rank in ended
+        )
+        is_report = isinstance(error, WorkerFailureError)
+        self._roster.record_failed_restart(failures, override=not is_report)
+        return error if is_report or not isinstance(error, Exception) else WorkerFailureError(failures, text)
+
+    def _report(self) -> None:
+        """Tell the log, and those who watch, what has changed."""
+        plan, before, after, roster = self._plan, self._before, self._roster.snapshot(), self._roster
+        if plan.resize is not None:
+            logger.info("Resized %r %s.", roster.name_prefix, plan.resize)
+            roster.report(Notice("resized", -1, f"resized {plan.resize}"))
+        moved = [rank for rank in plan.move if rank in self._ended]
+        for rank in moved:
+            old, new = before[rank].slot, after[rank].slot
+            roster.report(
+                Notice(
+                    "replaced",
+                    rank,
+                    f"rank {rank} moved from bundle {old.bundle_index} of logical node {old.node_idx} to bundle "
+                    f"{new.bundle_index} of logical node {new.node_idx} in epoch {after.epoch}",
+                )
+            )
+        if ranks := moved or list(self._ended):
+            verb = "Replaced" if moved else "Restarted"
+            logger.warning("%s rank(s) %s of %r.", verb, ", ".join(map(str, ranks)), roster.name_prefix)
+
+    def _end_leaving(self) -> None:
+        """Let workers that leave finish their calls until the deadline, then end them."""
+        leaving = [self._before[rank] for rank in self._plan.leave]
+        if not leaving:
+            return
+        try:
+            living = [one for one in leaving if one.failure is None]
+            late = self._transport.drain(living, self._deadline, self._change.check)
+            if late:
+                logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
+        finally:
+            self._crew.discard(self._plan.leave)
