@@ -69,8 +69,9 @@ class Steps:
                 self._gate.close()
                 self._mark(plan.replace)
             with ExitStack() as undo:
-                self._switch(undo)
+                staged = self._switch(undo)
                 undo.pop_all()
+            self._crew.commit(staged)
             self._deliver()
             self._report()
         except BaseException as error:
@@ -91,13 +92,13 @@ class Steps:
         self._marked = [rank for rank in ranks if rank < len(self._before.members)]
         self._roster.mark_restarting(self._marked)
 
-    def _switch(self, undo: ExitStack) -> None:
-        """Do the steps until the epoch has begun."""
+    def _switch(self, undo: ExitStack) -> Any:
+        """Do the steps until the epoch has begun; return what was staged for it."""
         plan, before, crew = self._plan, self._before, self._crew
         staged = crew.acquire(before, plan, undo, self._deadline)
         replaced = [rank for rank in plan.replace if rank not in plan.move or rank in staged.moved]
         if plan.start:
-            crew.end([rank for rank in plan.start if rank in before.lost])
+            self._end_old([rank for rank in plan.start if rank in before.lost])
             self._relaunch(plan.start)
             self._started += crew.start(staged, plan.start, undo, self._deadline, self._change.check)
         if not self._is_first:
@@ -110,13 +111,7 @@ class Steps:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             self._deadline = Deadline.after(self._change.time_s)
             self._mark(replaced)
-            if left := crew.end(replaced):
-                raise WorkerFailureError(
-                    tuple(before.lost.values()),
-                    f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
-                    "They do not react to SIGKILL, or their node does not answer; look at them there. When they are "
-                    "gone, call `restart_failed_workers()` again, or create a new group on other nodes.",
-                )
+            self._end_old(replaced)
             self._ended = replaced
             self._relaunch(replaced)
             self._started += crew.start(staged, replaced, undo, self._deadline, self._change.check)
@@ -129,7 +124,17 @@ class Steps:
             resize=plan.resize,
         )
         self._has_begun = True
-        crew.commit(staged)
+        return staged
+
+    def _end_old(self, ranks: Sequence[int]) -> None:
+        """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
+        if left := self._crew.end(ranks):
+            raise WorkerFailureError(
+                tuple(self._before.lost.values()),
+                f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
+                "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
+                "call `restart_failed_workers()` again, or create a new group on other nodes.",
+            )
 
     def _relaunch(self, ranks: Sequence[int]) -> None:
         """Count the next incarnations of ranks that have had one."""
@@ -241,8 +246,13 @@ class Steps:
         """Note the ranks that this change has ended and not started, and return the error to raise."""
         ended = self._ended
         if self._has_begun:
-            if isinstance(error, BrokenEpochError) or self._plan.follow:
+            if isinstance(error, BrokenEpochError):
                 return error
+            if self._plan.follow:  # not by a worker, so that nobody knows who has followed
+                cause = f"the change was interrupted: {error!r}"
+                now = self._roster.snapshot()
+                lost = [process.failure("resize-failed", cause) for process in now.processes]
+                return BrokenEpochError(self._roster.mark_broken(lost), epoch=now.epoch)
             self._crew.end(ended)
         elif not ended and self._plan.closes:  # lost ranks that could not be started again
             ended = [rank for rank in self._plan.replace if rank in self._before.lost]
