@@ -29,7 +29,6 @@ from fairlead_workergroup._calls.plan import Mesh, plan_call
 from fairlead_workergroup._calls.sender import make_requests, send
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.failures import Verdicts
 from fairlead_workergroup._observe.observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
@@ -104,7 +103,7 @@ def simulated_rows() -> Iterator[Row]:
 
     yield from _call_rows(sharding, roster.snapshot().members)
 
-    look = Observer(roster, Verdicts(roster, None))
+    look = Observer(roster)
     with agents.installed([place.slot.node_id for place in places]):
         statuses = look.read_status(300.0)
     assert len(statuses) == count

@@ -85,6 +85,9 @@ class Roster:
     def snapshot(self) -> Members:
         return self._members
 
+    def find(self, actor_id: str) -> None:
+        return None
+
 
 class Group:
     """A lane with workers that are threads; with `early`, the first call is made before the lane opens."""

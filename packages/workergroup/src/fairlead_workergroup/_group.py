@@ -43,10 +43,11 @@ from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
 from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
+from ._membership.judge import Judge
 from ._membership.machine import Membership
 from ._membership.operations import Restart, RestartPolicy, Start
 from ._membership.roster import Roster
-from ._observe.failures import Verdicts
+from ._observe.evidence import RayWitnesses
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import Observer
 from ._observe.requests import RequestLog
@@ -176,10 +177,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         )
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
+        self._roster.judge = Judge(RayWitnesses(self._roster, limit))
         self._resources = Resources(self._roster, getattr(cluster, "port_range", None))
         self._counters = Counters()
-        resources, verdicts = self._resources, Verdicts(self._roster, limit)
-        self._observer = Observer(self._roster, verdicts)
+        resources = self._resources
+        self._observer = Observer(self._roster)
         self._read_timeline = lambda: read_timeline(find_own_group(resources.registration))
         self._watches = weakref.WeakSet()
         facts = {
@@ -204,14 +206,13 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping.wait)
         hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s), delivery)
-        crew = Crew(self._launcher, self._standbys, verdicts, policy, slots)
+        crew = Crew(self._launcher, self._standbys, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership, self._watches)
         self._sender = hooks.sender = Sender(
             self._roster,
             self._launcher,
             self._membership,
-            verdicts,
             self._counters,
             RequestLog(token),
             save_trace=TraceSaver(self._read_timeline).save_for,

@@ -31,10 +31,11 @@ from ._inspect.groups import (
 from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver
 from ._membership.gate import Gate
+from ._membership.judge import Evidence, Judge, decide
 from ._membership.model import Member, Place
 from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
-from ._observe.failures import Verdicts
+from ._observe.evidence import RayWitnesses
 from ._observe.observer import STUCK_AFTER_S, check_seconds
 from ._observe.registration import KEY
 from ._observe.requests import RequestLog
@@ -307,6 +308,7 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding, own=False)
+    roster.judge = Judge(RayWitnesses(roster))
 
     def read() -> Timeline:
         return read_timeline(identity.read(within_s=SETTLED_S))
@@ -317,7 +319,6 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
         roster,
         described,
         no_changes,
-        Verdicts(roster, None),
         Counters(),
         # Readers of the timeline find the calls of the process that made the group by the id alone.
         RequestLog(f"of-a-client-{uuid.uuid4().hex}"),
@@ -349,11 +350,11 @@ def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, han
     place = _place(group, rank, row)
     process = place.process(group.sharding.get_worker_coords(rank))
     if row is None:
-        failure = process.failure("node-lost", "no node agent knows it: its node is lost, or its agent has ended")
-        return Member(place, process, failure=failure)
-    process = replace(process, pid=row.pid, started=row.started)
+        gone = Evidence("node", "gone", "node-lost", "no node agent knows it: its node is lost, or its agent has ended")
+        return Member(place, process, failure=decide(process, [gone]).failure())
+    process = replace(process, pid=row.pid, started=row.started, actor_id=row.actor_id)
     cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
-    lost = process.failure("killed", cause) if handle is None else None
+    lost = decide(process, [Evidence("actor-state", "gone", text=cause)]).failure() if handle is None else None
     return Member(place, process, handle, row.incarnation, row.restarts, failure=lost)
 
 

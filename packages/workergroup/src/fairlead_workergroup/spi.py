@@ -16,7 +16,7 @@ import ray
 from ._group import RayWorkerGroup
 from ._membership.model import Member, Resize, Snapshot, WorkerProcess
 from ._membership.roster import Roster, direct, find_worker
-from ._observe.failures import as_failure
+from ._observe.evidence import judge_errors
 from ._observe.query import cancel_calls, late_workers
 from ._observe.requests import find_log
 from ._ray_private import actor_id_of
@@ -124,9 +124,7 @@ def collect(
             ready = [*ready, *more]
         for ref in ready:
             worker, _ = requests[by_ref[ref]]
-            replies[by_ref[ref]] = _reply(worker, ref)
-        if lost := [reply.failure for reply in replies.values() if reply.failure is not None]:
-            _roster(group).record_losses(lost)
+            replies[by_ref[ref]] = _reply(group, worker, ref)
         if not all_of_them and any(not reply.is_good for reply in replies.values()):
             return replies
         if pending and time.monotonic() >= deadline:
@@ -163,14 +161,16 @@ def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
         yield
 
 
-def _reply(worker: WorkerProcess, ref: Any) -> Reply:
+def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
     try:
         return Reply(worker, ray.get(ref))
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        failure = as_failure(error, worker)
-        return Reply(worker, failure=failure) if failure is not None else Reply(worker, error=error)
+        roster = _roster(group)
+        lost = judge_errors(roster.judge, {worker: error})
+        roster.note(lost)
+        return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)
 
 
 def _roster(group: RayWorkerGroup) -> Roster:

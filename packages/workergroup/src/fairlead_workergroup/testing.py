@@ -29,7 +29,7 @@ from fairlead_placement.testing import assert_no_leaks
 from ._group import RayWorkerGroup
 from ._membership.model import Member, WorkerProcess
 from ._membership.roster import direct
-from ._observe.failures import as_failure
+from ._observe.evidence import judge_error
 from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
 from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
@@ -214,6 +214,6 @@ def _answer(worker: WorkerProcess, ref: Any, *, timeout_s: float) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        if (failure := as_failure(error, worker)) is None:
+        if not (verdict := judge_error(error, worker)).is_lost:
             raise
-        raise WorkerFailureError((failure,)) from error
+        raise WorkerFailureError((verdict.failure(),)) from error

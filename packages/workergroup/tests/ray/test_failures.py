@@ -28,3 +28,20 @@ def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
         ended.append((failure.exit_code, failure.signal))
         assert ("exit code 3" in str(failure), "SIGTERM" in str(failure)) == (how == "exit", how == "terminate")
     assert ended == [(3, None), (None, signal.SIGTERM), (None, None)]
+
+
+def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:
+    """A call names a worker that has died, although a process that it forked holds its connections with Ray."""
+
+    def end(worker: object) -> None:
+        if os.environ["RANK"] == "1":
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        raise RuntimeError("a collective failed")
+
+    with pytest.raises(WorkerFailureError) as caught:
+        doomed.at(dp=0).call(end, timeout=60).result()
+    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

@@ -20,7 +20,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
 )
 from fairlead_workergroup._observe import observer
-from fairlead_workergroup._observe.failures import Verdicts
+from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup.testing import kill
 
 from ..calling import MB, store_used
@@ -72,7 +72,7 @@ def test_arguments_of_earlier_starts(local_ray, eventually):
 def test_death_that_no_call_reported(make_group, monkeypatch, eventually, explained):
     """`restart_failed_workers` finds dead workers through Ray, whether or not Ray reports the cause."""
     if not explained:
-        monkeypatch.setattr(Verdicts, "note_causes", lambda verdicts, dead, within_s: None)
+        monkeypatch.setattr(RayWitnesses, "ray", lambda witnesses, workers, within_s: {})
     group = make_group()
     os.kill(group.call("pid").result()[3], signal.SIGKILL)
     restarted = []

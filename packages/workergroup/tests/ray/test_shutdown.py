@@ -18,7 +18,8 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup._calls import sender
-from fairlead_workergroup._lifecycle import shutdown, teardown
+from fairlead_workergroup._lifecycle import shutdown
+from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._ray_private import actors_being_made
 from fairlead_workergroup._remote import process
 
@@ -104,18 +105,18 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
     """The cleanup runs once; the second thread waits for it and gets the same result."""
     with ThreadPoolExecutor() as threads:
         second, looked = [], threading.Event()
-        find_dead = teardown.find_dead
+        ask = Judge.ask
 
-        def come_second(now):
+        def come_second(judge, workers, **options):
             if second:  # it did not wait for the first
                 looked.set()
                 assert second[0].result(timeout=60)
             else:
                 second.append(threads.submit(group.shutdown, "cleanup_counted"))
                 looked.wait(timeout=0.5)
-            return find_dead(now)
+            return ask(judge, workers, **options)
 
-        monkeypatch.setattr(teardown, "find_dead", come_second)
+        monkeypatch.setattr(Judge, "ask", come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
     assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 3

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,15 @@ import ray
 from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import GroupHandle, GroupView, RayWorkerGroup, ResizeTimeoutError, _handle, _head
+from fairlead_workergroup import (
+    GroupHandle,
+    GroupView,
+    RayWorkerGroup,
+    ResizeTimeoutError,
+    WorkerFailureError,
+    _handle,
+    _head,
+)
 from fairlead_workergroup._inspect import command
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._observe import query
@@ -223,3 +232,16 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         assert group.epoch == 0
         assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
         assert group.call("rank").result() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_death_that_the_head_does_not_report(stop_process):
+    """A worker that dies while the head is silent is lost: Ray cannot reach it, and the agent of its node says why."""
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+        pids = group.call("pid").result()
+        with stop_process(head):
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(WorkerFailureError) as caught:
+                group.call("rank", timeout=ANSWER_S).result()
+        assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

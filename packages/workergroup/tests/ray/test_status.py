@@ -12,6 +12,7 @@ import ray
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, report_progress
+from fairlead_workergroup._observe import evidence
 from fairlead_workergroup._observe import query as _inspect
 from fairlead_workergroup._remote.progress import CANCELLED_AT, STATE, STATES_AT, open_record
 from fairlead_workergroup.testing import fill_memory, hang, kill
@@ -88,7 +89,7 @@ def test_one_request_for_each_node(group, gate, eventually):
 def test_no_request_for_dead_actors(group, monkeypatch):
     """While every agent answers, Ray's head is not asked for the actors of the job that have ever died."""
     asked = []
-    monkeypatch.setattr(_inspect, "dead_actors", lambda: asked.append(1) or frozenset())
+    monkeypatch.setattr(evidence, "dead_actors", lambda: asked.append(1) or frozenset())
     assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
     assert asked == []
 

@@ -19,7 +19,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerStatus, report_progress
-from fairlead_workergroup._observe.failures import Verdicts
+from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup._observe.watch import EventFilter
 from fairlead_workergroup.testing import hang, kill
 
@@ -144,15 +144,15 @@ def test_dead_worker(cluster, eventually):
 def test_failed_look(cluster, eventually, monkeypatch, caplog):
     """The next look reports the events that a failed look had found."""
     events = []
-    note_causes, failed = Verdicts.note_causes, []
+    ask_ray, failed = RayWitnesses.ray, []
 
-    def fail_once(verdicts, dead, **options):
-        if dead and not failed:
+    def fail_once(witnesses, dead, within_s):
+        if not failed:
             failed.append(dead)
             raise OSError("Ray does not say")
-        note_causes(verdicts, dead, **options)
+        return ask_ray(witnesses, dead, within_s)
 
-    monkeypatch.setattr(Verdicts, "note_causes", fail_once)
+    monkeypatch.setattr(RayWitnesses, "ray", fail_once)
     with RayWorkerGroup(cluster, Worker) as group, group.watch(0.05, on_event=events.append):
         assert eventually(lambda: kinds_and_ranks(events) == STARTED)
         kill(group, 1)

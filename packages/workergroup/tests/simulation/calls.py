@@ -15,7 +15,6 @@ from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.model import Place, Started
 from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.failures import Verdicts
 from fairlead_workergroup._observe.statistics import Counters
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method
@@ -69,7 +68,7 @@ def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> S
     )
     launcher: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
     log: Any = NoLog()
-    return Sender(roster, launcher, restarter, Verdicts(roster, None), Counters(), log, lambda error: None, None)
+    return Sender(roster, launcher, restarter, Counters(), log, lambda error: None, None)
 
 
 def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:

@@ -190,7 +190,7 @@ class TestTurns:
         sender.roster.check_connected = lambda: None
         launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
         counters, log = SimpleNamespace(add=lambda **counts: None), SimpleNamespace(begin=lambda *entry: 0)
-        return Sender(sender.roster, launcher, sender.membership, None, counters, log, lambda error: None, None)
+        return Sender(sender.roster, launcher, sender.membership, counters, log, lambda error: None, None)
 
     @pytest.fixture
     def order(self) -> Order:

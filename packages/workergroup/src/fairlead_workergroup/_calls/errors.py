@@ -15,10 +15,12 @@ from fairlead_placement.spi import Rounds, connection
 
 from .._arguments import Source
 from .._futures import get, is_message, wait
+from .._membership.judge import Verdict
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster, find_worker
-from .._observe.failures import as_failures, explain_errors
-from .._observe.query import find_ended, late_workers
+from .._observe.evidence import LOOK_S, judge_errors
+from .._observe.query import late_workers
+from .._observe.remote_errors import explain_errors
 from .._ray_private import actor_id_of_ref, still_referenced
 from ..exceptions import WorkerGroupError, format_lines
 from .sender import Sender
@@ -80,9 +82,9 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
     if sender is None:
         return first
-    failed: dict[int, BaseException] = {}
-    workers: dict[int, WorkerProcess] = {}
-    for ref in _find_finished(refs, first, sender.roster):
+    failed: dict[WorkerProcess, BaseException] = {}
+    finished, unnoticed = _find_finished(refs, first, sender.roster)
+    for ref in finished:
         worker = sender.roster.find(actor_id_of_ref(ref))
         if worker is None:
             continue
@@ -90,35 +92,39 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
             get([ref], timeout=0)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             if not is_not_ready(error):
-                failed.setdefault(worker.rank, error.with_traceback(None))
-                workers[worker.rank] = worker
+                failed.setdefault(worker, error.with_traceback(None))
     if not failed:
         return first
-    errors = dict(sorted(failed.items()))
-    if lost := as_failures(errors, workers):
+    errors = dict(sorted(failed.items(), key=lambda one: one[0].rank))
+    if lost := [*judge_errors(sender.roster.judge, errors), *unnoticed]:
         failure = sender.failure_error(lost)
         failure.__cause__ = next(iter(errors.values()))
         return failure
-    return explain_errors(errors, workers)
+    return explain_errors(errors)
 
 
-def _find_finished(refs: Sequence[ObjectRef], first: BaseException, roster: Roster) -> list[ObjectRef]:
-    """Return the refs whose workers have finished or failed, including workers whose process has just ended.
+def _find_finished(
+    refs: Sequence[ObjectRef], first: BaseException, roster: Roster
+) -> tuple[list[ObjectRef], list[Verdict]]:
+    """Return the refs whose workers have finished or failed, and the verdicts on those that died without Ray noticing.
 
     When a worker dies, the workers that communicate with it fail too, and their errors may arrive before Ray knows of
     the death.
     """
     if not refs:
-        return []
+        return [], []
     done: list[ObjectRef]
+    unnoticed: list[Verdict] = []
     done, pending = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
     if pending and isinstance(first, ray.exceptions.RayTaskError):
         waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
-        dying = [ref for ref, ended in zip(waiting, find_ended(list(waiting.values())), strict=True) if ended]
+        verdicts = roster.judge.ask(waiting.values(), look="node", within_s=LOOK_S)
+        dying = [ref for ref, worker in waiting.items() if verdicts[worker].is_lost]
         if dying:
-            more, _ = wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            more, rest = wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
             done += more
-    return done
+            unnoticed = [verdicts[worker] for worker in dict.fromkeys(waiting[ref] for ref in rest)]
+    return done, unnoticed
 
 
 def describe_missing(sources: Iterable[Source]) -> str:
@@ -214,9 +220,7 @@ def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: obje
     """Retrieve the errors of workers that fail after the call has raised the error of another worker.
 
     Ray prints an error with its traceback when the last reference to it is released before any process retrieved it.
-
-    Args:
-        owner: the object that may still take the items of the generators.
+    The owner may still take the items of the generators.
     """
     late = _LateErrors(list(futures), owner)
     if not late.retrieve():

@@ -25,11 +25,11 @@ from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
 from .._lifecycle.launcher import Launcher
+from .._membership.judge import Evidence, Verdict
 from .._membership.machine import Membership
 from .._membership.model import Member, Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.failures import Verdicts
 from .._observe.query import cancel_calls, late_workers
 from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
@@ -135,7 +135,6 @@ class Sender:
     roster: Roster
     launcher: Launcher
     membership: Membership
-    verdicts: Verdicts
     counters: Counters
     log: RequestLog
     save_trace: Callable[[BaseException], None]
@@ -285,10 +284,10 @@ class Sender:
         waited_s, reason = time.monotonic() - order.began, reason or self.membership.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
-    def failure_error(self, failures: Sequence[Any]) -> WorkerFailureError:
+    def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
         """Record losses, and return the error that reports them."""
         known = self.roster.snapshot().lost
-        lost = self.verdicts.note(failures)
+        lost = self.roster.note(verdicts)
         for failure in lost:
             if failure.rank not in known:
                 self.log.mark(f"rank {failure.rank} lost: {failure.kind}")
@@ -304,13 +303,9 @@ class Sender:
         return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop the requests of a call that have not started.
+        """Drop the requests of a call that have not started; return the ranks that were running it.
 
-        Args:
-            force: kill the workers that are running it.
-
-        Returns:
-            The ranks that were running it.
+        With `force`, these are killed.
         """
         now = self.roster.snapshot()
         calls = [(now[rank].process, future) for rank, future in futures.items()]
@@ -320,7 +315,8 @@ class Sender:
             for rank in running:
                 ray.kill(now[rank].handle)
             cause = f"its call of {method!r} was cancelled with force"
-            self.verdicts.note([now[rank].process.failure("cancelled", cause) for rank in running])
+            killed = Evidence("user", "gone", "cancelled", cause)
+            self.roster.note([self.roster.judge.tell(now[rank].process, killed) for rank in running])
         return running
 
 

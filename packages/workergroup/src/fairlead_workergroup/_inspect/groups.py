@@ -16,7 +16,10 @@ from fairlead_placement.spi import (
 )
 from fairlead_sharding import NamedSharding
 
-from .._head import alive_nodes, death_causes, find_agents, process_is_alive
+from .._head import alive_nodes, find_agents, process_is_alive
+from .._membership.judge import Evidence, decide
+from .._membership.model import WorkerProcess
+from .._observe.evidence import read_deaths
 from .._observe.registration import KEY, SCHEMA, Registration
 from .._observe.status import State, state_of
 from .._remote.outside import look_at_process, look_from_outside
@@ -164,9 +167,6 @@ def find_groups() -> list[RegisteredGroup]:
 def find_group(name: str | None) -> RegisteredGroup:
     """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits.
 
-    Args:
-        name: the name or the beginning of the id; None for the only group there is.
-
     Raises:
         WorkerGroupError: there is none, or several.
     """
@@ -187,9 +187,7 @@ def find_group(name: str | None) -> RegisteredGroup:
 def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGroup | None:
     """Return a group as it is published now; None if no agent of its job has it.
 
-    Args:
-        within_s: how long to wait until all of its nodes have the latest publication; then the latest that each node
-            has is returned.
+    It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has.
 
     Raises:
         HeadTimeoutError: Ray's head did not answer in time.
@@ -256,12 +254,7 @@ _PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "drive
 def look_at_groups(
     groups: Sequence[RegisteredGroup], *, stuck_after_s: float, dump: bool = False, ranks: Iterable[int] | None = None
 ) -> list[SeenGroup]:
-    """Look at the workers of groups, with one request to each agent.
-
-    Args:
-        dump: have those that are stuck write their stacks.
-        ranks: the workers of a single group to look at; None for all.
-    """
+    """Look at the workers of groups, or some of one group, with one request to each agent; `dump` adds stacks."""
     chosen = None if ranks is None else frozenset(ranks)
     asked = group_pairs(
         (group.agents[member.node_id], (group.group_id, member))
@@ -280,7 +273,7 @@ def look_at_groups(
         for at, (group_id, one) in enumerate(there):
             rows[group_id, one.rank] = _first_line(answer) if isinstance(answer, Exception) else answer[at]
     living, jobs = alive_nodes(), {group.driver["job_id"] for group in groups}
-    causes = {job: death_causes(job) for job in jobs}
+    causes = read_deaths(jobs)
     seen = []
     for group in groups:
         workers = tuple(
@@ -310,16 +303,20 @@ def _see(
             rank, coords, state="dead", note="No agent knows it: its node is lost, or its agent has ended."
         )
     worker = SeenWorker(rank, **{name: getattr(member, name) for name in _REGISTERED})
+    process = WorkerProcess(rank, member.coords, member.node_id, member.address, member.pid, member.started)
+    evidence = []
     if member.node_id not in living:
-        return replace(worker, state="dead", note="Its node is lost.")
+        evidence.append(Evidence("node", "gone", "node-lost", "Its node is lost."))
     if member.actor_id in causes:
-        return replace(worker, state="dead", note=causes[member.actor_id])
+        evidence.append(Evidence("actor-state", "gone", text=causes[member.actor_id]))
+    if isinstance(row, dict) and row["gone"] and not row["missing"]:
+        evidence.append(Evidence("process", "gone", text="Its process has ended."))
+    if (verdict := decide(process, evidence)).is_lost:
+        return replace(worker, state="dead", note=verdict.cause)
     if row is None or isinstance(row, str):
         return replace(worker, note=row or "The agent of its node has ended.")
     if row["missing"]:
         return replace(worker, state="starting", note="Its process has not started.")
-    if row["gone"]:
-        return replace(worker, state="dead", note="Its process has ended.")
     state = state_of(False, row)
     return replace(
         worker,

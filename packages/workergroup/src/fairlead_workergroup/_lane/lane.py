@@ -25,8 +25,10 @@ from fairlead_placement import PlacementError
 from fairlead_placement.spi import block_shutdown, never_connect
 
 from .._futures import LaneFuture, LaneStream
+from .._membership.judge import Evidence
 from .._membership.model import Member, Snapshot
 from .._membership.roster import Roster
+from .._observe.evidence import evidence_of
 from .._observe.query import late_workers
 from .._ray_private import actor_id_of
 from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
@@ -60,14 +62,8 @@ _nothing = contextlib.nullcontext()
 class Lane:
     """The messages between the driver and the workers of a group.
 
-    Args:
-        release: called when the router is closed, which the lane does.
-        node_id: the Ray node that this process is on.
-        overlaps: whether the workers run Ray's calls also while they serve the lane.
-
-    Attributes:
-        holders: how many contexts have opened the lane.
-        failures: how many answers were errors.
+    The lane calls `release` when it closes the router. `overlaps` says whether the workers run Ray's calls while they
+    serve it. `holders` counts the contexts that have opened it, and `failures` the answers that were errors.
     """
 
     def __init__(
@@ -362,6 +358,10 @@ class Lane:
                 self._ended.append((session, error))
                 continue
             session.error = error
+            worker = None if error is None else self._roster.find(session.actor_id.hex())
+            if worker is not None:  # the end of a connection alone does not say that the process is gone
+                told = evidence_of(error) or Evidence("transport", "silent", text=f"its lane ended: {error}")
+                self._roster.judge.tell(worker, told)
             session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
             self._by_identity.pop(session.identity, None)
             busy.discard(session)

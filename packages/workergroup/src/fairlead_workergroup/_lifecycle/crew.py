@@ -11,13 +11,13 @@ from ray.exceptions import RayError
 
 from fairlead_placement import HeadTimeoutError, PlacementError, PortLease, RayVirtualCluster, Slot
 
+from .. import _world
 from .._deadline import Deadline
 from .._head import alive_nodes, read_placement_group
 from .._membership.facts import WorkerFacts
 from .._membership.model import Member, Place, Snapshot, Started
 from .._membership.operations import Plan, RestartPolicy
-from .._observe.failures import Verdicts
-from .._observe.query import find_dead, find_ended
+from .._observe.evidence import check_head
 from .._start.layout import choose_slots, move_places, resize_places
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
 from .launcher import Launcher, LaunchPlan
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 # Ray reports the cause of a death that it knows at once.
 CAUSE_S = 10.0
-# Ray notices within a moment that a process has ended.
-NOTICED_S = 2.0
-NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
-NO_CAUSE = f"Ray reports that it is dead, and has not reported the cause within {CAUSE_S:g} s"
 
 
 @dataclass(frozen=True)
@@ -69,28 +65,28 @@ class Crew:
         policy: when workers are restarted.
     """
 
-    def __init__(
-        self, launcher: Launcher, standbys: Standbys, verdicts: Verdicts, policy: RestartPolicy, slots: Sequence[Slot]
-    ) -> None:
+    def __init__(self, launcher: Launcher, standbys: Standbys, policy: RestartPolicy, slots: Sequence[Slot]) -> None:
         self.policy = policy
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
         self._standbys = standbys
-        self._verdicts = verdicts
         # Those of the cluster when the group was made, and of the logical nodes that it was extended by.
         self._slots = slots
         # Those of processes that were to take over ranks and have been ended.
         self._vacated: list[Slot] = []
 
     def find_lost(self) -> Mapping[int, WorkerFailure]:
-        """Return the workers that are dead now, by rank, including those that no call has met."""
-        now = self._roster.snapshot()
-        self._verdicts.note_dead([now.processes[rank] for rank in sorted(find_dead(now))], NO_CAUSE, within_s=CAUSE_S)
-        # Ray notices a death when the connections break, and a fork of the worker keeps them open.
+        """Return the workers that are dead now, by rank, including those that no call has met.
+
+        Raises:
+            HeadTimeoutError: Ray's head did not answer.
+        """
         living = [member.process for member in self._roster.snapshot().members if member.failure is None]
-        ended = [worker for worker, is_gone in zip(living, find_ended(living), strict=True) if is_gone]
-        self._verdicts.note_dead(ended, NOT_NOTICED, within_s=NOTICED_S)
+        began = _world.now()
+        verdicts = self._roster.judge.ask(living, look="all", within_s=CAUSE_S).values()
+        check_head(verdicts, since=began)
+        self._roster.note(verdicts)
         return dict(self._roster.snapshot().lost)
 
     def lacks_cluster(self, ranks: Iterable[int]) -> bool:

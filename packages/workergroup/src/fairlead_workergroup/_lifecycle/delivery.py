@@ -13,7 +13,7 @@ from .._display import Bar
 from .._futures import get_one, wait
 from .._membership.model import Member
 from .._membership.roster import direct
-from .._observe.failures import as_failure
+from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
 from ..exceptions import LateWorker, WorkerFailure
@@ -97,9 +97,8 @@ class Delivery:
 
     def explain(self, member: Member, error: Exception, what: str) -> WorkerFailure:
         """Return why a worker did not take part in a change, after some words about what it did."""
-        lost = as_failure(error, member.process)
-        if lost is not None:
-            return lost
+        if lost := judge_errors(self._launcher.resources.roster.judge, {member.process: error}):
+            return lost[0].failure()
         cause = getattr(error, "cause", None) or error
         return member.process.failure("resize-failed", f"{what}it raised {type(cause).__name__}: {cause}")
 

@@ -307,6 +307,7 @@ class Launcher:
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
             self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
+            process["actor_id"] = actor_id_of(one.handle)
             started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **process)))
         return started
 

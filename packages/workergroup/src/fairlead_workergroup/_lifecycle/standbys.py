@@ -14,8 +14,8 @@ from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
-from .._head import alive_nodes, dead_actors
-from .._membership.model import Notice, Place
+from .._head import REQUEST_S, alive_nodes
+from .._membership.model import Notice, Place, WorkerProcess
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
 from .._remote.process import mark_of
@@ -39,6 +39,12 @@ class Standby:
     number: int
     slot: Slot
     worker: RunningWorker
+
+    @property
+    def process(self) -> WorkerProcess:
+        """Its identity for the judge."""
+        worker, actor_id = self.worker, actor_id_of(self.worker.handle)
+        return WorkerProcess(self.number, {}, worker.node_id, self.slot.node_ip, *worker.key, actor_id)
 
 
 class Standbys:
@@ -243,12 +249,12 @@ class Standbys:
         with self._lock:
             if not self._warm and not self._cold:
                 return
-        dead, alive = dead_actors(), alive_nodes()
+            warm = list(self._warm)
+        alive = alive_nodes()
+        verdicts = self._roster.judge.ask([one.process for one in warm], look="head", within_s=REQUEST_S)
         with self._lock:
             self._cold = [slot for slot in self._cold if slot.node_id in alive]
-            lost = [
-                one for one in self._warm if actor_id_of(one.worker.handle) in dead or one.slot.node_id not in alive
-            ]
+            lost = [one for one in self._warm if one in warm and verdicts[one.process].is_lost]
             self._warm = [one for one in self._warm if one not in lost]
         if lost:
             self._resources.discard([one.number for one in lost])

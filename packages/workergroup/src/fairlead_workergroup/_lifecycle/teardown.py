@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a group, which several threads may ask for at once."""
 
-import contextlib
 import threading
 from collections.abc import Iterable
-
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import head_deadline
 
 from .._deadline import Deadline
 from .._head import REQUEST_S
 from .._membership.gate import wait_for_event
 from .._membership.machine import Membership
-from .._observe.query import find_dead
 from .._observe.watch import CLOSE_S, Watch
 from .._world import world
 from .launcher import Launcher
@@ -91,11 +86,14 @@ class Teardown:
         now = self._roster.snapshot()
         if cleanup_method is None or not self._roster.handles or not self._roster.connected:
             return True
-        dead = set(now.lost)
         # The cleanup has half of the time if the head is silent.
-        with contextlib.suppress(HeadTimeoutError), head_deadline((deadline.left(REQUEST_S) or 0.0) / 2):
-            dead |= find_dead(now)
-        living = {member.rank: member.handle for member in now.members if member.rank not in dead}
+        within_s = (deadline.left(REQUEST_S) or 0.0) / 2
+        verdicts = self._roster.judge.ask(now.processes, look="head", within_s=within_s)
+        living = {
+            member.rank: member.handle
+            for member in now.members
+            if member.failure is None and not verdicts[member.process].is_lost
+        }
         with self._roster.direct(living):
             ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
         return wait_for_cleanup(ranks, cleanup_method, deadline, self._is_forced.is_set)

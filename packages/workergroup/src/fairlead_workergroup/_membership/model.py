@@ -76,6 +76,7 @@ class WorkerProcess:
         node_ip: the address of its node.
         pid: its process; 0 before it has started.
         started: the tick that the process started at; -1 before it has started.
+        actor_id: Ray's id of its actor; empty before it has started.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class WorkerProcess:
     node_ip: str = ""
     pid: int = 0
     started: int = -1
+    actor_id: str = ""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from .._ray_private import actor_id_of
 from .._world import Event, world
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
+from .judge import Judge, Verdict
 from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess
 
 Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
@@ -35,6 +36,7 @@ class Roster:
         standby_metadata: the description of each standby for the picture of the cluster.
         ending: whether a shutdown has begun.
         end_begun: the same, to wait for.
+        judge: decides which processes are lost; `note` records it.
         detour: makes way for Ray's calls of workers that serve a lane; None without a lane.
     """
 
@@ -43,6 +45,7 @@ class Roster:
         self.handles: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
+        self.judge: Judge = Judge()
         self.ending: bool = False
         self.end_begun: Event = world().event()
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
@@ -220,8 +223,8 @@ class Roster:
             )
             self.handles[:] = [member.handle for member in self._now.members]
 
-    def record_losses(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-        """Record losses, except of incarnations that have been replaced.
+    def note(self, verdicts: Iterable[Verdict]) -> tuple[WorkerFailure, ...]:
+        """Record the losses among verdicts, except of incarnations that have been replaced.
 
         Returns:
             The failures to report. For a worker whose loss was known before, it is the first report.
@@ -231,7 +234,7 @@ class Roster:
             is_current = (failure.node_id, failure.pid) == (member.process.node_id, member.process.pid)
             return is_current and member.failure is None
 
-        return self._record_failures(failures, is_first)
+        return self._record_failures([verdict.failure() for verdict in verdicts if verdict.is_lost], is_first)
 
     def record_failed_restart(self, failures: Sequence[WorkerFailure], *, override: bool) -> None:
         """Record why ranks could not be restarted; with `override`, replace the reports of their losses."""

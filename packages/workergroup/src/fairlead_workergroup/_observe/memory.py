@@ -4,17 +4,18 @@
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ray
 
 from fairlead_placement.spi import choose_alive
 
 from .._deadline import Deadline
-from .._membership.model import Snapshot, WorkerProcess
+from .._membership.judge import Evidence
+from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._remote.process import mark_of, read_verdicts, start_guard
-from ..exceptions import WorkerFailure, WorkerGroupError
+from ..exceptions import WorkerGroupError
 from .query import ask_nodes
 
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
@@ -77,23 +78,16 @@ class MemoryLimit:
             if unguarded:
                 time.sleep(PAUSE_S)
 
-    def judge(self, failures: Sequence[WorkerFailure], now: Snapshot) -> tuple[WorkerFailure, ...]:
-        """Return the failures, where those that a guard has caused have the kind "out-of-memory" and both numbers."""
-        killed = [failure.rank for failure in failures if failure.kind == "killed"]
-        sizes = dict(
-            zip(killed, ask_nodes([now[rank].process for rank in killed], read_verdicts, self.token), strict=True)
-        )
+    def find_killed(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
+        """Return the evidence, with both numbers, about the workers that a guard has ended."""
+        sizes = ask_nodes(workers, read_verdicts, self.token, within_s=within_s)
         cause = f"over its memory_limit of {self.limit:,} bytes"
-        return tuple(
-            replace(
-                failure,
-                kind="out-of-memory",
-                cause=f"its process and those that it had started held {size:,} bytes of memory, {cause}",
-            )
-            if (size := sizes.get(failure.rank)) is not None
-            else failure
-            for failure in failures
-        )
+        causes = {
+            worker: f"its process and those that it had started held {size:,} bytes of memory, {cause}"
+            for worker, size in zip(workers, sizes, strict=True)
+            if size is not None
+        }
+        return {one: [Evidence("memory-guard", "gone", "out-of-memory", cause)] for one, cause in causes.items()}
 
 
 def _is_gone(node_id: str) -> bool:

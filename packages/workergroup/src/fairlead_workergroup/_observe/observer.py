@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observation of the workers of a group while they work or hang, with one request to each node and none to workers."""
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, usage_on_nodes
+from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
 
 from .._display import Records
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
-from .failures import Verdicts
-from .query import ANSWER_S, HEAD_S, ask_nodes, find_dead, logger
+from .evidence import weigh_answers
+from .query import ANSWER_S, HEAD_S, ask_nodes, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
 
@@ -27,9 +25,8 @@ STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 class Observer:
     """Observe the workers of a group; `RayWorkerGroup` documents what each method returns."""
 
-    def __init__(self, roster: Roster, verdicts: Verdicts) -> None:
+    def __init__(self, roster: Roster) -> None:
         self.roster = roster
-        self.verdicts = verdicts
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -61,25 +58,21 @@ class Observer:
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.
         now = self.roster.check_alive()
-        dead = set(now.lost)
+        dead, judge = set(now.lost), self.roster.judge
         asked = [
             member.process for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
-        living = set(choose_alive({worker.node_id for worker in asked}) if None in answers else ())
-        rows: dict[int, Mapping[str, Any]] = {}
-        # Their agents did not answer, and their nodes are alive.
-        silent: set[int] = set()
-        for worker, row in zip(asked, answers, strict=True):
-            if row is not None and not row["gone"]:
-                rows[worker.rank] = row
-            elif row is not None or worker.node_id not in living:
-                dead.add(worker.rank)
-            else:
-                silent.add(worker.rank)
-        if silent:  # Ray's head answers with every actor of the job that has ever died
-            with contextlib.suppress(HeadTimeoutError), head_deadline(HEAD_S):
-                dead |= find_dead(now) & silent
+        ended = [None if row is None else bool(row["gone"]) for row in answers]
+        verdicts = {worker: judge.tell(worker, *found) for worker, found in weigh_answers(asked, ended).items()}
+        silent = [worker for worker, verdict in verdicts.items() if verdict.state == "unknown"]
+        verdicts.update(judge.ask(silent, look="head", within_s=HEAD_S))
+        dead |= {worker.rank for worker, verdict in verdicts.items() if verdict.is_lost}
+        rows: dict[int, Mapping[str, Any]] = {
+            worker.rank: row
+            for worker, row in zip(asked, answers, strict=True)
+            if row is not None and worker.rank not in dead
+        }
         states: dict[int, State] = {
             member.rank: "restarting" if member.restarting else state_of(member.rank in dead, rows.get(member.rank, {}))
             for member in now.members

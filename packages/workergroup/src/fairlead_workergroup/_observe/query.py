@@ -11,11 +11,8 @@ import ray
 from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
 
 from .._futures import is_message, task_of_future
-from .._head import dead_actors
-from .._membership.model import Snapshot, WorkerProcess
-from .._ray_private import actor_id_of
+from .._membership.model import WorkerProcess
 from .._remote.process import Process
-from .._remote.process import find_ended as find_ended_processes
 from .._remote.progress import cancel_tasks, read_records
 from ..exceptions import LateWorker
 
@@ -43,17 +40,10 @@ def ask_nodes(
     what: Callable[[Any], Any] = lambda worker: worker.key,
     within_s: float | None = None,
 ) -> list[Any]:
-    """Apply a function to a value of each worker, on the nodes of the workers.
+    """Apply a function to a value of each worker, on its node; return the results in the order of the workers.
 
-    Args:
-        workers: the workers.
-        function: takes the list of the values of one node's workers, and returns a list of the same length.
-        more: further arguments of the function.
-        what: returns the value of a worker; its pid and start tick by default.
-        within_s: seconds that Ray's head and the nodes may take; None for `ANSWER_S`.
-
-    Returns:
-        The results in the order of `workers`; None for the workers of a node that did not answer.
+    The function takes and returns a list for the workers of one node, whose values are their keys without `what`. A
+    node that does not answer within `within_s`, or `ANSWER_S`, gives None.
     """
     results: list[Any] = [None] * len(workers)
     if not workers:
@@ -93,38 +83,16 @@ def late_workers(workers: Sequence[WorkerProcess], *, within_s: float | None = N
     )
 
 
-def find_dead(now: Snapshot) -> set[int]:
-    """Return the ranks of the members that are lost, or whose actors Ray knows to be dead.
-
-    Raises:
-        HeadTimeoutError: Ray's head does not answer.
-    """
-    dead = dead_actors()
-    return {member.rank for member in now.members if member.failure is not None or actor_id_of(member.handle) in dead}
-
-
-def find_ended(workers: Sequence[WorkerProcess]) -> list[bool]:
-    """Return whose process has ended, which Ray may not know yet; False if the node does not answer in a second."""
-    return [bool(answer) for answer in ask_nodes(workers, find_ended_processes, within_s=1.0)]
-
-
 def cancel_calls(
     calls: Sequence[tuple[WorkerProcess, Any]], *, in_order: bool = False, within_s: float | None = None
 ) -> list[int]:
-    """Cancel each worker's part of a call, given by its future.
+    """Cancel each worker's part of a call, given by its future; return the ranks that may still run the method.
 
     A lane drops what it has not sent. The record of a worker prevents that a method starts. Ray cancels coroutines, and
     drops values of cancelled tasks.
 
-    Args:
-        calls: the worker and the future of each part.
-        in_order: whether the workers run one method after another, so that only methods that run need Ray to cancel
-            them. If Ray 2.60 cancels a call to such a worker before it is delivered, the worker waits 30 s for that
-            call and then refuses the calls behind it.
-        within_s: how long the agents may take; None for their usual time.
-
-    Returns:
-        The ranks that had started the method and may still run it, also if their node has not answered.
+    Of workers that run their methods `in_order`, Ray has to cancel only methods that run. If Ray 2.60 cancels a call to
+    such a worker before it is delivered, the worker waits 30 s for that call and then refuses the calls behind it.
     """
     calls = [one for one in calls if not (is_message(one[1]) and one[1].cancel(asks=False))]
     tasks = {worker.rank: (worker.key, task_of_future(future)) for worker, future in calls}

@@ -181,9 +181,8 @@ class Watch(AbstractContextManager["Watch"]):
         self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
         facts = [self._roster.snapshot()[now.rank].process for now in dead]
-        self._observer.verdicts.note_causes(
-            [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid], within_s=CAUSE_S
-        )
+        lost = [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid]
+        self._roster.note(self._roster.judge.ask(lost, look="all", within_s=CAUSE_S).values())
         stuck: dict[int, StuckWorker] = {}
         if any(kind == "worker-stuck" for kind, _ in self._unreported):
             stuck = {one.rank: one for one in self._observer.find_stuck(self._stuck_after_s, dump_stacks=True)}

@@ -21,7 +21,8 @@ from fairlead_sharding import NamedSharding
 
 from .._display import Bar
 from .._membership.model import Place, WorkerProcess
-from .._observe.failures import as_failure, remote_traceback
+from .._observe.evidence import judge_error
+from .._observe.remote_errors import remote_traceback
 from ..exceptions import WorkerStartError
 from .environment import WorkerEnvironment, WorkerPython, forwarded_variables, worker_environment
 from .options import actor_options, recursive_merge_options
@@ -132,12 +133,7 @@ def create_actors(
     clock: StartClock,
     add: Callable[[WorkerPlan, Any], None],
 ) -> None:
-    """Create the actors of workers, `WINDOW` at a time.
-
-    Args:
-        names: the name of each actor, as for `create_actor`.
-        name: the name of the group, for the progress bar.
-        add: is called with each handle, on any thread, as soon as there is one.
+    """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread.
 
     Raises:
         Exception: what Ray raised for an actor; no further actor is requested.
@@ -175,10 +171,7 @@ def wait_started(
     clock: StartClock,
     check: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Wait until all constructors have finished.
-
-    Returns:
-        The facts that each worker reports about itself, in the order of the plans.
+    """Wait until all constructors have finished; return what each worker reports about itself, in the order of `plans`.
 
     Raises:
         WorkerStartError: a constructor failed, or some had not finished within `timeout_s`.
@@ -229,8 +222,8 @@ def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> W
 
 
 def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: Sequence[int]) -> WorkerStartError:
-    lost = as_failure(error, plan.process)
-    if lost is not None:
+    lost = judge_error(error, plan.process)
+    if lost.is_lost:
         reason, trace = f"the worker was lost while it started: {lost.kind}: {lost.cause}", ""
     else:
         cause = getattr(error, "cause", None) or error

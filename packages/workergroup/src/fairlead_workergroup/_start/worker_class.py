@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._observe.failures import remote_traceback
+from .._observe.remote_errors import remote_traceback
 from .._ray_private import dumps_by_value, skip_checks, skip_tracing
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
@@ -28,7 +28,6 @@ class Method:
     """A public method of the user's class, or a function in place of one.
 
     Attributes:
-        name: the name of the method or the function.
         kind: plain, generator, async or async_generator.
         signature: its parameters; None if Python cannot tell.
         function: the pickled function, or a reference to it; None for a method.
@@ -89,8 +88,6 @@ class WorkerClass:
 
     Attributes:
         target: the full name or the pickled bytes from which a worker loads it.
-        name: its short name.
-        methods: its public methods.
         options: the options of its own `@ray.remote(...)` or `_default_options`.
         configurations: the result of its `configure_worker` for each worker; None if it has none.
         concurrent: whether its async methods overlap.
@@ -224,8 +221,7 @@ def describe_class(
 ) -> WorkerClass:
     """Describe a class in this process, or in one short task on the node if only its name is given.
 
-    Args:
-        asks: keyword arguments for its `configure_worker`, a dict for each worker.
+    `asks` has keyword arguments for its `configure_worker`, a dict for each worker.
 
     Raises:
         WorkerStartError: the class cannot be imported or configured where it would run.

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evidence about processes: what Ray's errors and tables, the nodes' agents and the memory guards say of them.
+
+It follows from the types of errors, never from their texts. No other module reads which actors are dead.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import ray
+from ray.exceptions import RayTaskError
+
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import choose_alive, head_deadline
+
+from .._head import dead_actors, death_causes
+from .._membership.judge import Evidence, Judge, Verdict, decide
+from .._membership.model import WorkerProcess
+from .._membership.roster import Roster
+from .._ray_private import how_it_ended
+from .._remote.process import find_ended
+from ..exceptions import FailureKind
+from .memory import MemoryLimit
+from .query import ANSWER_S, ask_nodes
+
+_LOST = (
+    ray.exceptions.ActorDiedError,
+    ray.exceptions.ActorPlacementGroupRemoved,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.TaskPlacementGroupRemoved,
+    ray.exceptions.WorkerCrashedError,
+)
+# An object can be lost while its worker is alive, and a worker be out of reach.
+_SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
+# A node that does not answer in this time is not waited for.
+LOOK_S = 1.0
+NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
+NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
+
+
+def evidence_of(error: BaseException | None) -> Evidence | None:
+    """Return what the error of a request says about the worker; None for an error that says nothing about it."""
+    # An error that a method met, such as the death of a child, is a RayTaskError too: that worker is alive.
+    if isinstance(error, RayTaskError) or not isinstance(error, (*_LOST, *_SILENT)):
+        return None
+    cause = " ".join(str(error).split("\n\t")[0].split())
+    if not isinstance(error, _LOST):
+        return Evidence("ray-error", "silent", text=cause)
+    kind: FailureKind = "killed"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        kind = "out-of-memory"
+    elif getattr(error, "preempted", False):
+        kind = "preempted"
+    elif isinstance(error, (ray.exceptions.NodeDiedError, ray.exceptions.ActorUnschedulableError)):
+        kind = "node-lost"
+    return Evidence("ray-error", "gone", kind, cause, *how_it_ended(error))
+
+
+def find_evidence(errors: Mapping[WorkerProcess, BaseException]) -> dict[WorkerProcess, list[Evidence]]:
+    """Return what errors say about their workers, and whether the nodes of these are lost."""
+    found = {worker: [one] for worker, error in errors.items() if (one := evidence_of(error)) is not None}
+    for worker in _on_lost_nodes(found):
+        found[worker].append(_node_lost())
+    return found
+
+
+def _node_lost() -> Evidence:
+    return Evidence("node", "gone", "node-lost", "its node is lost")
+
+
+def _on_lost_nodes(workers: Iterable[WorkerProcess]) -> list[WorkerProcess]:
+    workers = [worker for worker in workers if worker.node_id]
+    alive = set(choose_alive({worker.node_id for worker in workers}) if workers else ())
+    return [worker for worker in workers if worker.node_id not in alive]
+
+
+def judge_error(error: BaseException, worker: WorkerProcess) -> Verdict:
+    """Return the verdict that an error allows, for a worker that no judge knows."""
+    return decide(worker, find_evidence({worker: error}).get(worker, ()))
+
+
+def judge_errors(judge: Judge, errors: Mapping[WorkerProcess, BaseException]) -> list[Verdict]:
+    """Tell a judge what errors say; return its verdicts on the workers that are lost, after a look at their nodes."""
+    for worker, evidence in find_evidence(errors).items():
+        judge.tell(worker, *evidence)
+    doubted = [worker for worker, known in judge.ask(errors, look="known").items() if known.is_doubted]
+    verdicts = judge.ask(doubted, look="node", within_s=ANSWER_S)
+    return [verdict for verdict in verdicts.values() if verdict.is_lost]
+
+
+def weigh_answers(
+    workers: Sequence[WorkerProcess], ended: Sequence[bool | None]
+) -> dict[WorkerProcess, list[Evidence]]:
+    """Return what the answers of agents say: whether each process has ended, None if its agent does not answer."""
+    answers = dict(zip(workers, ended, strict=True))
+    lost = set(_on_lost_nodes(worker for worker, answer in answers.items() if answer is None))
+
+    def weigh(worker: WorkerProcess, answer: bool | None) -> Evidence:
+        if answer is None:
+            return _node_lost() if worker in lost else Evidence("process", "silent", text="its agent does not answer")
+        return Evidence("process", "gone", text=NOT_NOTICED) if answer else Evidence("process", "alive")
+
+    return {worker: [weigh(worker, answer)] for worker, answer in answers.items()}
+
+
+def check_head(verdicts: Iterable[Verdict], *, since: float) -> None:
+    """Raise HeadTimeoutError if Ray's head was silent at a look since then."""
+    for one in (one for verdict in verdicts for one in verdict.evidence):
+        if (one.source, one.says) == ("actor-state", "silent") and one.at >= since:
+            raise HeadTimeoutError(one.text)
+
+
+def read_deaths(jobs: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return what the dead actors of each job died of, by their ids."""
+    return {job: death_causes(job) for job in jobs}
+
+
+class RayWitnesses:
+    """The sources that the judge of a group asks."""
+
+    def __init__(self, roster: Roster, memory_limit: MemoryLimit | None = None) -> None:
+        self._roster = roster
+        self._memory_limit = memory_limit
+
+    def head(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
+        """Look at the actors and nodes that Ray's head knows to be dead."""
+        try:
+            with head_deadline(within_s):
+                dead = dead_actors()  # all actors of the job that have ever died
+        except HeadTimeoutError as error:
+            return {worker: [Evidence("actor-state", "silent", text=str(error))] for worker in workers}
+        found = {
+            worker: [Evidence("actor-state", "gone", text=NO_CAUSE)] for worker in workers if worker.actor_id in dead
+        }
+        for worker in _on_lost_nodes(workers):
+            found.setdefault(worker, []).append(_node_lost())
+        return found
+
+    def node(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
+        """Look at the processes, with one request to each node; Ray may not know yet that they have ended."""
+        started = [worker for worker in workers if worker.pid]
+        return weigh_answers(started, ask_nodes(started, find_ended, within_s=min(within_s, LOOK_S)))
+
+    def ray(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
+        """Fetch the causes of death that Ray reports."""
+        now = self._roster.snapshot()
+        if now.ended:
+            return {}
+        # The request for a process that has been replaced would go to its successor.
+        current = [worker for worker in workers if now[worker.rank].process == worker]
+        # For a dead actor Ray answers this immediately with the cause of its death.
+        asked = {now[worker.rank].handle.__ray_ready__.remote(): worker for worker in current}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within_s) if asked else ([], [])
+        errors: dict[WorkerProcess, BaseException] = {}
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                errors[asked[ref]] = error
+        return find_evidence(errors)
+
+    def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
+        """Read which processes the memory guards of the nodes have ended."""
+        return {} if self._memory_limit is None else self._memory_limit.find_killed(workers, within_s)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that methods raised in workers, as exceptions to raise to callers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError, UnserializableException
+
+from .._membership.model import WorkerProcess
+from ..exceptions import RemoteError
+
+
+def explain_errors(errors: Mapping[WorkerProcess, BaseException]) -> BaseException:
+    """Return one exception for the errors of workers that are alive, to be raised to the caller.
+
+    Returns:
+        The first worker's own exception, with its type, the remote traceback as its cause, and a note for each failing
+        worker; `RemoteError` if its class is not known here.
+    """
+    worker, first = next(iter(errors.items()))
+    if type(first) is ray.exceptions.ActorUnavailableError or not isinstance(first, RayError):
+        return first
+    shown: BaseException = first
+    cause = getattr(first, "cause", None)
+    if type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
+        shown = RemoteError(type_name, str(cause), remote_traceback(first), worker.rank)
+    elif _is_unknown_here(first):
+        shown = RemoteError(*_read_last_line(first), remote_traceback(first), worker.rank)
+    elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
+        shown = cause
+    if shown is not first:
+        shown.__cause__ = first
+    for failing, error in errors.items():
+        other = "" if error is first else f": {_type_name(error)}"
+        shown.add_note(f"raised by {failing}{other}")
+    return shown
+
+
+def _is_unknown_here(error: BaseException) -> bool:
+    """Return whether an error stands for one whose class this process does not know."""
+    return isinstance(error, UnserializableException) or type(getattr(error, "cause", None)) is RayError
+
+
+def _read_last_line(error: BaseException) -> tuple[str, str]:
+    """Return the full name of an exception's class and its message, from the last line of its remote traceback."""
+    name, _, message = (remote_traceback(error).strip().splitlines() or ["unknown"])[-1].partition(": ")
+    return name.strip(), message
+
+
+def _type_name(error: BaseException) -> str:
+    """Return the class name of the exception that a worker raised."""
+    if _is_unknown_here(error):
+        return _read_last_line(error)[0].rpartition(".")[2]
+    return type(getattr(error, "cause", None) or error).__name__
+
+
+def remote_traceback(error: Any) -> str:
+    """Return the traceback in the worker as text, as far as Ray has it."""
+    if isinstance(error, UnserializableException):
+        return str(getattr(error, "_original_stack_trace", error))
+    return str(getattr(error, "traceback_str", "")) or str(error)
