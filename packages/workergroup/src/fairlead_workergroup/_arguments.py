@@ -125,11 +125,9 @@ class PerWorker:
 
 
 class Source(NamedTuple):
-    """The objects that another call makes and that are an argument of this call.
+    """The objects that another call makes and that are an argument of this call, and the answers that a lane delivers.
 
-    Attributes:
-        ids: the ids of the objects. References would keep the objects in the store after their last use.
-        answers: the results that a lane delivers.
+    It has the ids of the objects: references would keep the objects in the store after their last use.
     """
 
     method: str | None

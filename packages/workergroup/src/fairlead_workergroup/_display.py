@@ -70,12 +70,7 @@ QUIET_S = 1.0
 
 
 class Bar(AbstractContextManager["Bar"]):
-    """A progress bar, which appears on a terminal after one second and names the ranks that it waits for.
-
-    Args:
-        what: the description of the work.
-        total: the amount of work; None if it is not known.
-    """
+    """A progress bar, which appears on a terminal after one second and names the ranks that it waits for."""
 
     def __init__(self, what: str, total: int | None) -> None:
         columns = (

@@ -188,10 +188,6 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
     `ray.cloudpickle.register_pickle_by_value` is public, but it affects the whole process: another thread that pickles
     an argument at the same time would send its classes by value too. Without these two private functions of
     cloudpickle, functions and classes that can be imported here travel by name.
-
-    Args:
-        value: the value to pickle.
-        by_value: returns whether the functions and classes of a module, given by name, travel by value.
     """
     reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
     if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):

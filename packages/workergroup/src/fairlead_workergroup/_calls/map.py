@@ -40,12 +40,7 @@ MOST_LOSSES = 3
 
 @dataclass(frozen=True)
 class MapOptions:
-    """The options of `map`.
-
-    Attributes:
-        move_items: whether the items of a worker that dies go to the others.
-        return_exceptions: whether an item's exception is its result.
-    """
+    """Whether `map` moves the items of a worker that dies to others, and returns exceptions as results."""
 
     strategy: Strategy
     move_items: bool
@@ -268,14 +263,9 @@ class _Balancer:
         self._losses: Counter[int] = Counter()
 
     def fill(self, items: Iterator[Any], *, until: float, may_wait: bool) -> bool:
-        """Send items while the worker whose turn it is has room.
+        """Send items before `until` while the worker whose turn it is has room; return whether an item is unfinished.
 
-        Args:
-            until: the first position that must not be sent yet.
-            may_wait: on an event loop, send a call later instead of blocking the loop.
-
-        Returns:
-            Whether an item is unfinished.
+        On an event loop, `may_wait` sends a call later instead of blocking the loop.
         """
         self._drop_departed()
         while (self._again or (self._position < until and not self._failed)) and (rank := self._choose()) is not None:

@@ -115,11 +115,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one `at` selects.
+    """What one `at` selects: the coordinates, counted from the first one, by axis.
 
-    Attributes:
-        coords: the coordinates, counted from the first one, by axis.
-        largest: the largest coordinate along each axis that the group has to have.
+    The group has to have the `largest` coordinate along each axis.
     """
 
     coords: Mapping[str, int | slice]
@@ -324,12 +322,7 @@ def column_per_worker(what: str, values: Any, count: int) -> Column:
 def make_columns(
     args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column], method: str = ""
 ) -> tuple[list[Column], dict[str, Column]]:
-    """Return the positional and the keyword arguments of a call as columns.
-
-    Args:
-        make: makes a column of the description of an argument, for errors, and the argument.
-        method: the name of the method, for errors.
-    """
+    """Return the positional and the keyword arguments of a call as columns; `method` is its name in errors."""
 
     def column(what: str, value: Any) -> Column:
         try:

@@ -160,9 +160,8 @@ def wait_for_some(
 ) -> list[Any]:
     """Return the futures that are ready, once there is at least one.
 
-    Args:
-        check_late: called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without a result.
-        fetch_local: whether a future is ready only when its value is on this node.
+    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without a result.
+    With `fetch_local`, a future is ready only when its value is on this node.
     """
     while True:
         left = deadline.left(at_most=REPORT_EVERY_S)
@@ -195,12 +194,9 @@ def drain(
     singles: Sequence[ObjectRef],
     wait: Callable[[list[Any]], list[Any]],
 ) -> None:
-    """Take the items of generators as they arrive, from all generators in turn, until every generator has ended.
+    """Take the items of generators as they arrive, from all in turn, until every one has ended.
 
-    Args:
-        streams: the list to which the items of each generator are added.
-        singles: other results of the same call; the error of one ends the wait.
-        wait: waits, and returns those of the given futures that are ready.
+    The items of each are added to its list in `streams`. The error of one of `singles`, the other results, ends it.
     """
     waiting: dict[Any, None] = dict.fromkeys([*streams, *singles])
     while waiting:

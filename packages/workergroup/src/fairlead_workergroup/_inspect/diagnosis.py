@@ -71,13 +71,10 @@ def diagnose(
     stragglers: Sequence[WorkerTiming] = (),
     calls: Mapping[CallKey, tuple[float, float]] | None = None,
 ) -> list[Finding]:
-    """Return what is wrong with a group, the most certain first; nothing if it is well.
+    """Return what is wrong with a group that was looked at with stacks, the most certain first.
 
-    Args:
-        seen: the group, looked at with stacks.
-        stuck_after_s: workers without progress for less than this are not suspected.
-        stragglers: the workers that are slower than their peers, the slowest first.
-        calls: when the running calls were made, as from `Timeline.find_calls`.
+    Workers without progress for less than `stuck_after_s` are not suspected. `stragglers` are slower than their peers,
+    the slowest first, and `calls` says when the running calls were made, as from `Timeline.find_calls`.
     """
     findings = [_report_dead(one) for one in seen.workers if one.state == "dead"]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]

@@ -65,12 +65,9 @@ class Request:
 
 @dataclass(frozen=True)
 class WorkerTimeline:
-    """What one worker has done lately.
+    """What one worker has done lately: its calls in the order in which they ended, with the one that runs as the last.
 
-    Attributes:
-        spans: its calls, in the order in which they ended; the one that runs is the last.
-        steps: the steps that it reported, each with the time.
-        error_s: by how much its times may be wrong against those of other nodes.
+    Each reported step has its time. The times may be wrong by `error_s` against those of other nodes.
     """
 
     worker: RegisteredWorker
@@ -81,13 +78,10 @@ class WorkerTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a group has done lately.
+    """What a group has done lately: the workers that could be read, by rank, and the calls of the driver.
 
-    Attributes:
-        workers: the workers that could be read, by rank.
-        requests: the calls of the driver; empty if there is no agent on its node.
-        read_at: when it was read, by the clock of this process.
-        error_s: by how much the times of the driver may be wrong.
+    The calls are missing without an agent on its node, and their times may be wrong by `error_s`. `read_at` is by the
+    clock of this process.
     """
 
     group: RegisteredGroup

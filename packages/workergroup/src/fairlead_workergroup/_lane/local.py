@@ -88,9 +88,7 @@ class LocalSocket:
     def receive(self, *, drains: bool) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield messages that have arrived: the name of the sender, and the frames.
 
-        Args:
-            drains: yield all of them. Otherwise one of each connection that has been reported; the poller reports those
-                with more messages again.
+        Without `drains`, one of each connection that has been reported; the poller reports those with more again.
         """
         readable, self._readable = self._readable, []
         for name, packets in list(self._links.values()) if drains else readable:

@@ -31,10 +31,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 class Router:
     """The sockets that the workers connect to, each under its own name. The caller serialises their use.
 
-    Workers of this node connect by a Unix socket, and those of other nodes by ZeroMQ over TCP.
-
-    Attributes:
-        address: the address for workers of other nodes.
+    Workers of this node connect by a Unix socket, and those of other nodes by ZeroMQ over TCP, to `address`.
 
     Raises:
         LaneError: the port cannot be bound.
@@ -99,11 +96,9 @@ class Router:
         os.eventfd_write(self._wake, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for messages or an interruption, and let workers connect meanwhile.
+        """Wait for messages or an interruption, and let workers connect; return whether messages are there.
 
-        Returns:
-            Whether messages are there; False after an interruption, so that the caller lets the thread that caused it
-            use the socket.
+        After an interruption they are not, so that the caller lets the thread that caused it use the socket.
         """
         is_undisturbed, note = True, self._local.note
         happened = self._poller.poll(0 if self._has_message() else timeout_s)

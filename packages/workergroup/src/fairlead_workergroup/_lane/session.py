@@ -45,11 +45,10 @@ LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Body:
-    """The content of a request.
+    """The content of a request: the pickled method with the arguments that travel with the call, and the other
+    arguments.
 
-    Attributes:
-        pickled: the method and the arguments that travel with the call.
-        sources: the other arguments by position or name: references to stored objects, and answers of workers.
+    These are references to stored objects and answers of workers, by position or name.
     """
 
     pickled: bytes

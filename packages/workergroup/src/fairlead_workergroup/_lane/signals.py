@@ -19,10 +19,9 @@ _fast: Any = importlib.import_module("_signal" if importlib.util.find_spec("_sig
 
 
 class Delay:
-    """A block at whose end, and not before, the handlers of signals run. Only the main thread runs handlers.
+    """A block at whose end, and not before, the handlers of signals run, which only the main thread runs.
 
-    Args:
-        arrived: called when a signal arrives in the block, to end a wait there.
+    A signal that arrives in the block calls `arrived`, which ends a wait there.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:

@@ -38,13 +38,8 @@ def actor_name(place: Place, token: str, incarnation: int) -> str:
 class Registration:
     """Keeps what is published about one group up to date, also at the node of its driver.
 
-    Args:
-        token: identifies the group among all groups of all drivers.
-        methods: the methods of the class, as of `WorkerClass.to_dict`. Only the node of the driver has them.
-
-    Attributes:
-        published: what was published last, by node id.
-        lane: whether the workers serve nobody but their driver at present; publish after a change.
+    Only that node has the methods of the class. `published` is what was published last, by node id. While `lane` is
+    set, the workers serve nobody but their driver; publish after a change.
     """
 
     def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
@@ -77,21 +72,13 @@ class Registration:
         }
 
     def name_actors(self, names: Mapping[str, str]) -> None:
-        """Publish actors by their own names from now on; for processes that take over ranks.
-
-        Args:
-            names: the names by the ids of the actors. Those of actors that are lost or being replaced are forgotten.
-        """
+        """Publish actors by their own names, given by their ids; for processes that take over ranks."""
         stay = [one for one in self._roster.snapshot().members if one.state == "alive"]
         ids = {actor_id_of(one.handle) for one in stay}
         self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
-        """Publish the workers as they are now, without waiting for the agents.
-
-        Args:
-            starting: the actors of the ranks that are starting, whose processes are not known yet.
-        """
+        """Publish the workers as they are now, and actors of ranks that are starting; do not wait for the agents."""
         with self._lock:  # a change and the opening of a lane may publish at once
             now = self._roster.snapshot()
             driver_node = self._about["driver"]["node_id"]

@@ -19,12 +19,7 @@ Frame = tuple[str, str, str]
 def find_method_frames(stacks: str) -> tuple[Frame, ...]:
     """Return the frames of the thread that runs the user's method, from the innermost one to the method.
 
-    Args:
-        stacks: the stacks of all threads, as faulthandler writes them.
-
-    Returns:
-        (file, line, function) of each frame. If no thread runs a method, the frames of the first thread; empty without
-        frames.
+    Each is (file, line, function). If no thread runs a method, they are those of the first thread.
 
     >>> find_method_frames('''Thread 0x1 (most recent call first):
     ...   File "/lib/threading.py", line 320 in wait
@@ -57,13 +52,10 @@ def find_innermost(stacks: str) -> str:
 
 
 def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
-    """Add notes that name the ranks that do not wait where most of the group waits.
+    """Return stuck workers with notes that name the ranks that do not wait where most of the group waits.
 
     Two workers wait at the same place if they run the same method and, where stacks are available, their Python stacks
     agree down to that method.
-
-    Returns:
-        The stuck workers with these notes, or as they are if there is no such place.
     """
     places = {one.rank: (one.method, find_method_frames(one.stacks)) for one in stuck}
     ((place, count),) = Counter(places.values()).most_common(1) or [((None, ()), 0)]

@@ -13,14 +13,10 @@ import ray
 def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Return what the driver has to know about a class that it may not be able to import, as plain data.
 
-    Args:
-        target: the class, its full name or its pickled bytes.
-        asks: keyword arguments for the class's `configure_worker`, one dict for each worker.
-
-    Returns:
-        A dict with the short name of the class; its public methods (kind and parameters) and the full names of their
-        functions; how many items a generator method may be ahead of its reader; the default options of `@ray.remote` or
-        of a `_default_options` attribute; the options that workers of a group cannot have; the configurations.
+    That is the short name of the class; its public methods (kind and parameters) and the full names of their functions;
+    how many items a generator method may be ahead of its reader; the default options of `@ray.remote` or of a
+    `_default_options` attribute; the options that workers of a group cannot have; and the results of `configure_worker`
+    for the keyword arguments in `asks`.
     """
     decorated = resolve(target)
     cls = undecorate(decorated)

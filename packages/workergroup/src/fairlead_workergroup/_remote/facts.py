@@ -14,12 +14,7 @@ from .process import start_tick
 
 
 def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> None:
-    """Publish changed facts about this worker, in the variables of its environment too.
-
-    Args:
-        changes: the facts that change; `env` has the variables that change.
-        layout: the axes over the ranks as plain data; None if they stay.
-    """
+    """Publish changed facts about this worker, and a changed layout, in the variables of its environment too."""
     published = sys.modules["_fairlead_worker"]
     before: dict[str, Any] = published.facts
     env = changes.get("env", {})
@@ -34,15 +29,9 @@ def do_nothing(worker: Any) -> None:
 
 
 def warm_up(worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes) -> dict[str, Any]:
-    """Import the module of a class in the environment of its workers; do not construct anything.
+    """Import the module of a class in the environment of its workers, except the variables of a rank.
 
-    Args:
-        variables: the variables of the environment, without those of a rank.
-        path: the entries of PYTHONPATH.
-        target: the full name or the pickled bytes of the class.
-
-    Returns:
-        The pid, the start tick and the node of this process.
+    It constructs nothing, and returns the pid, the start tick and the node of this process.
     """
     os.environ.update(variables)
     add_to_path(path)

@@ -67,19 +67,11 @@ class WorkerHost:
     def _fairlead_start(
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Set the environment, load the class, and create the instance.
+        """Set the environment, load the class, and create the instance; return what only the process itself knows.
 
         This is not `__init__`, because an error there kills the actor and reaches the driver as text, while an error
-        here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set.
-
-        Args:
-            facts: the facts to publish about the worker. References in it, in `args` and in `kwargs` are fetched.
-            target: the full name or the pickled bytes of the class, in a list.
-            args: positional arguments of its constructor.
-            kwargs: keyword arguments of its constructor.
-
-        Returns:
-            The facts that only the process itself knows, such as its pid.
+        here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set. The
+        target is in a list, because references in it and in the arguments are fetched here.
         """
         began = time.monotonic()
         self._fairlead_prepare(facts)
@@ -135,14 +127,7 @@ class WorkerHost:
             yield item
 
     def _fairlead_apply(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function with the user's instance as its first argument.
-
-        Args:
-            name: the name of the function in errors.
-            pickled: the function.
-            args: its other positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Call a pickled function with the user's instance as its first argument; errors show its name."""
         try:
             function = ray.cloudpickle.loads(pickled)
         except Exception as error:
@@ -429,11 +414,8 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpre
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
     and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
-    Args:
-        name: the name of the class.
-        kinds: the kind of each method: plain, generator, async or async_generator.
-        concurrent: whether async methods overlap; otherwise one method runs at a time, whatever its kind.
-        backpressure: for each generator method that has a limit, how many items it may be ahead of its reader.
+    Unless they are `concurrent`, one method runs at a time, whatever its kind. `backpressure` has how many items a
+    generator method may be ahead of its reader.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)

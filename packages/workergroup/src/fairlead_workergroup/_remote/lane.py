@@ -311,13 +311,8 @@ def serve(
 ) -> Iterator[Any]:
     """Run the calls that arrive by a lane, one after the other, until the driver ends it.
 
-    Args:
-        config: how to connect.
-        find: returns a method of the host by its name.
-        name_task: tells the record how to find out which task runs.
-
-    Yields:
-        The answers that the driver gets through the object store.
+    It yields the answers that the driver gets through the object store. `find` returns a method of the host by its
+    name, and `name_task` tells the record how to find out which task runs.
     """
     connection = Connection(config)
     task = NO_TASK

@@ -139,9 +139,7 @@ def _join(frames: list[bytes]) -> list[bytes]:
 class Link(Protocol):
     """A worker's connection with the driver. Its methods raise DriverLostError if the driver has closed it.
 
-    Attributes:
-        lost_at: since when there is no connection, by `time.monotonic`; None while there is one.
-        is_new: whether a connection has been made that the worker has not said anything on.
+    There is none since `lost_at`, by `time.monotonic`. The worker has said nothing on one that `is_new`.
     """
 
     lost_at: float | None
@@ -163,9 +161,7 @@ class Link(Protocol):
 class LocalLink:
     """A Unix socket. Once the driver has sent something, its connection ends with the driver, and not before.
 
-    Args:
-        config: how to connect.
-        waits: whether `send` waits for a driver that does not receive; otherwise a thread sends the rest.
+    Unless `waits` is set, `send` does not wait for a driver that does not receive: a thread sends the rest.
 
     Raises:
         OSError: the driver's socket cannot be reached, or takes less than a packet at a time.

@@ -29,11 +29,10 @@ Registered = tuple[int, int, str]
 
 
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return what `look` says of workers, and their processes.
+    """Return what `look` says of workers, and of their processes.
 
-    Returns:
-        For each worker what `look` returns, with `pid`, `started`, `process`, the letter of the process's state, and
-        `rss_bytes`. `missing` is true for one that is starting and has no process yet.
+    That is `pid`, `started`, `process`, the letter of the process's state, and `rss_bytes`. `missing` is true for one
+    that is starting and has no process yet.
     """
     processes = _find_starting(workers)
     rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)

@@ -65,11 +65,8 @@ def mark_tree(identity: str) -> mmap.mmap:
 class Trees:
     """Find workers of one machine and the processes that they have started.
 
-    Args:
-        workers: the processes of the workers, as far as they are known.
-        marks: the prefix of the identity given to `mark_tree`, one for each worker. Marks find workers that are not
-            known, and processes whose worker has died.
-        children: processes that were below the workers before.
+    Marks are the prefix of the identity given to `mark_tree`: they find workers that are not known, and processes whose
+    worker has died. `children` were below the workers before.
     """
 
     def __init__(self, workers: Iterable[Process], marks: Sequence[str], children: Iterable[Process] = ()) -> None:
@@ -113,19 +110,10 @@ def end_trees(
     within_s: float,
     grace_s: float = WORKER_GRACE_S,
 ) -> list[Process]:
-    """Wait until workers have ended, then end the processes that they have started.
+    """Wait until workers have ended, then end the processes that they have started; return those still alive.
 
-    Children get SIGTERM, and SIGKILL after `CHILD_GRACE_S`.
-
-    Args:
-        workers: processes that Ray is about to end.
-        children: the processes that were below them before.
-        marks: the marks, as for `Trees`.
-        within_s: how long all of this may take.
-        grace_s: how long Ray has to end the workers before they get SIGKILL.
-
-    Returns:
-        The processes that are still alive.
+    Ray has `grace_s` to end the workers before they get SIGKILL. Their children, and those that were below them before,
+    get SIGTERM, and SIGKILL after `CHILD_GRACE_S`.
     """
     deadline = time.monotonic() + within_s
     trees = Trees(workers, marks, children)
@@ -298,16 +286,10 @@ def read_marks(process: Process) -> list[Mark]:
 
 
 def start_guard(workers: Sequence[tuple[int, int, str]], name: str, limit: int) -> list[bool]:
-    """Start a thread that ends workers whose memory passes a limit.
+    """Start a thread that ends workers whose memory passes a limit; return whether each worker is alive.
 
-    Args:
-        workers: the pid, start tick and mark of each worker.
-        name: the name under which `read_verdicts` finds the workers that were ended.
-        limit: bytes of memory of a worker and the processes it has started, without memory that is shared with others,
-            such as values in the object store.
-
-    Returns:
-        Whether each worker is alive.
+    Memory shared with others, such as values in the object store, does not count. `read_verdicts` finds the ended
+    workers by `name`.
     """
     threading.Thread(target=_guard, args=(name, list(workers), limit), daemon=True, name="fairlead-guard").start()
     return [start_tick(pid) == started for pid, started, _ in workers]

@@ -56,9 +56,7 @@ NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0)
 class Record:
     """Write the record of this process, and check whether a task that starts has been cancelled.
 
-    Args:
-        methods: the names of the methods; `begin` takes the index of one.
-        dump_signal: the signal that makes this process write its stacks; 0 for none.
+    Methods are given by name; `begin` takes the index of one. The signal, unless it is 0, writes the stacks.
     """
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:

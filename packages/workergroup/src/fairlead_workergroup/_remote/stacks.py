@@ -35,13 +35,10 @@ def write_stacks_on_signal() -> int:
 
 
 def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, str]]:
-    """Make processes of this machine write their stacks, all at once.
+    """Make processes of this machine write their stacks, all at once; return these or why there are none, by pidfd.
 
-    Args:
-        asked: the pid and the signal in the record of each process, by pidfd, which never refers to another process.
-
-    Returns:
-        The stacks, and the reason why there are none, by pidfd.
+    The processes are given by pidfd, which never refers to another process, each with its pid and the signal in its
+    record.
     """
     found: dict[int, tuple[str, str]] = {}
     waiting: dict[int, tuple[int, int, int, int]] = {}
